@@ -1,0 +1,1 @@
+"""What keeps the bytes: the storage node, and how to reach it."""

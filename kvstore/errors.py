@@ -1,0 +1,102 @@
+"""The error tree. Each error says in one sentence what is wrong and, where it can, what to do.
+
+    KvError
+    ├── ConfigError            a setting or argument that cannot be used
+    ├── Overloaded             the node is at a bound; try again after `retry_after_ms`
+    ├── TenantDenied           the caller may not act for this tenant
+    ├── ProtocolError          a peer said something that the protocol does not allow
+    │   └── LeaseExpired       the lease of a reserved slot is over
+    ├── NodeUnavailable        the node could not be reached, or went away
+    ├── DeadlineExceeded       a call's own deadline passed
+    ├── StorageError
+    │   ├── NoSpace            no extent is free for the block
+    │   ├── Corrupt            bytes on the drive are not what was written
+    │   ├── ReadOnly           the drive failed and takes no more writes
+    │   ├── WrongVersion       a data folder of another format version
+    │   └── FolderLocked       another node has this data folder open
+    └── FabricError            (defined in `nic_offload.errors`, the lower package)
+        ├── FabricUnavailable
+        └── PutFailed
+
+A miss is not an error: see `kvstore.miss`.
+"""
+
+from __future__ import annotations
+
+from nic_offload.errors import FabricError, FabricUnavailable, KvError, PutFailed
+
+__all__ = [
+    "ConfigError",
+    "Corrupt",
+    "DeadlineExceeded",
+    "FabricError",
+    "FabricUnavailable",
+    "FolderLocked",
+    "KvError",
+    "LeaseExpired",
+    "NoSpace",
+    "NodeUnavailable",
+    "Overloaded",
+    "ProtocolError",
+    "PutFailed",
+    "ReadOnly",
+    "StorageError",
+    "TenantDenied",
+    "WrongVersion",
+]
+
+
+class ConfigError(KvError):
+    """A setting or an argument that cannot be used."""
+
+
+class Overloaded(KvError):
+    """The node is at one of its bounds; nothing was done and a later try may succeed."""
+
+    def __init__(self, message: str, retry_after_ms: int = 50) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class TenantDenied(KvError):
+    """The caller may not act for this tenant."""
+
+
+class ProtocolError(KvError):
+    """A peer, or a caller, said something that the protocol does not allow."""
+
+
+class LeaseExpired(ProtocolError):
+    """The lease of a reserved slot is over: what is put into it now will not be kept."""
+
+
+class NodeUnavailable(KvError):
+    """The node could not be reached, or went away during the call."""
+
+
+class DeadlineExceeded(KvError):
+    """A call's own deadline passed before its answer came."""
+
+
+class StorageError(KvError):
+    """The drive, or what is on it, did not do what was asked."""
+
+
+class NoSpace(StorageError):
+    """No extent is free for the block."""
+
+
+class Corrupt(StorageError):
+    """Bytes on the drive are not what was written there."""
+
+
+class ReadOnly(StorageError):
+    """The drive failed and takes no more writes."""
+
+
+class WrongVersion(StorageError):
+    """The data folder was written in another format version."""
+
+
+class FolderLocked(StorageError):
+    """Another process has this data folder open."""

@@ -1,0 +1,69 @@
+"""Every bound of the store, with the relations between them asserted at import.
+
+Nothing in this project grows without one of these. Names end in their unit.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BATCH_BLOCKS_MAX",
+    "BLOCK_BYTES_MAX",
+    "BLOCK_BYTES_MIN",
+    "CLIENTS_MAX",
+    "DRIVE_CAPACITY_BYTES_MIN",
+    "DRIVE_INFLIGHT_BYTES_MAX",
+    "DRIVE_QUEUE_DEPTH",
+    "FETCH_TIMEOUT_MS",
+    "FINGERPRINT_BYTES",
+    "GENERATION_MAX",
+    "HEADER_BYTES",
+    "INLINE_CHUNK_BYTES",
+    "KEY_BYTES",
+    "LANDING_BYTES_MAX",
+    "LEASE_TIMEOUT_MS",
+    "LEASE_TIMEOUT_MS_MAX",
+    "PAGE_BYTES",
+    "QUARANTINE_TIMEOUT_MS",
+    "RPC_TIMEOUT_MS",
+    "SLOTS_PER_CLIENT_MAX",
+    "STAGING_BYTES",
+    "TENANT_BYTES",
+]
+
+PAGE_BYTES = 4096  # the unit of the drive: O_DIRECT offsets, lengths and addresses
+HEADER_BYTES = PAGE_BYTES  # a record starts with one header page
+
+KEY_BYTES = 32
+TENANT_BYTES = 16
+FINGERPRINT_BYTES = 16
+GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
+
+BLOCK_BYTES_MIN = 1
+BLOCK_BYTES_MAX = 64 << 20
+BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+
+CLIENTS_MAX = 64
+SLOTS_PER_CLIENT_MAX = 1024
+LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
+
+LEASE_TIMEOUT_MS = 30_000
+LEASE_TIMEOUT_MS_MAX = 600_000
+QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
+
+DRIVE_CAPACITY_BYTES_MIN = 16 << 20
+DRIVE_QUEUE_DEPTH = 256
+DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
+
+INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
+RPC_TIMEOUT_MS = 10_000
+FETCH_TIMEOUT_MS = 30_000
+
+assert HEADER_BYTES % PAGE_BYTES == 0
+assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
+assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
+assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
+assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
+assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
+assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
+assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES

@@ -1,0 +1,36 @@
+"""A miss is a value: the block is not served, and here is why. The caller recomputes.
+
+The numbers travel in ack words (`kvstore.wire.ack`) and in gRPC answers, so they never change meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["Miss", "MissReason"]
+
+
+class MissReason(enum.IntEnum):
+    """Why a block was not served."""
+
+    UNKNOWN = 1  # never stored here, or forgotten by a rebuild
+    CORRUPT = 2  # stored, but the bytes on the drive failed a check
+    LAYOUT = 3  # stored under another layout fingerprint
+    EXPIRED = 4  # its time to live is over
+    LENGTH = 5  # stored with another length than the one asked for
+    UNREADABLE = 6  # the drive answered with an error
+    NODE_AWAY = 7  # the node did not answer in time; only a client says this
+    BUSY = 8  # the node was at a bound and did not start
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One block that was not served."""
+
+    reason: MissReason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        text = f"MISS({self.reason.name.lower()})"
+        return f"{text}: {self.detail}" if self.detail else text

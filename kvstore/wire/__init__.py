@@ -1,0 +1,1 @@
+"""The wire: generated gRPC stubs, the record codec and the ack words."""

@@ -1,0 +1,32 @@
+"""The root of the project's one error tree, and the branch that belongs to the fabric.
+
+`kvstore.errors` draws the whole tree and re-exports what is here; this package is the lower one, so
+the root has to live here. A miss is a value (`kvstore.miss`), never an exception.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["FabricError", "FabricUnavailable", "KvError", "PutFailed"]
+
+
+class KvError(Exception):
+    """Whatever this project raises on purpose. The message is one sentence a person can act on."""
+
+
+class FabricError(KvError):
+    """libfabric refused, lost or broke an operation."""
+
+    @classmethod
+    def from_code(cls, doing: str, code: int) -> FabricError:
+        """The one place where a `-errno` of the C core becomes an exception."""
+        return cls(f"{doing} failed: {os.strerror(-code)} ({code}).")
+
+
+class FabricUnavailable(FabricError):
+    """There is no libfabric, or no provider in it, that can carry KV blocks on this machine."""
+
+
+class PutFailed(FabricError):
+    """An armed put came to a terminal state other than done; the message names which."""
