@@ -12,6 +12,7 @@ __all__ = [
     "CLIENTS_MAX",
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
+    "DRIVE_INFLIGHT_OPS_MIN",
     "DRIVE_QUEUE_DEPTH",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
@@ -25,12 +26,16 @@ __all__ = [
     "PAGE_BYTES",
     "QUARANTINE_TIMEOUT_MS",
     "RPC_TIMEOUT_MS",
+    "SECTOR_BYTES",
     "SLOTS_PER_CLIENT_MAX",
     "STAGING_BYTES",
+    "STORE_QUEUED_MAX",
     "TENANT_BYTES",
+    "ZERO_FILL_BYTES_MAX",
 ]
 
 PAGE_BYTES = 4096  # the unit of the drive: O_DIRECT offsets, lengths and addresses
+SECTOR_BYTES = 512  # the largest write that drives are known not to tear
 HEADER_BYTES = PAGE_BYTES  # a record starts with one header page
 
 KEY_BYTES = 32
@@ -53,6 +58,11 @@ QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this end
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
+STORE_QUEUED_MAX = (
+    4 * BATCH_BLOCKS_MAX
+)  # puts, and as many gets, that the store has accepted and not answered
+ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
 
 INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
@@ -63,6 +73,8 @@ assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
 assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
+assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
+assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
