@@ -26,6 +26,7 @@ __all__ = [
     "PAGE_BYTES",
     "QUARANTINE_TIMEOUT_MS",
     "RPC_TIMEOUT_MS",
+    "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
     "SLOTS_PER_CLIENT_MAX",
     "STAGING_BYTES",
@@ -63,6 +64,7 @@ STORE_QUEUED_MAX = (
     4 * BATCH_BLOCKS_MAX
 )  # puts, and as many gets, that the store has accepted and not answered
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
+SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
 
 INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC

@@ -1,17 +1,18 @@
 """The index: (tenant, key) -> where the block lies, in LMDB. A cache of the truth on the drive.
 
-It is trusted at opening only if it says the same store and the same epoch as the superblock, and was either closed
-cleanly or written under this very boot of the kernel, whose page cache survives a killed process.
-Otherwise it is thrown away and built anew from the drive.
+It is trusted at opening only if it says the same store and the same epoch as the superblock, and was
+either closed cleanly or written under this very boot of the kernel, whose page cache survives a killed
+process. Otherwise it is thrown away and built anew from the drive.
 
 Always holds:
 
-- An epoch is durable in the superblock before any index holds it, and each opening and each clean close makes
-  a new one. So an index brought back from an earlier time, even one copied from a running node, has an epoch that
-  is over. (One copied and brought back between two epochs is not told apart; reads still check every header,
-  so it can lose blocks, not serve wrong ones.)
-- Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the boot id has
-  changed, and nothing in it is believed. Only the commit that marks it clean is synced, with all before it.
+- An epoch is durable in the superblock before any index holds it, and each opening and each clean close
+  makes a new one. So an index brought back from an earlier time, even one copied from a running node, has
+  an epoch that is over. (One copied and brought back between two epochs is not told apart; reads still
+  check every header, so it can lose blocks, not serve wrong ones.)
+- Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
+  boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
+  all before it.
 - A batch is published in one transaction: all of it or nothing.
 
 It doesn't know about extents, pins or time.
@@ -83,7 +84,7 @@ class Index:
             return None
         try:
             believed = index._is_of(superblock, boot_id)
-        except (lmdb.Error, struct.error):
+        except (StorageError, lmdb.Error, struct.error):
             believed = False
         if believed:
             return index
@@ -103,7 +104,7 @@ class Index:
         self._put_meta(superblock, boot_id, clean=False)
 
     def close_clean(self, superblock: Superblock, boot_id: str) -> None:
-        """Make everything durable, say that it is, and close. The superblock and all records have to be durable."""
+        """Make everything durable, say so, and close. The superblock and all records are durable already."""
         # LMDB's synced commit makes all data pages durable before the page that makes them current, so
         # power loss in the middle leaves the mark of the epoch before, which is over.
         self._env.close()
@@ -117,9 +118,12 @@ class Index:
 
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         """Find many in one read transaction."""
-        with self._env.begin(db=self._blocks, buffers=True) as transaction:
-            found = [transaction.get(tenant + key) for tenant, key in names]
-            return [None if value is None else Entry._make(_ENTRY.unpack(value)) for value in found]
+        try:
+            with self._env.begin(db=self._blocks, buffers=True) as transaction:
+                found = [transaction.get(tenant + key) for tenant, key in names]
+                return [None if value is None else Entry._make(_ENTRY.unpack(value)) for value in found]
+        except lmdb.Error as error:
+            raise StorageError(f"The index in {self._folder} could not be read: {error}.") from error
 
     def publish(self, entries: Iterable[tuple[Name, Entry]]) -> None:
         """Make a batch visible, each in place of what had its name before."""
@@ -189,7 +193,7 @@ class Index:
         store_uuid, epoch, clean, boot = _META.unpack(meta)
         if (store_uuid, epoch) != (superblock.store_uuid, superblock.epoch):
             return False
-        return clean or boot == boot_id.encode()
+        return bool(clean) or boot == boot_id.encode()
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
         meta = _META.pack(superblock.store_uuid, superblock.epoch, clean, boot_id.encode())

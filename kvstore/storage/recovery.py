@@ -1,16 +1,18 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive and reads no payload on purpose; of records with one name the one with
-the highest generation is in the index afterwards.
+Always holds: it writes nothing to the drive and reads no payload on purpose; of records with one name the
+one with the highest generation is in the index afterwards.
 
-It doesn't judge payloads: their CRC is checked on every read.
+It doesn't judge payloads: their CRC is checked on every read. A page that cannot be read is stepped over;
+if it was a header, its record is lost.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.limits import PAGE_BYTES
+from kvstore.errors import StorageError
+from kvstore.limits import PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
 from kvstore.storage.superblock import RECORDS_BEGIN
@@ -88,12 +90,17 @@ class _Walk:
         self._window = b""
         self._window_at = 0
         self._window_bytes = _WINDOW_BYTES
+        self._unreadable_pages = 0
 
     def step(self, position: int, end: int) -> tuple[Found | None, int]:
         """Look at one place; give what is there and where to look next."""
-        at = self._show(position, end)
+        try:
+            at = self._show(position, end)
+        except StorageError:
+            return None, self._past_unreadable(position)
         header = self._codec.parse(self._window, at, position)
         if isinstance(header, Flaw):
+            self._window_bytes = _WINDOW_BYTES
             return None, self._next_magic(at)
         size = record_bytes(header.length)
         if position + size > self._capacity_bytes:
@@ -110,9 +117,18 @@ class _Walk:
             at = 0
         return at
 
+    def _past_unreadable(self, position: int) -> int:
+        """Find out which page of the window it is; step over that one, so long as they are few."""
+        if self._window_bytes > PAGE_BYTES:
+            self._window_bytes = PAGE_BYTES
+            return position
+        self._unreadable_pages += 1
+        if self._unreadable_pages > SCAN_UNREADABLE_PAGES_MAX:
+            raise StorageError(f"The drive cannot be read: {self._unreadable_pages} pages of it gave errors.")
+        return position + PAGE_BYTES
+
     def _next_magic(self, at: int) -> int:
         """Give the next page of the window that begins like a header, or the window's end."""
-        self._window_bytes = _WINDOW_BYTES
         found = self._window.find(RECORD_MAGIC, at + 1)
         while found >= 0 and found % PAGE_BYTES:
             found = self._window.find(RECORD_MAGIC, found + 1)

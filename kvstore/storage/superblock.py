@@ -1,12 +1,12 @@
 """The superblock on a drive: reading it, formatting a new drive, and counting openings.
 
 Always holds: at every moment of a rewrite one of the two copies is whole, and the newer whole one counts;
-a drive that holds anything at all in its first pages is never formatted over; formatting writes the superblock
-last, so a crash in the middle leaves a drive that is formatted anew.
+a drive that holds anything at all in its first pages is never formatted over; formatting writes the
+superblock last, so a crash in the middle leaves a drive that is formatted anew.
 
-The fill with zeros is done here, once, and only up to `ZERO_FILL_BYTES_MAX`: it turns unwritten extents of
-a file into written ones, which later writes are faster on. Larger drives are not filled, neither here nor in
-the background, and pay for their first round of writes.
+The fill with zeros is done here, once, and only up to `ZERO_FILL_BYTES_MAX`: it turns unwritten extents
+of a file into written ones, which later writes are faster on. Larger drives are not filled, neither here
+nor in the background, and pay for their first round of writes.
 """
 
 from __future__ import annotations
