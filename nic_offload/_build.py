@@ -13,7 +13,7 @@ _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
 ffi = FFI()
-ffi.cdef("struct tk_fabric; struct tk_region;\n" + _DECLARATIONS)
+ffi.cdef("struct tk_fabric; struct tk_endpoint; struct tk_region;\n" + _DECLARATIONS)
 ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',

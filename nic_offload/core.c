@@ -142,15 +142,15 @@ static uint64_t tag_of(const struct work *work)
 	}
 }
 
-static uint64_t owner_of(const struct work *work)
+static struct tk_endpoint *endpoint_of(const struct work *work)
 {
 	switch (work->kind) {
 	case WORK_PUT:
-		return work->put.owner;
+		return work->put.endpoint;
 	case WORK_LANDING:
-		return work->landing.owner;
+		return work->landing.endpoint;
 	default:
-		return work->ack.owner;
+		return work->ack.endpoint;
 	}
 }
 
@@ -193,7 +193,7 @@ static void finish_put(struct tk_fabric *fabric, struct work *work, int status)
 		fabric->statistics.failed++;
 		fabric->statistics.expired += status == -ETIMEDOUT;
 	}
-	if (!work->dropped && !(work->put.flags & TK_QUIET))
+	if (!(work->put.flags & TK_QUIET))
 		report(fabric, status ? TK_PUT_FAILED : TK_PUT_DONE, work->put.tag, work->posted_ns, status,
 		       tk_now_ns());
 	release(fabric, work);
@@ -347,11 +347,11 @@ static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_put *put = &work->put;
 	if (put->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
-		int status = (int)fi_inject_write(fabric->ep, &put->flag_value, sizeof put->flag_value, put->peer,
+		int status = (int)fi_inject_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, put->peer,
 						  put->flag_target, put->flag_key);
 		return status ? status : 1; /* an injected write gives no completion */
 	}
-	return (int)fi_write(fabric->ep, &put->flag_value, sizeof put->flag_value, NULL, put->peer,
+	return (int)fi_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, NULL, put->peer,
 			     put->flag_target, put->flag_key, &work->context);
 }
 
@@ -377,12 +377,12 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	uint64_t flags = FI_COMPLETION;
 	if (put->flags & TK_FLAG_PUT && !with_flag)
 		flags |= FI_DELIVERY_COMPLETE; /* the flag is chained to the arrival of the bytes */
-	return (int)fi_writemsg(fabric->ep, &message, flags);
+	return (int)fi_writemsg(put->endpoint->fid, &message, flags);
 }
 
 static int post_one(struct tk_fabric *fabric, struct work *work)
 {
-	int only_flag = !work->put.length || work->state == WORK_FLAGGING;
+	int only_flag = !work->put.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
 
@@ -404,8 +404,7 @@ static int post_ready(struct tk_fabric *fabric)
 			fabric->statistics.acks_sent += !work->put.length;
 			finish_put(fabric, work, 0);
 		} else {
-			if (work->state == WORK_READY)
-				work->state = WORK_POSTED;
+			work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
 			fabric->in_flight++;
 		}
 	}
@@ -416,8 +415,8 @@ static void completed(struct tk_fabric *fabric, struct work *work, int status)
 {
 	fabric->in_flight--;
 	int chained = work->put.length && work->put.flags & TK_FLAG_PUT && !fabric->ordered;
-	if (!status && chained && work->state == WORK_POSTED && !work->dropped) {
-		work->state = WORK_FLAGGING;
+	if (!status && chained && work->state == WORK_POSTED) {
+		work->state = WORK_FLAG_READY;
 		queue_push(&fabric->ready, work);
 		return;
 	}
@@ -465,8 +464,8 @@ static void send_landed(struct tk_fabric *fabric, struct work *work)
 	const struct tk_landing *landing = &work->landing;
 	if (work->acked)
 		return;
-	ssize_t status = fi_inject_write(fabric->ep, &landing->ack_value, sizeof landing->ack_value, landing->peer,
-					 landing->ack_target, landing->ack_key);
+	ssize_t status = fi_inject_write(landing->endpoint->fid, &landing->ack_value, sizeof landing->ack_value,
+					 landing->peer, landing->ack_target, landing->ack_key);
 	if (status == -FI_EAGAIN)
 		return; /* tried again when the CRC is made */
 	work->acked = 1;
@@ -612,6 +611,7 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 		queue_remove(&fabric->summing, work);
 		return 1;
 	case WORK_READY:
+	case WORK_FLAG_READY:
 		queue_remove(&fabric->ready, work);
 		return 1;
 	default:
@@ -634,20 +634,27 @@ static int cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 	return cancelled;
 }
 
-static int drop_owner(struct tk_fabric *fabric, uint64_t owner)
+/* Nothing is reported about the endpoint's work: who closes it knows that all of it is over. The provider
+ * may still have put completions into the queue before the endpoint went, so those are taken first. */
+static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
-	int on_the_wire = 0;
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
-		if (owner_of(work) != owner)
-			continue;
-		work->dropped = 1;
-		if (withdraw(fabric, work))
+		if (endpoint_of(work) == endpoint && withdraw(fabric, work))
 			release(fabric, work);
-		else
-			on_the_wire++;
 	}
-	return on_the_wire;
+	int status = fi_close(&endpoint->fid->fid);
+	while (drain_completions(fabric))
+		;
+	for (struct work *work = fabric->all, *after; work; work = after) {
+		after = work->after;
+		if (endpoint_of(work) != endpoint)
+			continue;
+		if (!withdraw(fabric, work))
+			fabric->in_flight--;
+		release(fabric, work);
+	}
+	return status;
 }
 
 static int expire(struct tk_fabric *fabric)
@@ -691,7 +698,7 @@ static int take_inbox(struct tk_fabric *fabric)
 	}
 	if (command) {
 		command->result = command->tags ? cancel(fabric, command->tags, command->tags_count)
-						: drop_owner(fabric, command->owner);
+						: close_endpoint(fabric, command->endpoint);
 		publish(fabric);
 		pthread_mutex_lock(&fabric->inbox_lock);
 		command->done = 1;

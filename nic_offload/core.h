@@ -1,8 +1,8 @@
 /*
  * The C core: one progress thread that moves blocks without asking the application.
  *
- * A `tk_fabric` is one libfabric endpoint with its progress thread. The application queues work in
- * batches and goes away; the thread
+ * A `tk_fabric` is one libfabric domain with its progress thread; a `tk_endpoint` is what one connection
+ * sends and receives with. The application queues work in batches and goes away; the thread
  *   - polls flag words and posts the puts whose threshold is reached (the trigger agent),
  *   - chains an 8-byte flag put behind each, so that the target sees the flag only after the bytes,
  *   - watches words of local memory: for landed blocks (then it checks the generation, acknowledges and
@@ -13,7 +13,10 @@
  *   - a put never fires before its flag word reaches its threshold, and at most once;
  *   - its flag put never arrives unless the bytes before it did;
  *   - every put and every watch ends with exactly one final event, unless it was queued as quiet or its
- *     owner was dropped;
+ *     endpoint was closed;
+ *   - once an endpoint is closed, no byte comes in through it any more and none of its puts reads memory:
+ *     this, and not a revoked key alone, is what makes memory safe to use again after a peer misbehaved
+ *     (a message whose key was checked before may still be arriving when the key is revoked);
  *   - nothing queued is unbounded: `work_max` is fixed when the fabric is opened; past it, -EAGAIN.
  *
  * What it does not do: libfabric's own deferred work (FI_QUEUE_WORK), reads, memory other than the
@@ -27,6 +30,7 @@
 #include <stdint.h>
 
 struct tk_fabric;
+struct tk_endpoint;
 struct tk_region;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
@@ -67,7 +71,7 @@ struct tk_event {
 
 struct tk_put {
 	uint64_t tag;
-	uint64_t owner; /* all work of an owner can be dropped at once */
+	struct tk_endpoint *endpoint;
 	uint64_t peer;
 	uint64_t source;
 	uint64_t target;
@@ -86,7 +90,7 @@ struct tk_put {
 
 struct tk_landing {
 	uint64_t tag;
-	uint64_t owner;
+	struct tk_endpoint *endpoint;
 	uint64_t word;	     /* address of the slot's flag word */
 	uint64_t generation; /* what the word must become */
 	uint64_t payload;
@@ -100,7 +104,7 @@ struct tk_landing {
 
 struct tk_ack_watch {
 	uint64_t tag;
-	uint64_t owner;
+	struct tk_endpoint *endpoint;
 	uint64_t word; /* holds generation << 8 | code */
 	uint64_t generation;
 	uint64_t deadline_ns;
@@ -131,9 +135,12 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, st
 int tk_fabric_close(struct tk_fabric *fabric);
 int tk_fabric_event_fd(struct tk_fabric *fabric);
 int tk_fabric_provider(struct tk_fabric *fabric, char *out);
-int tk_fabric_address(struct tk_fabric *fabric, void *out);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
+
+int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message);
+int tk_endpoint_close(struct tk_endpoint *endpoint);
+int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
 
 int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out);
 int tk_peer_remove(struct tk_fabric *fabric, uint64_t peer);
@@ -148,7 +155,6 @@ int tk_arm(struct tk_fabric *fabric, const struct tk_put *puts, int count);
 int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landings, int count);
 int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, int count);
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
-int tk_drop_owner(struct tk_fabric *fabric, uint64_t owner);
 /* cdef end */
 
 #endif

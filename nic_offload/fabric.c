@@ -54,14 +54,19 @@ static void close_fid(struct fid *fid)
 
 static void free_fabric(struct tk_fabric *fabric)
 {
-	/* The order matters: regions, endpoint, queue, addresses, domain, fabric. */
+	/* The order matters: regions, endpoints, queue, addresses, domain, fabric. */
 	while (fabric->regions) {
 		struct tk_region *region = fabric->regions;
 		fabric->regions = region->next;
 		fi_close(&region->mr->fid);
 		free(region);
 	}
-	close_fid(fabric->ep ? &fabric->ep->fid : NULL);
+	while (fabric->endpoints) {
+		struct tk_endpoint *endpoint = fabric->endpoints;
+		fabric->endpoints = endpoint->next;
+		fi_close(&endpoint->fid->fid);
+		free(endpoint);
+	}
 	close_fid(fabric->cq ? &fabric->cq->fid : NULL);
 	close_fid(fabric->av ? &fabric->av->fid : NULL);
 	close_fid(fabric->domain ? &fabric->domain->fid : NULL);
@@ -82,14 +87,14 @@ static void free_fabric(struct tk_fabric *fabric)
 		close(fabric->wake_fd);
 	if (fabric->event_fd >= 0)
 		close(fabric->event_fd);
-	pthread_mutex_destroy(&fabric->region_lock);
+	pthread_mutex_destroy(&fabric->handle_lock);
 	pthread_mutex_destroy(&fabric->inbox_lock);
 	pthread_mutex_destroy(&fabric->event_lock);
 	pthread_cond_destroy(&fabric->command_done);
 	free(fabric);
 }
 
-static int open_endpoint(struct tk_fabric *fabric, const char *provider, const char *node, char *message)
+static int open_domain(struct tk_fabric *fabric, const char *provider, const char *node, char *message)
 {
 	const struct library *lib = library_loaded();
 	struct fi_info *hints = library_hints(provider);
@@ -111,12 +116,6 @@ static int open_endpoint(struct tk_fabric *fabric, const char *provider, const c
 	struct fi_cq_attr cq = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
 	if ((status = fi_cq_open(fabric->domain, &cq, &fabric->cq, NULL)))
 		return refused(message, "opening the completion queue", status);
-	if ((status = fi_endpoint(fabric->domain, fabric->info, &fabric->ep, NULL)))
-		return refused(message, "opening the endpoint", status);
-	if ((status = fi_ep_bind(fabric->ep, &fabric->av->fid, 0)) ||
-	    (status = fi_ep_bind(fabric->ep, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
-	    (status = fi_enable(fabric->ep)))
-		return refused(message, "enabling the endpoint", status);
 	return 0;
 }
 
@@ -134,7 +133,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, st
 	fabric->chunks_max = (work_max + WORK_CHUNK - 1) / WORK_CHUNK;
 	fabric->next_deadline_ns = UINT64_MAX;
 	fabric->started_ns = tk_now_ns();
-	pthread_mutex_init(&fabric->region_lock, NULL);
+	pthread_mutex_init(&fabric->handle_lock, NULL);
 	pthread_mutex_init(&fabric->inbox_lock, NULL);
 	pthread_mutex_init(&fabric->event_lock, NULL);
 	pthread_cond_init(&fabric->command_done, NULL);
@@ -148,7 +147,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, st
 	else if (!fabric->chunks)
 		status = -ENOMEM;
 	else
-		status = open_endpoint(fabric, provider, node, message);
+		status = open_domain(fabric, provider, node, message);
 	if (!status) {
 		status = -pthread_create(&fabric->thread, NULL, core_progress, fabric);
 		fabric->thread_started = !status;
@@ -197,10 +196,39 @@ int tk_fabric_provider(struct tk_fabric *fabric, char *out)
 	return fabric->ordered;
 }
 
-int tk_fabric_address(struct tk_fabric *fabric, void *out)
+int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message)
+{
+	message[0] = 0;
+	if (!is_ours(fabric))
+		return -ECHILD;
+	struct tk_endpoint *endpoint = calloc(1, sizeof *endpoint);
+	if (!endpoint)
+		return -ENOMEM;
+	endpoint->fabric = fabric;
+	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	if (status) {
+		free(endpoint);
+		return refused(message, "opening the endpoint", status);
+	}
+	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
+	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
+	    (status = fi_enable(endpoint->fid))) {
+		fi_close(&endpoint->fid->fid);
+		free(endpoint);
+		return refused(message, "enabling the endpoint", status);
+	}
+	pthread_mutex_lock(&fabric->handle_lock);
+	endpoint->next = fabric->endpoints;
+	fabric->endpoints = endpoint;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	*out = endpoint;
+	return 0;
+}
+
+int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 {
 	size_t length = TK_ADDRESS_BYTES;
-	int status = fi_getname(&fabric->ep->fid, out, &length);
+	int status = fi_getname(&endpoint->fid->fid, out, &length);
 	return status ? status : (int)length;
 }
 
@@ -276,10 +304,10 @@ int tk_region_open(struct tk_fabric *fabric, void *address, size_t length, int r
 	region->key = fi_mr_key(region->mr);
 	region->desc = fi_mr_desc(region->mr);
 	region->base = fabric->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? region->address : 0;
-	pthread_mutex_lock(&fabric->region_lock);
+	pthread_mutex_lock(&fabric->handle_lock);
 	region->next = fabric->regions;
 	fabric->regions = region;
-	pthread_mutex_unlock(&fabric->region_lock);
+	pthread_mutex_unlock(&fabric->handle_lock);
 	*out = region;
 	return 0;
 }
@@ -291,13 +319,13 @@ int tk_region_close(struct tk_region *region)
 		return -ECHILD;
 	if (__atomic_load_n(&region->uses, __ATOMIC_ACQUIRE))
 		return -EBUSY;
-	pthread_mutex_lock(&fabric->region_lock);
+	pthread_mutex_lock(&fabric->handle_lock);
 	for (struct tk_region **link = &fabric->regions; *link; link = &(*link)->next)
 		if (*link == region) {
 			*link = region->next;
 			break;
 		}
-	pthread_mutex_unlock(&fabric->region_lock);
+	pthread_mutex_unlock(&fabric->handle_lock);
 	int status = fi_close(&region->mr->fid);
 	free(region);
 	return status;
@@ -356,6 +384,8 @@ static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 
 static int check_put(const struct tk_fabric *fabric, const struct tk_put *put)
 {
+	if (!put->endpoint || put->endpoint->fabric != fabric)
+		return -EINVAL;
 	if (put->trigger % 8 || put->flag_target % 8 || (!put->length && !(put->flags & TK_FLAG_PUT)))
 		return -EINVAL;
 	if (!put->length)
@@ -394,7 +424,7 @@ int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landing
 	if (!is_ours(fabric))
 		return -ECHILD;
 	for (int i = 0; i < count; i++)
-		if (!landings[i].word || landings[i].word % 8 || landings[i].ack_target % 8)
+		if (!landings[i].endpoint || !landings[i].word || landings[i].word % 8 || landings[i].ack_target % 8)
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	int status = reserve_work(fabric, (uint32_t)count);
@@ -411,7 +441,7 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 	if (!is_ours(fabric))
 		return -ECHILD;
 	for (int i = 0; i < count; i++)
-		if (!watches[i].word || watches[i].word % 8)
+		if (!watches[i].endpoint || !watches[i].word || watches[i].word % 8)
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	int status = reserve_work(fabric, (uint32_t)count);
@@ -448,10 +478,22 @@ int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 	return count > 0 ? run_command(fabric, &command) : 0;
 }
 
-int tk_drop_owner(struct tk_fabric *fabric, uint64_t owner)
+int tk_endpoint_close(struct tk_endpoint *endpoint)
 {
-	struct command command = {.owner = owner};
-	return run_command(fabric, &command);
+	struct tk_fabric *fabric = endpoint->fabric;
+	if (!is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (struct tk_endpoint **link = &fabric->endpoints; *link; link = &(*link)->next)
+		if (*link == endpoint) {
+			*link = endpoint->next;
+			break;
+		}
+	pthread_mutex_unlock(&fabric->handle_lock);
+	struct command command = {.endpoint = endpoint};
+	int status = run_command(fabric, &command);
+	free(endpoint);
+	return status;
 }
 
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max)

@@ -22,11 +22,12 @@
 enum work_kind { WORK_PUT, WORK_LANDING, WORK_ACK };
 
 enum work_state {
-	WORK_WAITING,  /* for its flag word or watched word */
-	WORK_SUMMING,  /* its CRC is being made */
-	WORK_READY,    /* to be posted */
-	WORK_POSTED,   /* the bytes are on their way */
-	WORK_FLAGGING, /* the bytes have arrived, the flag put is on its way */
+	WORK_WAITING,	  /* for its flag word or watched word */
+	WORK_SUMMING,	  /* its CRC is being made */
+	WORK_READY,	  /* to be posted */
+	WORK_POSTED,	  /* the bytes are on their way */
+	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
+	WORK_FLAG_POSTED, /* the chained flag put is on its way */
 };
 
 struct work {
@@ -35,7 +36,6 @@ struct work {
 	struct work *before, *after; /* all items that the thread owns */
 	enum work_kind kind;
 	enum work_state state;
-	int dropped; /* its owner is gone: no event */
 	int acked;   /* a landing: `landed` has been sent */
 	uint32_t crc, summed;
 	uint64_t fired_ns, posted_ns;
@@ -75,11 +75,17 @@ struct watches {
 
 /* A call that waits for the progress thread to do it. */
 struct command {
-	const uint64_t *tags; /* NULL: drop `owner` */
+	const uint64_t *tags;
 	int tags_count;
-	uint64_t owner;
+	struct tk_endpoint *endpoint; /* not NULL: close it */
 	int result;
 	int done;
+};
+
+struct tk_endpoint {
+	struct tk_fabric *fabric;
+	struct tk_endpoint *next;
+	struct fid_ep *fid;
 };
 
 struct tk_region {
@@ -98,14 +104,14 @@ struct tk_fabric {
 	struct fid_domain *domain;
 	struct fid_av *av;
 	struct fid_cq *cq;
-	struct fid_ep *ep;
 	int ordered;
 	int wake_fd, event_fd;
 	pthread_t thread;
 	int thread_started;
 
-	pthread_mutex_t region_lock;
+	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
+	struct tk_endpoint *endpoints;
 
 	pthread_mutex_t inbox_lock;
 	pthread_cond_t command_done;

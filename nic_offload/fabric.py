@@ -1,7 +1,8 @@
-"""Fabric, Region, Peer: one libfabric endpoint with its progress thread, and the memory it may touch.
+"""Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may touch.
 
 What always holds: every handle is a context manager and says when it is closed; a region can't be
-closed while a put reads from it; keys of regions are random. Events come out in batches through one
+closed while a put reads from it; keys of regions are random; once an endpoint is closed, nothing comes in
+through it and nothing reads memory for it. Events come out in batches through one
 eventfd (`fileno`), never as a callback.
 
 What it doesn't do: reads (the side that has the bytes writes them), memory of a GPU.
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["Event", "EventKind", "Fabric", "Region", "Statistics"]
+__all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
 
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
@@ -116,8 +117,54 @@ class Region:
         self.close()
 
 
+class Endpoint:
+    """What one connection sends and receives with. Closing it is how a connection is ended for certain."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        out = ffi.new("struct tk_endpoint **")
+        message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
+        code = lib.tk_endpoint_open(fabric.handle, out, message)
+        if code:
+            why = ffi.string(message).decode() or f"code {code}"
+            raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
+        self.handle: Any = out[0]
+        fabric.endpoints.add(self)
+
+    def address(self) -> bytes:
+        """The name by which a peer reaches this endpoint; opaque, provider-specific."""
+        out = ffi.new("char[]", lib.TK_ADDRESS_BYTES)
+        length = lib.tk_endpoint_address(self.handle, out)
+        if length < 0:
+            raise FabricError.from_code("Asking for the endpoint's address", length)
+        return bytes(ffi.buffer(out, length))
+
+    def close(self) -> None:
+        """End everything that goes through this endpoint; its puts and watches are dropped silently."""
+        if self.handle is None:
+            return
+        handle = self.handle
+        self.detach()
+        code = lib.tk_endpoint_close(handle)
+        if code:
+            raise FabricError.from_code("Closing an endpoint", code)
+
+    def detach(self) -> None:
+        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        self.handle = None
+        self._fabric.endpoints.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class Fabric:
-    """An endpoint, its progress thread and its trigger agent."""
+    """A domain, its progress thread and its trigger agent."""
 
     def __init__(
         self, provider: str | None = None, *, address: str | None = None, work_max: int = WORK_MAX
@@ -133,6 +180,7 @@ class Fabric:
             raise FabricError(f"The provider {chosen} of libfabric {library.version} did not open: {why}.")
         self.handle: Any = out[0]
         self.regions: set[Region] = set()
+        self.endpoints: set[Endpoint] = set()
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
         name = ffi.new("char[]", lib.TK_PROVIDER_NAME_BYTES)
         self.flag_in_message = bool(lib.tk_fabric_provider(self.handle, name))
@@ -144,13 +192,9 @@ class Fabric:
         """Whether `close` has been called."""
         return self.handle is None
 
-    def address(self) -> bytes:
-        """The name by which a peer reaches this endpoint; opaque, provider-specific."""
-        out = ffi.new("char[]", lib.TK_ADDRESS_BYTES)
-        length = lib.tk_fabric_address(self.handle, out)
-        if length < 0:
-            raise FabricError.from_code("Asking for the endpoint's address", length)
-        return bytes(ffi.buffer(out, length))
+    def open_endpoint(self) -> Endpoint:
+        """Open one more endpoint."""
+        return Endpoint(self)
 
     def fileno(self) -> int:
         """An eventfd, readable while there are events to reap."""
@@ -172,7 +216,7 @@ class Fabric:
         return Region(self, memory, remote_write=remote_write)
 
     def add_peer(self, address: bytes) -> int:
-        """Make a peer known by the address it gave; the number names it from then on."""
+        """Make a peer known by the address it gave; the number names it for every endpoint from then on."""
         out = ffi.new("uint64_t *")
         code = lib.tk_peer_add(self.handle, address, len(address), out)
         if code:
@@ -195,16 +239,6 @@ class Fabric:
             raise FabricError.from_code("Cancelling", count)
         return int(count)
 
-    def drop_owner(self, owner: int) -> int:
-        """Silently drop all work of an owner; returns how many puts are still on the wire.
-
-        Their memory may be reused only when a later call returns 0.
-        """
-        count = lib.tk_drop_owner(self.handle, owner)
-        if count < 0:
-            raise FabricError.from_code("Dropping an owner's work", count)
-        return int(count)
-
     def statistics(self) -> Statistics:
         """Counts so far; cheap, no lock."""
         out = ffi.new("struct tk_statistics *")
@@ -214,7 +248,7 @@ class Fabric:
         return Statistics(*(int(getattr(out, name)) for name in Statistics.__slots__))
 
     def close(self) -> None:
-        """Stop the thread and close everything that belongs to the fabric, regions included.
+        """Stop the thread and close everything that belongs to the fabric, endpoints and regions included.
 
         When it returns no peer can write to any of its regions, and nothing reads from them.
         """
@@ -222,6 +256,8 @@ class Fabric:
             return
         handle, self.handle = self.handle, None
         lib.tk_fabric_close(handle)
+        for endpoint in tuple(self.endpoints):
+            endpoint.detach()
         for region in tuple(self.regions):
             region.detach()
 

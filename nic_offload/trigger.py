@@ -17,7 +17,7 @@ What it doesn't do yet: libfabric's own deferred work (`sockets`, `cxi`), reads,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
@@ -25,7 +25,7 @@ from nic_offload.errors import FabricError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nic_offload.fabric import Fabric, Region
+    from nic_offload.fabric import Endpoint, Fabric, Region
 
 __all__ = ["AckWatch", "Landing", "TriggeredPut", "WordPut", "arm", "put_words", "watch_acks", "watch_landings"]
 
@@ -34,7 +34,7 @@ class TriggeredPut(NamedTuple):
     """One put. Without `trigger_address` it fires at once."""
 
     tag: int
-    owner: int
+    endpoint: Endpoint
     peer: int
     region: Region
     source: int  # an address inside the region
@@ -54,7 +54,7 @@ class TriggeredPut(NamedTuple):
 class WordPut(NamedTuple):
     """An 8-byte put at once, about which nothing is reported."""
 
-    owner: int
+    endpoint: Endpoint
     peer: int
     target: int
     target_key: int
@@ -65,7 +65,7 @@ class Landing(NamedTuple):
     """A slot that waits for its block: see `struct tk_landing` in core.h."""
 
     tag: int
-    owner: int
+    endpoint: Endpoint
     word: int
     generation: int
     payload: int
@@ -81,11 +81,18 @@ class AckWatch(NamedTuple):
     """A word of our own memory in which a peer acknowledges: see `struct tk_ack_watch` in core.h."""
 
     tag: int
-    owner: int
+    endpoint: Endpoint
     word: int
     generation: int
     final_code: int
     deadline_ns: int
+
+
+def _fill(row: Any, fields: Landing | AckWatch) -> None:
+    values = fields._asdict()
+    values["endpoint"] = fields.endpoint.handle
+    for name, value in values.items():
+        setattr(row, name, value)
 
 
 def _check(code: int, doing: str) -> None:
@@ -99,7 +106,7 @@ def arm(fabric: Fabric, puts: Sequence[TriggeredPut]) -> None:
     for i, put in enumerate(puts):
         row = batch[i]
         row.tag = put.tag
-        row.owner = put.owner
+        row.endpoint = put.endpoint.handle
         row.peer = put.peer
         row.region = put.region.handle
         row.source = put.source
@@ -127,7 +134,7 @@ def put_words(fabric: Fabric, words: Sequence[WordPut]) -> None:
     batch = ffi.new("struct tk_put[]", len(words))
     for i, word in enumerate(words):
         row = batch[i]
-        row.owner = word.owner
+        row.endpoint = word.endpoint.handle
         row.peer = word.peer
         row.flag_target = word.target
         row.flag_key = word.target_key
@@ -141,8 +148,7 @@ def watch_landings(fabric: Fabric, landings: Sequence[Landing]) -> None:
     batch = ffi.new("struct tk_landing[]", len(landings))
     for i, landing in enumerate(landings):
         row = batch[i]
-        for name, value in zip(Landing._fields, landing, strict=True):
-            setattr(row, name, value)
+        _fill(row, landing)
     _check(lib.tk_watch_landings(fabric.handle, batch, len(landings)), f"Watching {len(landings)} slots")
 
 
@@ -151,6 +157,5 @@ def watch_acks(fabric: Fabric, watches: Sequence[AckWatch]) -> None:
     batch = ffi.new("struct tk_ack_watch[]", len(watches))
     for i, watch in enumerate(watches):
         row = batch[i]
-        for name, value in zip(AckWatch._fields, watch, strict=True):
-            setattr(row, name, value)
+        _fill(row, watch)
     _check(lib.tk_watch_acks(fabric.handle, batch, len(watches)), f"Watching {len(watches)} words")
