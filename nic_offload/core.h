@@ -126,6 +126,7 @@ uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed);
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
 uint64_t tk_now_ns(void);
+int tk_memory_populate(void *address, size_t length);
 
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);

@@ -68,7 +68,7 @@ _GRPC_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
 )
 
 
@@ -256,10 +256,13 @@ class Client:
             raise error from failure
         return b"".join(chunks)
 
-    def status(self) -> pb.StatusResponse:
-        """How the node is doing."""
+    def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
+        """How the node is doing; `wait_s` waits that long for a node that is not there yet."""
+        timeout_s = wait_s or RPC_TIMEOUT_MS / 1000
         try:
-            answer: pb.StatusResponse = self._stub.Status(pb.StatusRequest(), timeout=RPC_TIMEOUT_MS / 1000)
+            answer: pb.StatusResponse = self._stub.Status(
+                pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
+            )
         except grpc.RpcError as failure:
             raise error_from_rpc("Asking for the node's status", failure) from failure
         return answer

@@ -17,6 +17,7 @@ from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.trigger import Landing, WordPut, watch_landings
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Iterator, Sequence
 
     from kvstore.durability import Durability
@@ -73,6 +74,7 @@ class Connection:
         peer_address: bytes,
         acks: AckArea,
         layout: LandingLayout,
+        memory: mmap.mmap,
     ) -> None:
         self.number = number
         self.tenant = tenant
@@ -84,7 +86,7 @@ class Connection:
         self._fabric = fabric
         self.endpoint = fabric.open_endpoint()
         self.peer = fabric.add_peer(peer_address)
-        self._memory = layout.allocate()
+        self._memory = memory
         self._region = fabric.register(self._memory)
         self.landing_key = self._region.key
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from kvstore.storage.extents import Extents
 from kvstore.storage.items import GetItem
 from kvstore.wire.ack import AckCode, ack_word, code_of_miss
 from nic_offload.fabric import EventKind
+from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredPut, arm, put_words
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class Staging:
     """Registered memory, given out in runs of pages."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._memory = mmap.mmap(-1, STAGING_BYTES)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = allocate(STAGING_BYTES)
         self.region = fabric.register(self._memory, remote_write=False)
         self._pages = Extents(0, STAGING_BYTES // PAGE_BYTES)
         self.view = memoryview(self._memory)

@@ -15,7 +15,6 @@ leased. `Slots` does no I/O and knows no time: the tests drive it directly.
 from __future__ import annotations
 
 import enum
-import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,12 +66,6 @@ class LandingLayout:
     def payload(self, slot: int) -> int:
         """Where the payload lands."""
         return self.header(slot) + HEADER_BYTES
-
-    def allocate(self) -> mmap.mmap:
-        """Memory for the area, zeroed, in huge pages where the kernel has them."""
-        memory = mmap.mmap(-1, self.total_bytes)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
 
 
 class SlotState(enum.Enum):

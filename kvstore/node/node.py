@@ -35,6 +35,7 @@ from kvstore.node.landing import LandingLayout, SlotState
 from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
+from nic_offload.memory import allocate
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Node:
         # an earlier life of this node still has can't be one of ours.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
+        self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.fetches = Fetches(fabric, store, self.staging, self._tags)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
@@ -79,7 +81,7 @@ class Node:
 
     # --- connections
 
-    def attach(
+    async def attach(
         self, tenant: str, peer_address: bytes, provider: str, acks: AckArea, block_bytes_max: int, slots: int
     ) -> Connection:
         """Open a connection with a landing area of its own."""
@@ -92,16 +94,21 @@ class Node:
         if not 1 <= block_bytes_max <= BLOCK_BYTES_MAX:
             raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
         layout = self._layout(block_bytes_max, slots)
-        connection = Connection(
-            next(self._numbers), tenant_name(tenant), self.fabric, peer_address, acks, layout
-        )
+        self._landing_bytes += layout.total_bytes
+        try:
+            memory = await self._loop.run_in_executor(None, allocate, layout.total_bytes)
+            connection = Connection(
+                next(self._numbers), tenant_name(tenant), self.fabric, peer_address, acks, layout, memory
+            )
+        except BaseException:
+            self._landing_bytes -= layout.total_bytes
+            raise  # the memory, if there is any, goes with its last reference
         self._connections[connection.number] = connection
         log.info("client %d attached with %d slots", connection.number, layout.slots)
         return connection
 
     def _layout(self, block_bytes_max: int, slots: int) -> LandingLayout:
-        held = itertools.chain(self._connections.values(), self._closing)
-        free_bytes = LANDING_BYTES_MAX - sum(connection.layout.total_bytes for connection in held)
+        free_bytes = LANDING_BYTES_MAX - self._landing_bytes
         one = LandingLayout(1, block_bytes_max)
         granted = min(max(slots, 1), SLOTS_PER_CLIENT_MAX, free_bytes // one.total_bytes)
         if granted < 1:
@@ -124,6 +131,7 @@ class Node:
         busy = connection.slots.in_state(SlotState.WRITING) + connection.slots.in_state(SlotState.LEASED)
         if connection.closed and not busy:
             self._closing.discard(connection)
+            self._landing_bytes -= connection.layout.total_bytes
             connection.free_memory()
 
     def connection(self, number: int) -> Connection:

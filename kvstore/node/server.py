@@ -24,13 +24,16 @@ from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
+    from kvstore.clock import Clock
     from kvstore.config import NodeConfig
+    from kvstore.storage.disk import Progress
 
 __all__ = ["serve"]
 
 log = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 1.0
+_PROGRESS_NS = 1_000_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
     ("grpc.keepalive_time_ms", 5_000),
@@ -39,8 +42,18 @@ _GRPC_OPTIONS = (
 )
 
 
-def _show_progress(doing: str, done: int, total: int) -> None:
-    log.info("%s: %s of %s", doing, show_size(done), show_size(total))
+def _progress_shown_by(clock: Clock) -> Progress:
+    """Report long work, at its beginning, its end, and once a second between."""
+    shown: dict[str, int] = {}
+
+    def show(doing: str, done: int, total: int) -> None:
+        now_ns = clock.monotonic_ns()
+        if done < total and now_ns - shown.get(doing, -_PROGRESS_NS) < _PROGRESS_NS:
+            return
+        shown[doing] = now_ns
+        log.info("%s: %s of %s", doing, show_size(done), show_size(total))
+
+    return show
 
 
 async def _serve(config: NodeConfig) -> None:
@@ -51,7 +64,10 @@ async def _serve(config: NodeConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     with (
         Store.open(
-            config.data, capacity_bytes=config.capacity_bytes, clock=clock, progress=_show_progress
+            config.data,
+            capacity_bytes=config.capacity_bytes,
+            clock=clock,
+            progress=_progress_shown_by(clock),
         ) as store,
         Fabric(config.provider, address=config.host) as fabric,
     ):

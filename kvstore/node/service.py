@@ -84,7 +84,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             request = await anext(request_iterator, None)
             if request is None:
                 raise ProtocolError("An attach stream begins with a request.")
-            connection = self._node.attach(
+            connection = await self._node.attach(
                 tenant=request.tenant,
                 peer_address=request.fabric_address,
                 provider=request.provider,
