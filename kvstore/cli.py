@@ -29,7 +29,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from kvstore.demo import run  # noqa: PLC0415
+    from kvstore.demo.demo import run  # noqa: PLC0415
 
     return run(arguments.data)
 
