@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,16 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvstore.errors import StorageError
     from kvstore.miss import Miss
+    from kvstore.wire.ack import Durability
 
-__all__ = ["Durability", "GetDone", "GetItem", "GetsDone", "PutDone", "PutItem", "PutsDone", "Statistics"]
-
-
-class Durability(enum.IntEnum):
-    """What an acknowledged put survives."""
-
-    LANDED = 1  # nothing: the block is in the node's memory. The store's own first answer is WRITTEN
-    WRITTEN = 2  # the end of the process
-    SYNCED = 3  # the loss of power
+__all__ = ["GetDone", "GetItem", "GetsDone", "PutDone", "PutItem", "PutsDone", "Statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +58,9 @@ class GetItem:
 class GetDone:
     """A get has ended: a miss, or a block whose header has been checked and **whose payload has not**.
 
-    Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page before
-    a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it sends;
-    `Store.verify_payload` does it for others.
+    Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page
+    before a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it
+    sends; `Store.verify_payload` does it for others.
     """
 
     tag: int

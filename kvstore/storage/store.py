@@ -193,6 +193,7 @@ class Store:
         self.close()
 
     def _set_off(self) -> None:
+        self._puts.sync_if_awaited()
         self._traffic.pump()
         self._wake_if_reports_wait()
 

@@ -13,7 +13,15 @@ from kvstore.errors import KvError, LeaseExpired, NoSpace, ReadOnly, StorageErro
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import Miss, MissReason
 
-__all__ = ["AckCode", "Durability", "ack_word", "code_of_error", "code_of_miss", "error_of_code", "miss_of_code"]
+__all__ = [
+    "AckCode",
+    "Durability",
+    "ack_word",
+    "code_of_error",
+    "code_of_miss",
+    "error_of_code",
+    "miss_of_code",
+]
 
 _CODE_BITS = 8
 _MISS = 0x80
@@ -60,7 +68,9 @@ def error_of_code(code: int) -> KvError | None:
         case AckCode.LANDED | AckCode.WRITTEN | AckCode.SYNCED:
             return None
         case AckCode.LEASE_EXPIRED:
-            return LeaseExpired("The node's lease of the slot ended before the block landed; reserve it again.")
+            return LeaseExpired(
+                "The node's lease of the slot ended before the block landed; reserve it again."
+            )
         case AckCode.NO_SPACE:
             return NoSpace("The node's drives have no extent free for the block.")
         case AckCode.READ_ONLY:
