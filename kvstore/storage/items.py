@@ -34,7 +34,10 @@ class PutItem:
 
 @dataclass(frozen=True, slots=True)
 class PutDone:
-    """A put has ended. Without an error, the first block of its name is as durable as asked."""
+    """A put has ended. Without an error, the first block of its name is as durable as asked.
+
+    That first block's bytes and expiry are the ones that count: names are written once.
+    """
 
     tag: int
     error: StorageError | None

@@ -146,6 +146,10 @@ class Rig:
         assert ready.poll(_ANSWER_MS_MAX), "the store neither answers nor asks to be polled"
         self.store.poll()
 
+    def poll_once(self) -> None:
+        """Poll, whether anything is ready or not."""
+        self.store.poll()
+
     def record_at(self, number: int) -> tuple[int, int]:
         """Offset and bytes on the drive."""
         entry = self.store.lookup([(TENANT, key(number))])[0]
