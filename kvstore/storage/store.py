@@ -181,7 +181,7 @@ class Store:
             self._drain()
             if self._puts.stopped is None:
                 self._volume.disk.sync()
-                self._volume.next_epoch()
+                self._volume.end_epoch()
                 self._index.close_clean(self._volume.superblock, self._boot_id)
 
     def __enter__(self) -> Self:
@@ -235,7 +235,7 @@ def _open_index(folder: Path, volume: Volume, boot_id: str, progress: Progress |
             undo.callback(index.abandon)
             with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
                 extents = extents_around(index, volume.superblock)
-        volume.next_epoch()
+        volume.begin_epoch()
         rebuilt = index is None or extents is None
         if index is None or extents is None:
             undo.close()

@@ -6,6 +6,7 @@ sectors of what was not yet safe are kept. It keeps to the Disk seam except wher
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -142,6 +143,7 @@ class FakeDisk:
             drive.pages[page] = _mixed(drive.pages.get(page, _ZEROS), content, rng)
         drive.durable = dict(drive.pages)
         self.in_flight = []
+        self.close()
         return drive
 
     def _execute(self, op: DiskOp) -> int:
@@ -191,10 +193,8 @@ class FakeDisk:
         os.eventfd_write(self._event_fd, 1)
 
     def _silence_bell(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            pass
 
 
 def _pages_of(offset: int, data: bytes) -> list[tuple[int, bytes]]:

@@ -79,6 +79,8 @@ class Rig:
         """What SIGKILL does to everything but the drive."""
         self.store._index.abandon()
         self.store._lock.release()
+        if self.disk is None:
+            self.store._volume.disk.close()
         self._slot_of.clear()
 
     def power_loss(self, seed: int) -> None:

@@ -115,4 +115,5 @@ def run(data: Path, seed: int) -> None:
         expected.acknowledged = {number: expected.acknowledged[number] for number in must}
         rig.kill()
         rig.disk = rig.disk.after_kill(0)
+    assert rig.disk is not None
     rig.disk.close()

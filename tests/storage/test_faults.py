@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import shutil
@@ -30,7 +31,6 @@ def disk_of(rig: Rig) -> FakeDisk:
 
 
 def fail_next(rig: Rig, fault: int) -> None:
-    rig.put(900, b"so that generations are reserved")
     disk_of(rig).faults = {disk_of(rig).operations: fault}
 
 
@@ -86,7 +86,6 @@ def test_a_short_read_is_unreadable(fake: Rig) -> None:
 
 
 def test_a_put_is_not_reported_before_those_with_lower_generations(fake: Rig) -> None:
-    fake.put(900, b"so that generations are reserved")
     slow = fake.start_put(1, b"slow")
     disk_of(fake).held = {op.tag for op in disk_of(fake).in_flight}
     fast = fake.start_put(2, b"fast", Durability.SYNCED)
@@ -100,7 +99,6 @@ def test_a_put_is_not_reported_before_those_with_lower_generations(fake: Rig) ->
 
 
 def test_a_put_that_ended_well_fails_with_one_before_it(fake: Rig) -> None:
-    fake.put(900, b"so that generations are reserved")
     failing = fake.start_put(1, b"failing")
     disk_of(fake).held = {op.tag for op in disk_of(fake).in_flight}
     fine = fake.start_put(2, b"fine")
@@ -233,7 +231,7 @@ def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Pa
     assert [number for number in range(20) if rig.get(number)[0].miss] == [7]
     rig.store.close()
     shutil.rmtree(rig.data / "index")
-    rig.disk = FakeDisk(rig.disk.pages | {page: b"\1" * PAGE_BYTES for page in range(2000, 3200)})
+    rig.disk = FakeDisk(rig.disk.pages | dict.fromkeys(range(2000, 3200), b"\x01" * PAGE_BYTES))
     rig.disk.unreadable = set(range(2000, 2000 + SCAN_UNREADABLE_PAGES_MAX + 1))
     with pytest.raises(StorageError, match="cannot be read"):
         rig.open()
@@ -294,10 +292,8 @@ def _life(data: Path, plant: Callable[[FakeDisk], None]) -> int:
                 kept[number] = payload
             done_get, got = rig.get(number)
             assert got == payload or done_get.miss is not None
-        try:
+        with contextlib.suppress(StorageError):
             rig.store.close()
-        except StorageError:
-            pass
     operations = disk.operations
     rig.disk = disk.after_power_loss(seed=5)
     rig.boot_id = "1" * 36

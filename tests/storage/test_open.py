@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvstore.clock import SystemClock
-from kvstore.errors import ConfigError, Corrupt, FolderLocked, NoSpace, StorageError, WrongVersion
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES
+from kvstore.errors import (
+    ConfigError,
+    Corrupt,
+    FolderLocked,
+    NoSpace,
+    ReadOnly,
+    StorageError,
+    WrongVersion,
+)
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, GENERATION_MAX, PAGE_BYTES
 from kvstore.storage.store import Store
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import Rig
@@ -229,4 +237,44 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives
     assert rig.store.statistics().rebuilt is not index_survives
     for number in acknowledged:
         assert rig.get(number)[1] == number.to_bytes(4, "little") * 3000
+    rig.store.close()
+
+
+def test_generations_are_reserved_anew_when_they_run_out_and_end_at_56_bits(filled: Rig) -> None:
+    volume = filled.store._volume
+    ceiling = volume.superblock.generation_ceiling
+    volume.skip_generations(ceiling - 2)
+    assert filled.put(10, b"last of its lot").error is None
+    assert volume.superblock.generation_ceiling == ceiling
+    assert filled.put(11, b"first of the next").error is None
+    assert volume.superblock.generation_ceiling > ceiling
+    volume.skip_generations(GENERATION_MAX - 1)
+    assert filled.put(12, b"the very last").error is None
+    assert isinstance(filled.put(13, b"too many").error, ReadOnly)
+    assert filled.get(12)[0].generation == GENERATION_MAX
+
+
+def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+
+    def rebuilt_gives(expected: dict[int, bytes]) -> None:
+        rig.store.close()
+        shutil.rmtree(rig.data / "index")
+        assert rig.disk is not None
+        rig.disk = FakeDisk(rig.disk.pages)
+        rig.open()
+        assert rig.store.statistics().rebuilt
+        assert {number: rig.get(number)[1] for number in expected} == expected
+
+    rig.open()
+    for number in (1, 2):
+        rig.put(number, b"old", expires_ms=rig.clock.now_ms + 1)
+    first_at, second_at = rig.record_at(1)[0], rig.record_at(2)[0]
+    rig.clock.now_ms += 1
+    rig.put(1, b"new")
+    assert rig.record_at(1)[0] > first_at, "the old record comes first"
+    rebuilt_gives({1: b"new"})
+    rig.put(2, b"new")
+    assert rig.record_at(2)[0] < second_at, "the new record comes first"
+    rebuilt_gives({1: b"new", 2: b"new"})
     rig.store.close()

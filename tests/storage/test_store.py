@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,7 +22,11 @@ from kvstore.miss import MissReason
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
 from kvstore.wire.ack import Durability
 from kvstore.wire.record import record_bytes
+from tests.storage.fakes import FakeDisk
 from tests.storage.rig import FINGERPRINT, TENANT, Rig, Slots, key
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def reason(rig: Rig, number: int, **more: object) -> MissReason | None:
@@ -190,13 +195,9 @@ def test_what_stood_in_the_slot_does_not_reach_the_drive(fake: Rig) -> None:
     assert record[HEADER_BYTES:] == (b"p" * 5000).ljust(size - HEADER_BYTES, b"\0")
 
 
-def test_the_bytes_in_flight_are_capped_and_two_large_blocks_still_overlap(tmp_path: object) -> None:
-    from pathlib import Path
-
-    from tests.storage.fakes import FakeDisk
-
+def test_the_bytes_in_flight_are_capped_and_two_large_blocks_still_overlap(tmp_path: Path) -> None:
     disk = FakeDisk(capacity=64 << 20)
-    rig = Rig(Path(str(tmp_path)) / "data", disk, Slots(24, 4 << 20))
+    rig = Rig(tmp_path / "data", disk, Slots(24, 4 << 20))
     rig.open()
     for number in range(12):
         rig.start_put(number, bytes(1 << 20))
