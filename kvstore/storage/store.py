@@ -180,8 +180,7 @@ class Store:
             last.callback(self._index.abandon)
             self._drain()
             if self._puts.stopped is None:
-                self._volume.disk.sync()
-                self._volume.end_epoch()
+                self._volume.end_epoch()  # the sync in it takes in all blocks as well
                 self._index.close_clean(self._volume.superblock, self._boot_id)
 
     def __enter__(self) -> Self:

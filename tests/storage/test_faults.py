@@ -237,6 +237,21 @@ def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Pa
         rig.open()
 
 
+def test_a_damaged_header_costs_a_rebuild_its_record_only(tmp_path: Path) -> None:
+    for bit in (0, 12 * 8, 110 * 8):  # magic, length, tag
+        rig = Rig(tmp_path / str(bit), FakeDisk())
+        rig.open()
+        for number in range(5):
+            rig.put(number, b"p")
+        disk_of(rig).flip(rig.record_at(2)[0] + bit // 8, 0)
+        rig.store.close()
+        shutil.rmtree(rig.data / "index")
+        rig.disk = FakeDisk(disk_of(rig).pages)
+        rig.open()
+        assert [number for number in range(5) if rig.get(number)[0].miss] == [2]
+        rig.store.close()
+
+
 def test_a_header_inside_a_payload_is_not_taken_for_a_record(tmp_path: Path) -> None:
     """A client stores a whole valid record of its own, header page and all, as a payload."""
     rig = Rig(tmp_path / "data", FakeDisk())

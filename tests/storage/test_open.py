@@ -278,3 +278,17 @@ def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies
     assert rig.record_at(2)[0] < second_at, "the new record comes first"
     rebuilt_gives({1: b"new", 2: b"new"})
     rig.store.close()
+
+
+def test_a_clean_close_makes_written_blocks_survive_power_loss(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    rig.put(1, b"one" * 2000)
+    rig.put(2, b"two")
+    disk = rig.disk
+    assert disk is not None
+    rig.store.close()
+    rig.disk = disk.after_power_loss(seed=1)
+    rig.boot_id = "1" * 36
+    blocks_survive(rig, rebuilt=False)
+    rig.store.close()
