@@ -115,6 +115,18 @@ def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None
     assert not list((tmp_path / "data").glob("drive*"))
 
 
+def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_life_is(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data")
+    rig.open()
+    assert not rig.store.statistics().rebuilt
+    rig.put(1, b"one" * 2000)
+    rig.put(2, b"two")
+    rig.kill()
+    shutil.rmtree(rig.data / "index")
+    blocks_survive(rig, rebuilt=True)
+    rig.store.close()
+
+
 def test_an_existing_drive_keeps_its_capacity(filled: Rig) -> None:
     filled.store.close()
     filled.capacity_bytes = 4 * DRIVE_CAPACITY_BYTES_MIN
