@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvstore.durability import Durability
     from kvstore.errors import StorageError
     from kvstore.miss import Miss
-    from kvstore.wire.ack import Durability
 
 __all__ = ["GetDone", "GetItem", "GetsDone", "PutDone", "PutItem", "PutsDone", "Statistics"]
 

@@ -21,6 +21,7 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from kvstore.durability import Durability
 from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
@@ -36,7 +37,6 @@ from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
-from kvstore.wire.ack import Durability
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:

@@ -92,6 +92,11 @@ class Store:
             undo.pop_all()
         return store
 
+    @property
+    def name(self) -> str:
+        """Tell the store's own name: the beginning of its uuid."""
+        return self._volume.superblock.store_uuid.hex()[:12]
+
     def put(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if the queue has no room."""
         self._check(items)

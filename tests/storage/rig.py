@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import crc32c as independent
 
+from kvstore.durability import Durability
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, HEADER_BYTES
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
 from kvstore.storage.store import Store
-from kvstore.wire.ack import Durability
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeClock, FakeDisk
 

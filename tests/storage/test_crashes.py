@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.wire.ack import Durability
+from kvstore.durability import Durability
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import Rig, Slots
 

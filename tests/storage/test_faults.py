@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.durability import Durability
 from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
-from kvstore.wire.ack import Durability
 from tests.storage.fakes import SHORT, FakeDisk
 from tests.storage.rig import TENANT, Rig, key
 

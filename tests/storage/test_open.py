@@ -218,7 +218,7 @@ def test_generations_rise_over_openings_and_rebuilds(filled: Rig) -> None:
 
 CHILD = """
 import sys, pathlib
-from kvstore.wire.ack import Durability
+from kvstore.durability import Durability
 from tests.storage.rig import Rig
 rig = Rig(pathlib.Path(sys.argv[1]))
 rig.open()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.durability import Durability
 from kvstore.errors import NoSpace, Overloaded, ProtocolError, StorageError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
@@ -20,7 +21,6 @@ from kvstore.limits import (
 )
 from kvstore.miss import MissReason
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
-from kvstore.wire.ack import Durability
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import FINGERPRINT, TENANT, Rig, Slots, key
