@@ -34,7 +34,10 @@ class PutItem:
 
 @dataclass(frozen=True, slots=True)
 class PutDone:
-    """A put has ended. Without an error, the first block of its name is as durable as asked."""
+    """A put has ended. Without an error, the first block of its name is as durable as asked.
+
+    That first block's bytes and expiry are the ones that count: names are written once.
+    """
 
     tag: int
     error: StorageError | None
@@ -58,9 +61,9 @@ class GetItem:
 class GetDone:
     """A get has ended: a miss, or a block whose header has been checked and **whose payload has not**.
 
-    Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page before
-    a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it sends;
-    `Store.verify_payload` does it for others.
+    Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page
+    before a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it
+    sends; `Store.verify_payload` does it for others.
     """
 
     tag: int

@@ -93,13 +93,17 @@ class Puts:
                 self._settle(item, done, entry)
 
     def settle_finished(self) -> None:
-        """Publish and report what the drive has finished, then begin the sync that somebody waits for."""
+        """Publish and report what the drive has finished."""
         retired = []
         while self._begun and self._begun[0].result is not None:
             retired.append(self._begun.popleft())
         self._publish([write for write in retired if write.generation < self._failed_generation])
         for write in retired:
             self._finish(write, self.stopped if write.generation >= self._failed_generation else None)
+        self.sync_if_awaited()
+
+    def sync_if_awaited(self) -> None:
+        """Queue a sync if somebody waits for one; while one is under way, the next gathers those who come."""
         if self._unsynced and self._sync is None:
             self._sync = _Sync(self)
             self._traffic.add_first(self._sync)

@@ -28,7 +28,7 @@ from kvstore.storage.index import Index, kernel_boot_id
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.puts import Puts
 from kvstore.storage.recovery import extents_around, rebuild
-from kvstore.storage.superblock import open_superblock
+from kvstore.storage.superblock import EPOCH_FORMATTED, open_superblock
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.volume import Volume
 from kvstore.wire.record import record_bytes
@@ -185,8 +185,7 @@ class Store:
             last.callback(self._index.abandon)
             self._drain()
             if self._puts.stopped is None:
-                self._volume.disk.sync()
-                self._volume.next_epoch()
+                self._volume.end_epoch()  # the sync in it takes in all blocks as well
                 self._index.close_clean(self._volume.superblock, self._boot_id)
 
     def __enter__(self) -> Self:
@@ -198,6 +197,7 @@ class Store:
         self.close()
 
     def _set_off(self) -> None:
+        self._puts.sync_if_awaited()
         self._traffic.pump()
         self._wake_if_reports_wait()
 
@@ -239,13 +239,15 @@ def _open_index(folder: Path, volume: Volume, boot_id: str, progress: Progress |
             undo.callback(index.abandon)
             with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
                 extents = extents_around(index, volume.superblock)
-        volume.next_epoch()
-        rebuilt = index is None or extents is None
+        blank = volume.superblock.epoch == EPOCH_FORMATTED
+        volume.begin_epoch()
+        rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()
             index = Index.empty(folder, volume.superblock.capacity_bytes)
             undo.callback(index.abandon)
-            volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
+            if rebuilt:
+                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
             extents = extents_around(index, volume.superblock)
         index.begin_epoch(volume.superblock, boot_id)
         undo.pop_all()

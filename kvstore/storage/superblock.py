@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.disk import Disk, Progress
 
-__all__ = ["RECORDS_BEGIN", "open_superblock", "write_superblock"]
+__all__ = ["EPOCH_FORMATTED", "RECORDS_BEGIN", "open_superblock", "write_superblock"]
 
+EPOCH_FORMATTED: Final = 1  # the first opening makes it 2 before any record is written
 RECORDS_BEGIN: Final = SUPERBLOCK_COPIES * PAGE_BYTES
 _FILL_BYTES: Final = 1 << 20
 
@@ -88,7 +89,7 @@ def _format(disk: Disk, clock: Clock, progress: Progress | None) -> Superblock:
         drive_index=0,
         secret=os.urandom(32),
         capacity_bytes=disk.capacity_bytes,
-        epoch=1,
+        epoch=EPOCH_FORMATTED,
         created_ms=clock.wall_ms(),
         generation_ceiling=1,
     )

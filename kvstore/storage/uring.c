@@ -35,7 +35,7 @@ struct flight {
 struct store_ring {
     struct io_uring ring;
     int event_fd;
-    unsigned depth, in_flight, free_count;
+    unsigned free_count;
     struct flight *flights;
     unsigned *free_list;
 };
@@ -127,7 +127,6 @@ int store_ring_open(int file_fd, unsigned depth, struct store_ring **out)
         return -ENOMEM;
     r->ring.ring_fd = -1;
     r->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    r->depth = depth;
     r->flights = calloc(depth, sizeof *r->flights);
     r->free_list = calloc(depth, sizeof *r->free_list);
     if (r->event_fd < 0 || r->flights == NULL || r->free_list == NULL) {
@@ -163,7 +162,6 @@ int store_ring_submit(struct store_ring *r, const struct store_op *ops, unsigned
         *f = (struct flight){.op = ops[i]};
         prepare(r, f);
     }
-    r->in_flight += accepted;
     error = flush(r);
     return error < 0 ? error : (int)accepted;
 }
@@ -185,7 +183,6 @@ int store_ring_reap(struct store_ring *r, struct store_done *out, unsigned room)
         if (settle(r, f, moved, &out[count].result)) {
             out[count++].tag = f->op.tag;
             r->free_list[r->free_count++] = (unsigned)(f - r->flights);
-            r->in_flight--;
         }
     }
     error = flush(r);

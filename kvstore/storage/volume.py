@@ -36,9 +36,13 @@ class Volume:
         """Tell the highest generation that may have been given."""
         return self._next_generation - 1
 
-    def next_epoch(self) -> None:
-        """Begin an epoch, durably."""
-        self._write(self.superblock._replace(epoch=self.superblock.epoch + 1))
+    def begin_epoch(self) -> None:
+        """Begin an epoch of taking puts, durably, with generations reserved for it."""
+        self._next_epoch(generation_ceiling=self._ceiling_above(self._next_generation))
+
+    def end_epoch(self) -> None:
+        """Begin the epoch of a closed store, durably; generations that were not used are given back."""
+        self._next_epoch(generation_ceiling=self._next_generation)
 
     def skip_generations(self, used: int) -> None:
         """Give none that is not higher than one found on the drive."""
@@ -53,11 +57,17 @@ class Volume:
         return generation
 
     def _reserve(self, generation: int) -> None:
-        # This waits for the drive, once in a billion puts and at the first put after an opening.
-        ceiling = min(generation + _RESERVED_AT_ONCE, GENERATION_MAX + 1)
+        ceiling = self._ceiling_above(generation)
         if generation >= ceiling:
             raise ReadOnly("The store has used up all generations and takes no more puts.")
-        self._write(self.superblock._replace(generation_ceiling=ceiling))
+        self._write(self.superblock._replace(generation_ceiling=ceiling))  # waits for the drive, very rarely
+
+    def _ceiling_above(self, generation: int) -> int:
+        return min(generation + _RESERVED_AT_ONCE, GENERATION_MAX + 1)
+
+    def _next_epoch(self, generation_ceiling: int) -> None:
+        epoch = self.superblock.epoch + 1
+        self._write(self.superblock._replace(epoch=epoch, generation_ceiling=generation_ceiling))
 
     def _write(self, superblock: Superblock) -> None:
         write_superblock(self.disk, superblock)

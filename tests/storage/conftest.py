@@ -1,0 +1,30 @@
+"""Stores for tests: `fake` on a drive in memory, `real` on a file through io_uring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    yield rig
+    rig.store.close()
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "data")
+    rig.open()
+    yield rig
+    rig.store.close()

@@ -1,0 +1,175 @@
+"""A store on a fake or a real drive, with slots, and calls that wait for their answers."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import select
+from typing import TYPE_CHECKING
+
+import crc32c as independent
+
+from kvstore.durability import Durability
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, HEADER_BYTES
+from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
+from kvstore.storage.store import Store
+from kvstore.wire.record import record_bytes
+from tests.storage.fakes import FakeClock, FakeDisk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore.storage.disk import Disk
+
+__all__ = ["FINGERPRINT", "TENANT", "Rig", "Slots", "key"]
+
+TENANT = b"tenant-of-tests!"
+FINGERPRINT = b"layout-of-tests!"
+_ANSWER_MS_MAX = 10_000
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+class Slots:
+    """Page-aligned memory in equal parts, filled with dirt."""
+
+    def __init__(self, count: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.memory = mmap.mmap(-1, count * slot_bytes)
+        self.memory.write(b"\xdd" * (count * slot_bytes))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.free = [base + index * slot_bytes for index in range(count)]
+
+
+class Rig:
+    def __init__(self, data: Path, disk: FakeDisk | None = None, slots: Slots | None = None) -> None:
+        self.data = data
+        self.disk = disk
+        self.slots = slots or Slots(64, 64 << 10)
+        self.clock = FakeClock()
+        self.boot_id = "0" * 36
+        self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
+        self.put_done: dict[int, PutDone] = {}
+        self.get_done: dict[int, GetDone] = {}
+        self.reported: list[int] = []  # tags, in the order of their reports
+        self._slot_of: dict[int, int] = {}
+        self._next_tag = 0
+        self.store: Store
+
+    def open(self) -> Store:
+        if self.disk is None:
+            self.store = Store.open(
+                self.data, capacity_bytes=self.capacity_bytes, clock=self.clock, boot_id=self.boot_id
+            )
+        else:
+            disk: Disk = self.disk
+            self.store = Store.open(
+                self.data,
+                capacity_bytes=self.capacity_bytes,
+                clock=self.clock,
+                disk_factory=lambda _data, _capacity: disk,
+                boot_id=self.boot_id,
+            )
+        return self.store
+
+    def kill(self) -> None:
+        """What SIGKILL does to everything but the drive."""
+        self.store._index.abandon()
+        self.store._lock.release()
+        if self.disk is None:
+            self.store._volume.disk.close()
+        self._slot_of.clear()
+
+    def power_loss(self, seed: int) -> None:
+        assert self.disk is not None
+        self.kill()
+        self.disk = self.disk.after_power_loss(seed)
+        self.boot_id = f"{seed:036d}"
+
+    def start_put(
+        self,
+        number: int,
+        payload: bytes,
+        durability: Durability = Durability.WRITTEN,
+        *,
+        tenant: bytes = TENANT,
+        fingerprint: bytes = FINGERPRINT,
+        expires_ms: int = 0,
+        length: int | None = None,
+    ) -> int:
+        tag = self._take_slot()
+        address = self._slot_of[tag]
+        ctypes.memmove(address + HEADER_BYTES, payload, len(payload))
+        item = PutItem(
+            tenant,
+            key(number),
+            fingerprint,
+            len(payload) if length is None else length,
+            independent.crc32c(payload),
+            address,
+            expires_ms,
+            durability,
+            tag,
+        )
+        self.store.put([item], self._puts_done)
+        return tag
+
+    def put(
+        self, number: int, payload: bytes, durability: Durability = Durability.WRITTEN, **more: object
+    ) -> PutDone:
+        tag = self.start_put(number, payload, durability, **more)  # type: ignore[arg-type]
+        self.settle()
+        return self.put_done[tag]
+
+    def get(
+        self, number: int, *, tenant: bytes = TENANT, fingerprint: bytes = FINGERPRINT, length: int = 0
+    ) -> tuple[GetDone, bytes]:
+        tag = self._take_slot()
+        address = self._slot_of[tag]
+        item = GetItem(tenant, key(number), fingerprint, length, address, self.slots.slot_bytes, tag)
+        self.store.get([item], self._gets_done)
+        self.settle()
+        done = self.store.verify_payload(item, self.get_done[tag])
+        return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
+
+    def settle(self) -> None:
+        """Poll until everything is answered."""
+        statistics = self.store.statistics()
+        while statistics.puts_pending or statistics.gets_pending:
+            self.poll()
+            statistics = self.store.statistics()
+
+    def poll(self) -> None:
+        ready = select.poll()
+        ready.register(self.store.fileno(), select.POLLIN)
+        assert ready.poll(_ANSWER_MS_MAX), "the store neither answers nor asks to be polled"
+        self.store.poll()
+
+    def poll_once(self) -> None:
+        """Poll, whether anything is ready or not."""
+        self.store.poll()
+
+    def record_at(self, number: int) -> tuple[int, int]:
+        """Offset and bytes on the drive."""
+        entry = self.store.lookup([(TENANT, key(number))])[0]
+        assert entry is not None
+        return entry.offset, record_bytes(entry.length)
+
+    def _take_slot(self) -> int:
+        tag = self._next_tag
+        self._next_tag += 1
+        self._slot_of[tag] = self.slots.free.pop(0)
+        self.slots.free.append(
+            self._slot_of[tag]
+        )  # reused in turn; tests keep fewer in flight than there are
+        return tag
+
+    def _puts_done(self, done: Sequence[PutDone]) -> None:
+        self.put_done.update((one.tag, one) for one in done)
+        self.reported.extend(one.tag for one in done)
+
+    def _gets_done(self, done: Sequence[GetDone]) -> None:
+        self.get_done.update((one.tag, one) for one in done)

@@ -1,0 +1,306 @@
+"""What stands in a data folder, and which of it is opened, refused, rebuilt or made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.errors import (
+    ConfigError,
+    Corrupt,
+    FolderLocked,
+    NoSpace,
+    ReadOnly,
+    StorageError,
+    WrongVersion,
+)
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, GENERATION_MAX, PAGE_BYTES
+from kvstore.storage.store import Store
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import Rig
+
+
+def drive_of(rig: Rig) -> Path:
+    return rig.data / "drive-0.kv"
+
+
+def poke(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as drive:
+        drive.seek(offset)
+        drive.write(data)
+
+
+def blocks_survive(rig: Rig, *, rebuilt: bool) -> None:
+    rig.open()
+    assert rig.store.statistics().rebuilt is rebuilt
+    assert rig.get(1)[1] == b"one" * 2000
+    assert rig.get(2)[1] == b"two"
+
+
+@pytest.fixture
+def filled(real: Rig) -> Rig:
+    real.put(1, b"one" * 2000)
+    real.put(2, b"two")
+    return real
+
+
+def test_a_folder_is_opened_by_one_at_a_time(filled: Rig) -> None:
+    with pytest.raises(FolderLocked):
+        Store.open(filled.data, capacity_bytes=None, clock=SystemClock())
+    filled.store.close()
+    blocks_survive(filled, rebuilt=False)
+
+
+def test_a_drive_of_another_version_is_refused_and_left_alone(filled: Rig) -> None:
+    filled.store.close()
+    for copy in (0, PAGE_BYTES):
+        poke(drive_of(filled), copy + 8, b"\x02")
+    before = drive_of(filled).read_bytes()
+    with pytest.raises(WrongVersion, match="version 2; this build reads version 1"):
+        filled.open()
+    assert drive_of(filled).read_bytes() == before
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_one_damaged_superblock_is_no_loss(filled: Rig, copy: int) -> None:
+    filled.store.close()
+    poke(drive_of(filled), copy * PAGE_BYTES, b"garbage")
+    blocks_survive(filled, rebuilt=False)
+
+
+def test_of_two_good_superblocks_the_newer_counts(filled: Rig) -> None:
+    old = drive_of(filled).read_bytes()[:PAGE_BYTES]
+    filled.store.close()
+    poke(drive_of(filled), 0, old)  # as if the last write of copy 0 had been lost
+    blocks_survive(filled, rebuilt=False)
+
+
+def test_two_damaged_superblocks_are_not_formatted_over(filled: Rig) -> None:
+    filled.store.close()
+    poke(drive_of(filled), 0, b"garbage")
+    poke(drive_of(filled), PAGE_BYTES, b"garbage")
+    with pytest.raises(Corrupt):
+        filled.open()
+
+
+def test_a_drive_cut_from_outside_is_refused(filled: Rig) -> None:
+    filled.capacity_bytes = 2 * DRIVE_CAPACITY_BYTES_MIN
+    filled.store.close()
+    os.truncate(drive_of(filled), DRIVE_CAPACITY_BYTES_MIN // 2)
+    with pytest.raises(StorageError, match="truncated"):
+        filled.open()
+
+
+def test_a_drive_a_page_shorter_than_its_superblock_says_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data")
+    rig.capacity_bytes = DRIVE_CAPACITY_BYTES_MIN + PAGE_BYTES
+    rig.open().close()
+    os.truncate(drive_of(rig), DRIVE_CAPACITY_BYTES_MIN)
+    with pytest.raises(StorageError, match="was truncated: it has"):
+        rig.open()
+
+
+def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None:
+    for capacity in (None, DRIVE_CAPACITY_BYTES_MIN - 1):
+        with pytest.raises(ConfigError):
+            Store.open(tmp_path / "data", capacity_bytes=capacity, clock=SystemClock())
+    with pytest.raises(NoSpace):
+        Store.open(tmp_path / "data", capacity_bytes=1 << 45, clock=SystemClock())
+    assert not list((tmp_path / "data").glob("drive*"))
+
+
+def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_life_is(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data")
+    rig.open()
+    assert not rig.store.statistics().rebuilt
+    rig.put(1, b"one" * 2000)
+    rig.put(2, b"two")
+    rig.kill()
+    shutil.rmtree(rig.data / "index")
+    blocks_survive(rig, rebuilt=True)
+    rig.store.close()
+
+
+def test_an_existing_drive_keeps_its_capacity(filled: Rig) -> None:
+    filled.store.close()
+    filled.capacity_bytes = 4 * DRIVE_CAPACITY_BYTES_MIN
+    blocks_survive(filled, rebuilt=False)
+    assert filled.store.statistics().capacity_bytes == DRIVE_CAPACITY_BYTES_MIN
+
+
+def test_a_formatting_that_was_cut_short_is_done_anew(tmp_path: Path) -> None:
+    disk = FakeDisk()
+    disk.fault_from = (10, -5)
+    rig = Rig(tmp_path / "data", disk)
+    with pytest.raises(StorageError):
+        rig.open()
+    rig.disk = disk.after_power_loss(1)
+    rig.open()
+    assert rig.put(1, b"x").error is None
+    rig.store.close()
+
+
+def test_a_killed_process_leaves_an_index_that_is_believed_in_the_same_boot_only(filled: Rig) -> None:
+    filled.kill()
+    blocks_survive(filled, rebuilt=False)
+    filled.kill()
+    filled.boot_id = "1" * 36
+    blocks_survive(filled, rebuilt=True)
+
+
+def test_a_clean_index_is_believed_in_another_boot(filled: Rig) -> None:
+    filled.store.close()
+    filled.boot_id = "1" * 36
+    blocks_survive(filled, rebuilt=False)
+
+
+def test_a_deleted_index_is_rebuilt(filled: Rig) -> None:
+    filled.store.close()
+    shutil.rmtree(filled.data / "index")
+    blocks_survive(filled, rebuilt=True)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 4096, 8192, -4096])
+def test_an_index_cut_short_is_rebuilt(filled: Rig, keep: int) -> None:
+    filled.store.close()
+    index = filled.data / "index" / "data.mdb"
+    os.truncate(index, keep if keep >= 0 else index.stat().st_size + keep)
+    blocks_survive(filled, rebuilt=True)
+
+
+def test_an_index_of_garbage_is_rebuilt(filled: Rig) -> None:
+    filled.store.close()
+    poke(filled.data / "index" / "data.mdb", 0, b"\xff" * 8192)
+    blocks_survive(filled, rebuilt=True)
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["closed", "running"])
+def test_an_index_from_yesterday_is_rebuilt(filled: Rig, *, running: bool) -> None:
+    if not running:
+        filled.store.close()
+    shutil.copytree(filled.data / "index", filled.data / "yesterday")
+    if not running:
+        filled.open()
+    filled.put(3, b"today")
+    filled.store.close()
+    shutil.rmtree(filled.data / "index")
+    (filled.data / "yesterday").rename(filled.data / "index")
+    blocks_survive(filled, rebuilt=True)
+    assert filled.get(3)[1] == b"today"
+
+
+def test_an_index_of_another_store_is_rebuilt(filled: Rig, tmp_path: Path) -> None:
+    other = Rig(tmp_path / "other")
+    other.open().close()
+    filled.store.close()
+    shutil.rmtree(filled.data / "index")
+    shutil.copytree(other.data / "index", filled.data / "index")
+    blocks_survive(filled, rebuilt=True)
+
+
+def test_generations_rise_over_openings_and_rebuilds(filled: Rig) -> None:
+    generations = []
+    for number in range(10, 14):
+        filled.put(number, b"x")
+        generations.append(filled.get(number)[0].generation)
+        filled.kill()
+        if number % 2:
+            shutil.rmtree(filled.data / "index")
+        filled.open()
+    assert generations == sorted(set(generations))
+
+
+CHILD = """
+import sys, pathlib
+from kvstore.durability import Durability
+from tests.storage.rig import Rig
+rig = Rig(pathlib.Path(sys.argv[1]))
+rig.open()
+for number in range(10_000):
+    tag = rig.start_put(number, number.to_bytes(4, "little") * 3000)
+    while tag not in rig.put_done:
+        rig.poll()
+    if rig.put_done[tag].error is None:
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("index_survives", [True, False])
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives: bool) -> None:
+    data = tmp_path / "data"
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(data)], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        acknowledged = [int(child.stdout.readline()) for _ in range(60)]
+        child.kill()
+        acknowledged += [int(line) for line in child.stdout.read().splitlines()]
+    if not index_survives:
+        shutil.rmtree(data / "index")
+    rig = Rig(data)
+    rig.open()
+    assert rig.store.statistics().rebuilt is not index_survives
+    for number in acknowledged:
+        assert rig.get(number)[1] == number.to_bytes(4, "little") * 3000
+    rig.store.close()
+
+
+def test_generations_are_reserved_anew_when_they_run_out_and_end_at_56_bits(filled: Rig) -> None:
+    volume = filled.store._volume
+    ceiling = volume.superblock.generation_ceiling
+    volume.skip_generations(ceiling - 2)
+    assert filled.put(10, b"last of its lot").error is None
+    assert volume.superblock.generation_ceiling == ceiling
+    assert filled.put(11, b"first of the next").error is None
+    assert volume.superblock.generation_ceiling > ceiling
+    volume.skip_generations(GENERATION_MAX - 1)
+    assert filled.put(12, b"the very last").error is None
+    assert isinstance(filled.put(13, b"too many").error, ReadOnly)
+    assert filled.get(12)[0].generation == GENERATION_MAX
+
+
+def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+
+    def rebuilt_gives(expected: dict[int, bytes]) -> None:
+        rig.store.close()
+        shutil.rmtree(rig.data / "index")
+        assert rig.disk is not None
+        rig.disk = FakeDisk(rig.disk.pages)
+        rig.open()
+        assert rig.store.statistics().rebuilt
+        assert {number: rig.get(number)[1] for number in expected} == expected
+
+    rig.open()
+    for number in (1, 2):
+        rig.put(number, b"old", expires_ms=rig.clock.now_ms + 1)
+    first_at, second_at = rig.record_at(1)[0], rig.record_at(2)[0]
+    rig.clock.now_ms += 1
+    rig.put(1, b"new")
+    assert rig.record_at(1)[0] > first_at, "the old record comes first"
+    rebuilt_gives({1: b"new"})
+    rig.put(2, b"new")
+    assert rig.record_at(2)[0] < second_at, "the new record comes first"
+    rebuilt_gives({1: b"new", 2: b"new"})
+    rig.store.close()
+
+
+def test_a_clean_close_makes_written_blocks_survive_power_loss(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    rig.put(1, b"one" * 2000)
+    rig.put(2, b"two")
+    disk = rig.disk
+    assert disk is not None
+    rig.store.close()
+    rig.disk = disk.after_power_loss(seed=1)
+    rig.boot_id = "1" * 36
+    blocks_survive(rig, rebuilt=False)
+    rig.store.close()
