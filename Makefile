@@ -49,8 +49,7 @@ bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
 
 .PHONY: proto
 proto: setup ## generate kvstore/wire/*_pb2* from proto/
-	@test -n "$$(find proto -name '*.proto' 2>/dev/null)" || { echo "proto/ holds no .proto file; nothing to generate."; exit 1; }
-	@$(py) -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $$(find proto -name '*.proto')
+	@$(py) tools/generate_wire.py
 
 .PHONY: wheel
 wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3.11 on

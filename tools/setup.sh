@@ -118,7 +118,8 @@ fi
 
 # --- 4. the project itself, with its C core -------------------------------------------------------
 shopt -s nullglob
-sources=(pyproject.toml setup.py nic_offload/*.[ch] nic_offload/_build.py kvstore/storage/*.[ch] kvstore/storage/_build.py)
+recipes=(nic_offload/_build.py kvstore/storage/_build.p[y]) # [y]: only if there is one
+sources=(pyproject.toml setup.py "${recipes[@]}" nic_offload/*.[ch] kvstore/storage/*.[ch])
 inputs=()
 for source in "${sources[@]}"; do
   case $source in nic_offload/_core.c | kvstore/storage/_uring.c) ;; *) inputs+=("$source") ;; esac  # generated
@@ -126,9 +127,9 @@ done
 build_hash=$( (printf '%s\n' "$deps_hash" && sha256sum "${inputs[@]}") | hash_of)
 build_stamp=$venv/.stamp-build
 built=(nic_offload/_core*.so kvstore/storage/_uring*.so)
-if ((${#built[@]} < 2)) || [[ ! -x $venv/bin/kvstore || ! -f $build_stamp || $(<"$build_stamp") != "$build_hash" ]]; then
+if ((${#built[@]} < ${#recipes[@]})) || [[ ! -x $venv/bin/kvstore || ! -f $build_stamp || $(<"$build_stamp") != "$build_hash" ]]; then
   if [[ ! -f $build_stamp ]]; then why="it is not in .venv yet"
-  elif ((${#built[@]} < 2)); then why="a built library is gone"
+  elif ((${#built[@]} < ${#recipes[@]})); then why="a built library is gone"
   else why="its C sources or pyproject.toml changed"; fi
   say "building triggerkv into .venv, because $why"
   rm -f "$build_stamp"

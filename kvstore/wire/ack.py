@@ -1,0 +1,81 @@
+"""Acknowledgement words: 8 bytes that a node puts into a client's memory to say how a block fares.
+
+A word is `generation << 8 | code`. The generation is the lease's (for a put) or one of the client's own
+(for a fetch), so a word of an earlier use is never taken for one of now. Codes of a put only rise: a watch
+that waits for WRITTEN sees LANDED on the way and ends at the first code that is not below WRITTEN.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvstore.errors import KvError, LeaseExpired, NoSpace, ReadOnly, StorageError
+from kvstore.limits import GENERATION_MAX
+from kvstore.miss import Miss, MissReason
+
+__all__ = ["AckCode", "Durability", "ack_word", "code_of_error", "code_of_miss", "error_of_code", "miss_of_code"]
+
+_CODE_BITS = 8
+_MISS = 0x80
+
+
+class Durability(enum.IntEnum):
+    """What an acknowledged block survives; the numbers are those of the proto and of the ack codes."""
+
+    LANDED = 1  # it is in the node's memory: survives the client
+    WRITTEN = 2  # it is on the drive: survives the node's process
+    SYNCED = 3  # the drive has flushed it: survives power loss
+
+
+class AckCode(enum.IntEnum):
+    """Codes of a put, then of a fetch. A fetch's miss is `0x80 | reason`."""
+
+    LANDED = Durability.LANDED
+    WRITTEN = Durability.WRITTEN
+    SYNCED = Durability.SYNCED
+    LEASE_EXPIRED = 0x40
+    NO_SPACE = 0x41
+    READ_ONLY = 0x42
+    STORAGE_FAILED = 0x43
+    SERVED = 0x7F
+
+
+def ack_word(generation: int, code: int) -> int:
+    """The word to put."""
+    assert 0 < generation <= GENERATION_MAX
+    assert 0 < code < 1 << _CODE_BITS
+    return generation << _CODE_BITS | code
+
+
+def code_of_error(error: KvError) -> AckCode:
+    """How a put's failure travels."""
+    if isinstance(error, NoSpace):
+        return AckCode.NO_SPACE
+    return AckCode.READ_ONLY if isinstance(error, ReadOnly) else AckCode.STORAGE_FAILED
+
+
+def error_of_code(code: int) -> KvError | None:
+    """What a put's final code means to the client; None: it is as durable as it says."""
+    match code:
+        case AckCode.LANDED | AckCode.WRITTEN | AckCode.SYNCED:
+            return None
+        case AckCode.LEASE_EXPIRED:
+            return LeaseExpired("The node's lease of the slot ended before the block landed; reserve it again.")
+        case AckCode.NO_SPACE:
+            return NoSpace("The node's drives have no extent free for the block.")
+        case AckCode.READ_ONLY:
+            return ReadOnly("The node's drive failed and takes no more writes.")
+        case _:
+            return StorageError(f"The node could not write the block (code {code}).")
+
+
+def code_of_miss(reason: MissReason) -> int:
+    """How a fetch's miss travels."""
+    return _MISS | reason
+
+
+def miss_of_code(code: int) -> Miss | None:
+    """What a fetch's code means; None: the bytes are in the client's memory."""
+    if code == AckCode.SERVED:
+        return None
+    return Miss(MissReason(code & ~_MISS))

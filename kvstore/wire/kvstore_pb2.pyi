@@ -1,0 +1,234 @@
+# Generated from proto sources with BLAKE2b 0377e3bf1bf65990a87a75c8c892624c
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DURABILITY_UNSPECIFIED: _ClassVar[Durability]
+    DURABILITY_LANDED: _ClassVar[Durability]
+    DURABILITY_WRITTEN: _ClassVar[Durability]
+    DURABILITY_SYNCED: _ClassVar[Durability]
+DURABILITY_UNSPECIFIED: Durability
+DURABILITY_LANDED: Durability
+DURABILITY_WRITTEN: Durability
+DURABILITY_SYNCED: Durability
+
+class AttachRequest(_message.Message):
+    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ACK_BASE_FIELD_NUMBER: _ClassVar[int]
+    ACK_KEY_FIELD_NUMBER: _ClassVar[int]
+    ACK_WORDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    provider: str
+    fabric_address: bytes
+    ack_base: int
+    ack_key: int
+    ack_words: int
+    block_bytes_max: int
+    slots: int
+    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LANDING_KEY_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    node: str
+    fabric_address: bytes
+    slots: int
+    landing_key: int
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ...) -> None: ...
+
+class BlockName(_message.Message):
+    __slots__ = ("key", "fingerprint", "length")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    fingerprint: bytes
+    length: int
+    def __init__(self, key: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("connection", "blocks", "durability", "lease_ms", "expires_unix_ms")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    blocks: _containers.RepeatedCompositeFieldContainer[ReserveBlock]
+    durability: Durability
+    lease_ms: int
+    expires_unix_ms: int
+    def __init__(self, connection: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ReserveBlock, _Mapping]]] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease_ms: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
+
+class ReserveBlock(_message.Message):
+    __slots__ = ("name", "ack_word")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ACK_WORD_FIELD_NUMBER: _ClassVar[int]
+    name: BlockName
+    ack_word: int
+    def __init__(self, name: _Optional[_Union[BlockName, _Mapping]] = ..., ack_word: _Optional[int] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("already_stored", "slot", "payload", "flag", "generation")
+    ALREADY_STORED_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    FLAG_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    already_stored: bool
+    slot: int
+    payload: int
+    flag: int
+    generation: int
+    def __init__(self, already_stored: bool = ..., slot: _Optional[int] = ..., payload: _Optional[int] = ..., flag: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("connection", "leases")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    leases: _containers.RepeatedCompositeFieldContainer[AbortLease]
+    def __init__(self, connection: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[AbortLease, _Mapping]]] = ...) -> None: ...
+
+class AbortLease(_message.Message):
+    __slots__ = ("slot", "generation")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: int
+    def __init__(self, released: _Optional[int] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("connection", "blocks")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    blocks: _containers.RepeatedCompositeFieldContainer[FetchBlock]
+    def __init__(self, connection: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[FetchBlock, _Mapping]]] = ...) -> None: ...
+
+class FetchBlock(_message.Message):
+    __slots__ = ("name", "target", "target_key", "ack_word", "ack_generation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    TARGET_KEY_FIELD_NUMBER: _ClassVar[int]
+    ACK_WORD_FIELD_NUMBER: _ClassVar[int]
+    ACK_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    name: BlockName
+    target: int
+    target_key: int
+    ack_word: int
+    ack_generation: int
+    def __init__(self, name: _Optional[_Union[BlockName, _Mapping]] = ..., target: _Optional[int] = ..., target_key: _Optional[int] = ..., ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("start", "chunk")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    start: PutStart
+    chunk: bytes
+    def __init__(self, start: _Optional[_Union[PutStart, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class PutStart(_message.Message):
+    __slots__ = ("tenant", "name", "durability", "expires_unix_ms")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    name: BlockName
+    durability: Durability
+    expires_unix_ms: int
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[_Union[BlockName, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
+
+class PutResponse(_message.Message):
+    __slots__ = ("durability",)
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    durability: Durability
+    def __init__(self, durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("tenant", "name")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    name: BlockName
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[_Union[BlockName, _Mapping]] = ...) -> None: ...
+
+class GetResponse(_message.Message):
+    __slots__ = ("miss", "chunk")
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    miss: GetMiss
+    chunk: bytes
+    def __init__(self, miss: _Optional[_Union[GetMiss, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class GetMiss(_message.Message):
+    __slots__ = ("reason", "detail")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: int
+    detail: str
+    def __init__(self, reason: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "blocks_recovered", "corrupt_found", "index_rebuilt")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_RECOVERED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FOUND_FIELD_NUMBER: _ClassVar[int]
+    INDEX_REBUILT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: str
+    provider: str
+    blocks: int
+    capacity_bytes: int
+    free_bytes: int
+    read_only: bool
+    connections: int
+    blocks_recovered: int
+    corrupt_found: int
+    index_rebuilt: bool
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., blocks_recovered: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ...) -> None: ...

@@ -1,0 +1,151 @@
+/*
+ * What fabric.c (opening, closing, queueing: any thread) and core.c (the progress thread) share.
+ *
+ * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the
+ * progress thread takes the whole inbox at once and owns each item until it is final; then it goes back
+ * to the free list. Nothing but the inbox, the free list and the events is shared.
+ */
+#ifndef TRIGGERKV_FABRIC_H
+#define TRIGGERKV_FABRIC_H
+
+#include "core.h"
+#include "library.h"
+
+#include <pthread.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_rma.h>
+#include <sys/types.h>
+
+#define WORK_CHUNK 1024u /* items taken from the heap at a time */
+
+enum work_kind { WORK_PUT, WORK_LANDING, WORK_ACK };
+
+enum work_state {
+	WORK_WAITING,	  /* for its flag word or watched word */
+	WORK_SUMMING,	  /* its CRC is being made */
+	WORK_READY,	  /* to be posted */
+	WORK_POSTED,	  /* the bytes are on their way */
+	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
+	WORK_FLAG_POSTED, /* the chained flag put is on its way */
+};
+
+struct work {
+	struct fi_context2 context; /* first: libfabric gives its address back */
+	struct work *next;	    /* in the inbox, the free list or a queue */
+	struct work *before, *after; /* all items that the thread owns */
+	enum work_kind kind;
+	enum work_state state;
+	int acked;   /* a landing: `landed` has been sent */
+	uint32_t crc, summed;
+	uint64_t fired_ns, posted_ns;
+	uint64_t word_before; /* an ack watch: the word as last reported */
+	uint64_t sequence;
+	struct trigger *trigger;
+	union {
+		struct tk_put put;
+		struct tk_landing landing;
+		struct tk_ack_watch ack;
+	};
+};
+
+struct queue {
+	struct work *head, *tail;
+};
+
+/* A flag word and the puts waiting for it, lowest threshold first. */
+struct trigger {
+	const uint64_t *word;
+	struct work **heap;
+	uint32_t count, capacity;
+};
+
+/* What a watch looks at, apart from its item so that a round of polling stays in few cache lines. */
+struct watch {
+	const uint64_t *word;
+	uint64_t expected;
+	uint64_t before;
+	struct work *work;
+};
+
+struct watches {
+	struct watch *items;
+	uint32_t count, capacity;
+};
+
+/* A call that waits for the progress thread to do it. */
+struct command {
+	const uint64_t *tags;
+	int tags_count;
+	struct tk_endpoint *endpoint; /* not NULL: close it */
+	int result;
+	int done;
+};
+
+struct tk_endpoint {
+	struct tk_fabric *fabric;
+	struct tk_endpoint *next;
+	struct fid_ep *fid;
+};
+
+struct tk_region {
+	struct tk_fabric *fabric;
+	struct tk_region *next;
+	struct fid_mr *mr;
+	void *desc;
+	uint64_t address, length, key, base;
+	uint64_t uses; /* atomic: queued or posted puts that read from it */
+};
+
+struct tk_fabric {
+	pid_t pid;
+	struct fi_info *info;
+	struct fid_fabric *fid;
+	struct fid_domain *domain;
+	struct fid_av *av;
+	struct fid_cq *cq;
+	int ordered;
+	int wake_fd, event_fd;
+	pthread_t thread;
+	int thread_started;
+
+	pthread_mutex_t handle_lock;
+	struct tk_region *regions;
+	struct tk_endpoint *endpoints;
+
+	pthread_mutex_t inbox_lock;
+	pthread_cond_t command_done;
+	struct queue inbox;
+	struct work *free;
+	struct work **chunks;
+	uint32_t chunks_count, chunks_max;
+	uint32_t free_count, work_count, work_max;
+	uint64_t sequence;
+	struct command *command;
+	int stop;
+	int posted_something; /* atomic: the inbox has something, or a command waits */
+	int sleeping;	      /* atomic */
+
+	pthread_mutex_t event_lock;
+	struct tk_event *events;
+	uint32_t events_count, events_first, events_capacity;
+	int signalled;
+
+	/* The progress thread's own. */
+	struct work *all;
+	struct queue ready, summing;
+	struct trigger *triggers;
+	uint32_t triggers_count, triggers_capacity;
+	struct watches landings, acks;
+	uint32_t in_flight;
+	uint64_t next_deadline_ns;
+	uint64_t started_ns;
+	struct work *finished;
+	struct tk_event *pending;
+	uint32_t pending_count, pending_capacity;
+	struct tk_statistics statistics; /* read by others without a lock: each field is one word */
+};
+
+void *core_progress(void *fabric);
+
+#endif

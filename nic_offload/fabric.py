@@ -1,0 +1,270 @@
+"""Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may touch.
+
+What always holds: every handle is a context manager and says when it is closed; a region can't be
+closed while a put reads from it; keys of regions are random; once an endpoint is closed, nothing comes in
+through it and nothing reads memory for it. Events come out in batches through one
+eventfd (`fileno`), never as a callback.
+
+What it doesn't do: reads (the side that has the bytes writes them), memory of a GPU.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+from nic_offload.library import load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from typing_extensions import Buffer
+
+__all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
+
+WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
+_REAP_MAX = 256
+
+
+class EventKind(enum.IntEnum):
+    """What an event says; the numbers are the C core's own."""
+
+    PUT_FIRED = lib.TK_PUT_FIRED
+    PUT_DONE = lib.TK_PUT_DONE
+    PUT_FAILED = lib.TK_PUT_FAILED
+    LANDED = lib.TK_LANDED
+    ACKED = lib.TK_ACKED
+    WATCH_FAILED = lib.TK_WATCH_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened to a put or a watch; the fields' meaning is in `core.h`."""
+
+    kind: int
+    tag: int
+    value: int
+    status: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counts since the fabric was opened, and what is outstanding now."""
+
+    armed: int
+    fired: int
+    done: int
+    failed: int
+    cancelled: int
+    expired: int
+    put_bytes: int
+    landed: int
+    stale_words: int
+    acks_sent: int
+    puts_waiting: int
+    puts_in_flight: int
+    watches: int
+    loops: int
+    sleeps: int
+    asleep_ns: int
+    alive_ns: int
+
+
+class Region:
+    """Registered memory. `base + offset` is how a peer names a byte of it, with `key`."""
+
+    def __init__(self, fabric: Fabric, memory: Buffer, *, remote_write: bool) -> None:
+        self._pin = ffi.from_buffer(memory, require_writable=remote_write)
+        self.address = int(ffi.cast("uintptr_t", self._pin))
+        self.length = len(self._pin)
+        self._fabric = fabric
+        out = ffi.new("struct tk_region **")
+        pointer = ffi.cast("void *", self.address)
+        code = lib.tk_region_open(fabric.handle, pointer, self.length, remote_write, out)
+        if code:
+            raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
+        self.handle: Any = out[0]
+        self.key = int(lib.tk_region_key(self.handle))
+        self.base = int(lib.tk_region_base(self.handle))
+        fabric.regions.add(self)
+
+    def close(self) -> None:
+        """Take the memory back: from now on no peer can write to it. Refused while a put reads from it."""
+        if self.handle is None:
+            return
+        code = lib.tk_region_close(self.handle)
+        if code:
+            raise FabricError.from_code("Closing a region", code)
+        self.detach()
+
+    def detach(self) -> None:
+        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        self.handle = None
+        self._fabric.regions.discard(self)
+        ffi.release(self._pin)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Endpoint:
+    """What one connection sends and receives with. Closing it is how a connection is ended for certain."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        out = ffi.new("struct tk_endpoint **")
+        message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
+        code = lib.tk_endpoint_open(fabric.handle, out, message)
+        if code:
+            why = ffi.string(message).decode() or f"code {code}"
+            raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
+        self.handle: Any = out[0]
+        fabric.endpoints.add(self)
+
+    def address(self) -> bytes:
+        """The name by which a peer reaches this endpoint; opaque, provider-specific."""
+        out = ffi.new("char[]", lib.TK_ADDRESS_BYTES)
+        length = lib.tk_endpoint_address(self.handle, out)
+        if length < 0:
+            raise FabricError.from_code("Asking for the endpoint's address", length)
+        return bytes(ffi.buffer(out, length))
+
+    def close(self) -> None:
+        """End everything that goes through this endpoint; its puts and watches are dropped silently."""
+        if self.handle is None:
+            return
+        handle = self.handle
+        self.detach()
+        code = lib.tk_endpoint_close(handle)
+        if code:
+            raise FabricError.from_code("Closing an endpoint", code)
+
+    def detach(self) -> None:
+        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        self.handle = None
+        self._fabric.endpoints.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Fabric:
+    """A domain, its progress thread and its trigger agent."""
+
+    def __init__(
+        self, provider: str | None = None, *, address: str | None = None, work_max: int = WORK_MAX
+    ) -> None:
+        library = load()
+        chosen = provider or library.best_provider()
+        node = ffi.NULL if address is None or chosen == "shm" else ffi.new("char[]", address.encode())
+        out = ffi.new("struct tk_fabric **")
+        message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
+        code = lib.tk_fabric_open(chosen.encode(), node, work_max, out, message)
+        if code:
+            why = ffi.string(message).decode() or f"code {code}"
+            raise FabricError(f"The provider {chosen} of libfabric {library.version} did not open: {why}.")
+        self.handle: Any = out[0]
+        self.regions: set[Region] = set()
+        self.endpoints: set[Endpoint] = set()
+        self._events = ffi.new("struct tk_event[]", _REAP_MAX)
+        name = ffi.new("char[]", lib.TK_PROVIDER_NAME_BYTES)
+        self.flag_in_message = bool(lib.tk_fabric_provider(self.handle, name))
+        self.provider: str = ffi.string(name).decode()
+        self._fd = int(lib.tk_fabric_event_fd(self.handle))
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self.handle is None
+
+    def open_endpoint(self) -> Endpoint:
+        """Open one more endpoint."""
+        return Endpoint(self)
+
+    def fileno(self) -> int:
+        """An eventfd, readable while there are events to reap."""
+        return self._fd
+
+    def reap(self) -> list[Event]:
+        """Take a batch of events; an empty list says that there are none left."""
+        count = lib.tk_fabric_reap(self.handle, self._events, _REAP_MAX)
+        if count < 0:
+            raise FabricError.from_code("Taking events", count)
+        events = self._events
+        return [
+            Event(event.kind, event.tag, event.value, event.status, event.time_ns)
+            for event in (events[i] for i in range(count))
+        ]
+
+    def register(self, memory: Buffer, *, remote_write: bool = True) -> Region:
+        """Register memory, for reading from and, where asked, for peers to write to."""
+        return Region(self, memory, remote_write=remote_write)
+
+    def add_peer(self, address: bytes) -> int:
+        """Make a peer known by the address it gave; the number names it for every endpoint from then on."""
+        out = ffi.new("uint64_t *")
+        code = lib.tk_peer_add(self.handle, address, len(address), out)
+        if code:
+            raise FabricError.from_code("Adding a peer", code)
+        return int(out[0])
+
+    def remove_peer(self, peer: int) -> None:
+        """Forget a peer to whom nothing is on the wire any more."""
+        code = lib.tk_peer_remove(self.handle, peer)
+        if code:
+            raise FabricError.from_code("Removing a peer", code)
+
+    def cancel(self, tags: Sequence[int]) -> int:
+        """Cancel waiting puts and watches by tag; returns how many had not gone out.
+
+        It is exact: what is counted will never be sent, and has its final event already.
+        """
+        count = lib.tk_cancel(self.handle, ffi.new("uint64_t[]", list(tags)), len(tags))
+        if count < 0:
+            raise FabricError.from_code("Cancelling", count)
+        return int(count)
+
+    def statistics(self) -> Statistics:
+        """Counts so far; cheap, no lock."""
+        out = ffi.new("struct tk_statistics *")
+        code = lib.tk_fabric_statistics(self.handle, out)
+        if code:
+            raise FabricError.from_code("Reading the statistics", code)
+        return Statistics(*(int(getattr(out, name)) for name in Statistics.__slots__))
+
+    def close(self) -> None:
+        """Stop the thread and close everything that belongs to the fabric, endpoints and regions included.
+
+        When it returns no peer can write to any of its regions, and nothing reads from them.
+        """
+        if self.handle is None:
+            return
+        handle, self.handle = self.handle, None
+        lib.tk_fabric_close(handle)
+        for endpoint in tuple(self.endpoints):
+            endpoint.detach()
+        for region in tuple(self.regions):
+            region.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,100 @@
+"""Flag words: 64-bit words in shared memory whose stores fire armed puts.
+
+A flag word is monotonic: it counts up (tokens written, layers done) and a put armed with threshold N
+fires when the word is at least N. Whoever can map the memory can fire it: another process here, a GPU
+thread where the words are mapped for it (it fences first, then stores).
+
+What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
+it is visible to whoever saw the new value. The words vanish with the process that made them: they live
+in an unnamed memory file, so a killed process leaves nothing behind.
+
+What it doesn't do: take a put back. A word that goes backwards fires nothing and un-fires nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING, Self
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import KvError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["FlagWord", "FlagWords"]
+
+_WORD_BYTES = 8
+
+
+class FlagWord:
+    """One word. Keep its `FlagWords` open while using it."""
+
+    __slots__ = ("_pointer", "address")
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self._pointer = ffi.cast("void *", address)
+
+    def load(self) -> int:
+        """The word's value now."""
+        return int(lib.tk_word_load(self._pointer))
+
+    def store(self, value: int) -> None:
+        """Publish everything written before, then the value: this is what fires a put."""
+        lib.tk_word_store(self._pointer, value)
+
+
+class FlagWords:
+    """A handful of flag words in memory that other processes can map by `path`."""
+
+    def __init__(self, fd: int, count: int, path: str) -> None:
+        self.path = path
+        self._fd = fd
+        self._map = mmap.mmap(fd, count * _WORD_BYTES)
+        self._pin = ffi.from_buffer(self._map)
+        base = int(ffi.cast("uintptr_t", self._pin))
+        self._words = [FlagWord(base + i * _WORD_BYTES) for i in range(count)]
+
+    @classmethod
+    def create(cls, count: int) -> Self:
+        """Make `count` words, all zero."""
+        if count < 1:
+            raise KvError(f"A set of flag words needs at least one word, not {count}.")
+        fd = os.memfd_create("triggerkv-flags", os.MFD_CLOEXEC)
+        os.ftruncate(fd, count * _WORD_BYTES)
+        return cls(fd, count, f"/proc/{os.getpid()}/fd/{fd}")
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """Map the words that another process of the same user made; `path` is its `FlagWords.path`."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise KvError(f"The flag words at {path} could not be opened: {error.strerror}.") from error
+        return cls(fd, os.fstat(fd).st_size // _WORD_BYTES, path)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> FlagWord:
+        return self._words[index]
+
+    def close(self) -> None:
+        """Unmap the words; puts that still wait for them must have been cancelled or have fired."""
+        if self._fd < 0:
+            return
+        self._words = []
+        ffi.release(self._pin)
+        self._map.close()
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

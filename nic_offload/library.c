@@ -1,0 +1,145 @@
+/*
+ * Loading libfabric, and what its providers can do.
+ */
+#define _GNU_SOURCE
+#include "library.h"
+
+#include "core.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct library library;
+static int loaded;
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Structures changed between versions of the interface: the one compiled for is asked for by name. */
+static void *resolve(void *handle, const char *name, const char *version)
+{
+	void *symbol = dlvsym(handle, name, version);
+	return symbol ? symbol : dlsym(handle, name);
+}
+
+int tk_library_load(const char *path, char *message)
+{
+	pthread_mutex_lock(&load_lock);
+	int status = 0;
+	if (loaded)
+		goto out;
+	/* Debian's build pulls in libinfinipath, which otherwise takes over a dozen signals and drops
+	 * back-trace files into the working folder. */
+	setenv("IPATH_NO_BACKTRACE", "1", 0);
+	/* The sockets provider would spin for 10 ms at a time in its own thread. */
+	setenv("FI_SOCKETS_PE_WAITTIME", "0", 0);
+	void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	if (!handle) {
+		snprintf(message, TK_MESSAGE_BYTES, "%s", dlerror());
+		status = -ENOENT;
+		goto out;
+	}
+	struct library found = {
+		.getinfo = resolve(handle, "fi_getinfo", "FABRIC_1.3"),
+		.freeinfo = resolve(handle, "fi_freeinfo", "FABRIC_1.3"),
+		.dupinfo = resolve(handle, "fi_dupinfo", "FABRIC_1.3"),
+		.fabric = resolve(handle, "fi_fabric", "FABRIC_1.1"),
+		.version = resolve(handle, "fi_version", "FABRIC_1.0"),
+		.strerror = resolve(handle, "fi_strerror", "FABRIC_1.0"),
+	};
+	if (!found.getinfo || !found.freeinfo || !found.dupinfo || !found.fabric || !found.version ||
+	    !found.strerror) {
+		snprintf(message, TK_MESSAGE_BYTES, "%s is not a libfabric of version 1.x or 2.x", path);
+		dlclose(handle);
+		status = -ENOSYS;
+		goto out;
+	}
+	library = found;
+	loaded = 1;
+out:
+	pthread_mutex_unlock(&load_lock);
+	return status;
+}
+
+const struct library *library_loaded(void)
+{
+	return loaded ? &library : NULL;
+}
+
+uint32_t tk_library_version(void)
+{
+	return loaded ? library.version() : 0;
+}
+
+uint32_t library_version_asked(void)
+{
+	uint32_t has = library.version(), wanted = FI_VERSION(1, 17);
+	return has < wanted ? has : wanted;
+}
+
+struct fi_info *library_hints(const char *provider)
+{
+	struct fi_info *hints = library.dupinfo(NULL);
+	if (!hints)
+		return NULL;
+	hints->caps = FI_RMA;
+	hints->mode = FI_CONTEXT | FI_CONTEXT2;
+	hints->ep_attr->type = FI_EP_RDM;
+	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+	hints->domain_attr->threading = FI_THREAD_SAFE;
+	if (provider && !(hints->fabric_attr->prov_name = strdup(provider))) {
+		library.freeinfo(hints);
+		return NULL;
+	}
+	return hints;
+}
+
+static int is_one_of(const char *name, const char *const *names)
+{
+	for (; *names; names++)
+		if (!strcmp(name, *names))
+			return 1;
+	return 0;
+}
+
+int library_is_ordered(const char *provider_name)
+{
+	/* These carry a message as one TCP stream, and a write with two target ranges fills them in turn. */
+	static const char *const streams[] = {"net", "tcp", "tcp;ofi_rxm", NULL};
+	return is_one_of(provider_name, streams);
+}
+
+int tk_library_providers(struct tk_provider_info *out, int out_max)
+{
+	static const char *const deferred[] = {"sockets", "cxi", NULL};
+	if (!loaded)
+		return -ENOSYS;
+	struct fi_info *list = NULL;
+	int status = library.getinfo(library_version_asked(), NULL, NULL, 0, NULL, &list);
+	if (status)
+		return status == -FI_ENODATA ? 0 : status;
+	int count = 0;
+	for (struct fi_info *info = list; info; info = info->next) {
+		const char *name = info->fabric_attr->prov_name;
+		int known = 0;
+		for (; known < count && strcmp(out[known].name, name); known++)
+			;
+		if (known == count) {
+			if (count == out_max)
+				break;
+			memset(&out[count], 0, sizeof out[count]);
+			snprintf(out[count].name, sizeof out[count].name, "%s", name);
+			out[count].ordered = library_is_ordered(name);
+			out[count].deferred_work = is_one_of(name, deferred);
+			count++;
+		}
+		if (info->ep_attr->type == FI_EP_RDM && (info->caps & FI_RMA))
+			out[known].rma = 1;
+	}
+	library.freeinfo(list);
+	return count;
+}

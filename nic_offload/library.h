@@ -1,0 +1,32 @@
+/*
+ * libfabric, loaded at run time. Nearly all of libfabric's calls are inline functions over tables in its
+ * handles; only these few are real exports, and the module is not linked against them.
+ */
+#ifndef TRIGGERKV_LIBRARY_H
+#define TRIGGERKV_LIBRARY_H
+
+#include <rdma/fabric.h>
+
+struct library {
+	int (*getinfo)(uint32_t version, const char *node, const char *service, uint64_t flags,
+		       const struct fi_info *hints, struct fi_info **info);
+	void (*freeinfo)(struct fi_info *info);
+	struct fi_info *(*dupinfo)(const struct fi_info *info);
+	int (*fabric)(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
+	uint32_t (*version)(void);
+	const char *(*strerror)(int number);
+};
+
+/* NULL until tk_library_load has succeeded. */
+const struct library *library_loaded(void);
+
+/* The version of the interface to ask for: what this was compiled for, or the library's if it is older. */
+uint32_t library_version_asked(void);
+
+/* Hints for an endpoint that can do what a fabric here needs; free with freeinfo. NULL: no memory. */
+struct fi_info *library_hints(const char *provider);
+
+/* Whether writes to one peer arrive in the order posted, the bytes of one message in order too. */
+int library_is_ordered(const char *provider_name);
+
+#endif

@@ -1,0 +1,53 @@
+"""Generates `kvstore/wire/*_pb2*` from `proto/`.
+
+Run by `make proto` with an *old* generator (grpcio-tools 1.76), because generated code demands a runtime
+at least as new as its generator, and engines pin theirs. The modules import each other as `kvstore.v1`, which
+follows the proto package; they live in `kvstore.wire`, so the import lines are rewritten. Each carries the
+digest of the sources, by which a test sees that they are current.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+__all__ = ["digest_line", "generate", "main"]
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTO = ROOT / "proto"
+WIRE = ROOT / "kvstore" / "wire"
+
+
+def digest_line() -> str:
+    """The line that says from which sources a module was generated."""
+    sources = b"".join(path.read_bytes() for path in sorted(PROTO.rglob("*.proto")))
+    return f"# Generated from proto sources with BLAKE2b {hashlib.blake2b(sources, digest_size=16).hexdigest()}\n"
+
+
+def generate() -> dict[str, str]:
+    """The generated modules' texts by file name."""
+    from grpc_tools import protoc  # noqa: PLC0415 - the digest is wanted where there is no generator
+
+    with tempfile.TemporaryDirectory() as folder:
+        sources = [str(path) for path in sorted(PROTO.rglob("*.proto"))]
+        outputs = [f"--python_out={folder}", f"--pyi_out={folder}", f"--grpc_python_out={folder}"]
+        if protoc.main(["protoc", f"-I{PROTO}", *outputs, *sources]):
+            raise SystemExit("protoc failed.")
+        return {
+            path.name: digest_line()
+            + path.read_text().replace("from kvstore.v1 import", "from kvstore.wire import")
+            for path in sorted(Path(folder).rglob("*.py*"))
+        }
+
+
+def main() -> int:
+    """Write the modules."""
+    for name, text in generate().items():
+        (WIRE / name).write_text(text)
+        print(f"wrote kvstore/wire/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
