@@ -5,9 +5,10 @@ the printed ones, verbatim; what a preset adds to them is a named field with its
 `caveats` are printed with every result.
 
 How the equations were settled. `paper` is given in full. Of `two-param`, `no-nvme` and `literal-ms` the
-stages of the host copy were left open (how often DRAM and the CPU are charged). Trying every count from
-one to four leaves exactly one that reproduces all three tables to their printed digits: DRAM twice (the
-bounce buffer is written, then read) and one CPU copy. That is what they share here.
+stages of the host copy were left open (how often DRAM and the CPU are charged). Of one to three DRAM passes
+with one to four CPU copies, two pairs reproduce all three tables to their printed digits: 2 with 1, and 1
+with 4. The first is taken because it describes something that happens (the bounce buffer is written, read,
+and copied once); the tables cannot tell the two apart.
 
 What it doesn't do: choose between them. No parameter-exact reading of the tables gives the paper's curves.
 """
