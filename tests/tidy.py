@@ -136,10 +136,13 @@ def environment_only_in_config(root: Path) -> Iterator[Breach]:
         if _allowed(name, ENVIRONMENT_ALLOWED):
             continue
         for node in ast.walk(tree):
-            attribute = isinstance(node, ast.Attribute) and node.attr in words
-            imported = isinstance(node, ast.ImportFrom) and node.module == "os"
-            if attribute or (imported and any(alias.name in words for alias in node.names)):
-                yield f"{name}:{node.lineno}: the environment is read in kvstore/config.py"
+            line = None
+            if isinstance(node, ast.Attribute) and node.attr in words:
+                line = node.lineno
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                line = node.lineno if any(alias.name in words for alias in node.names) else None
+            if line is not None:
+                yield f"{name}:{line}: the environment is read in kvstore/config.py"
 
 
 def nothing_left_undone(root: Path) -> Iterator[Breach]:
