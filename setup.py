@@ -3,6 +3,6 @@
 from setuptools import setup
 
 setup(
-    cffi_modules=["nic_offload/_build.py:ffi"],
+    cffi_modules=["nic_offload/_build.py:ffi", "kvstore/storage/_build.py:ffi"],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -6,13 +6,17 @@ Nothing in this project grows without one of these. Names end in their unit.
 from __future__ import annotations
 
 __all__ = [
+    "ACK_GRACE_MS",
+    "ACK_WORDS",
     "BATCH_BLOCKS_MAX",
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
     "CLIENTS_MAX",
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
+    "DRIVE_INFLIGHT_OPS_MIN",
     "DRIVE_QUEUE_DEPTH",
+    "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
     "GENERATION_MAX",
@@ -20,17 +24,23 @@ __all__ = [
     "INLINE_CHUNK_BYTES",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
+    "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
     "QUARANTINE_TIMEOUT_MS",
     "RPC_TIMEOUT_MS",
+    "SCAN_UNREADABLE_PAGES_MAX",
+    "SECTOR_BYTES",
     "SLOTS_PER_CLIENT_MAX",
     "STAGING_BYTES",
+    "STORE_QUEUED_MAX",
     "TENANT_BYTES",
+    "ZERO_FILL_BYTES_MAX",
 ]
 
 PAGE_BYTES = 4096  # the unit of the drive: O_DIRECT offsets, lengths and addresses
+SECTOR_BYTES = 512  # the largest write that drives are known not to tear
 HEADER_BYTES = PAGE_BYTES  # a record starts with one header page
 
 KEY_BYTES = 32
@@ -48,12 +58,23 @@ LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
 LEASE_TIMEOUT_MS = 30_000
 LEASE_TIMEOUT_MS_MAX = 600_000
+LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
+DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
+STORE_QUEUED_MAX = (
+    4 * BATCH_BLOCKS_MAX
+)  # puts, and as many gets, that the store has accepted and not answered
+ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
+SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
+
+ACK_WORDS = 4096  # of one client: its puts and fetches under way
+ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
 INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
 RPC_TIMEOUT_MS = 10_000
@@ -63,6 +84,8 @@ assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
 assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
+assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
+assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX

@@ -634,14 +634,24 @@ static int cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 	return cancelled;
 }
 
-/* Nothing is reported about the endpoint's work: who closes it knows that all of it is over. The provider
- * may still have put completions into the queue before the endpoint went, so those are taken first. */
+/* Of the endpoint's puts nothing is reported: who closes it knows that all of them are over. Landed blocks are
+ * in our memory and stay landed. The provider may still have put completions into the queue before the endpoint
+ * went, so those are taken before the items go. */
 static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
-		if (endpoint_of(work) == endpoint && withdraw(fabric, work))
-			release(fabric, work);
+		if (endpoint_of(work) != endpoint)
+			continue;
+		if (work->kind == WORK_LANDING && work->state == WORK_SUMMING) {
+			work->landing.endpoint = NULL;
+			work->acked = 1; /* or nobody is there to be told */
+		} else if (withdraw(fabric, work)) {
+			if (work->kind == WORK_LANDING)
+				fail(fabric, work, -ECANCELED);
+			else
+				release(fabric, work);
+		}
 	}
 	int status = fi_close(&endpoint->fid->fid);
 	while (drain_completions(fabric))

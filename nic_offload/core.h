@@ -12,8 +12,9 @@
  * What always holds:
  *   - a put never fires before its flag word reaches its threshold, and at most once;
  *   - its flag put never arrives unless the bytes before it did;
- *   - every put and every watch ends with exactly one final event, unless it was queued as quiet or its
- *     endpoint was closed;
+ *   - every put and every watch ends with exactly one final event, unless it was queued as quiet or, for
+ *     puts and ack watches, its endpoint was closed; a landing always ends with one, and a block whose flag
+ *     had come before the endpoint was closed ends as landed;
  *   - once an endpoint is closed, no byte comes in through it any more and none of its puts reads memory:
  *     this, and not a revoked key alone, is what makes memory safe to use again after a peer misbehaved
  *     (a message whose key was checked before may still be arriving when the key is revoked);
@@ -45,7 +46,7 @@ enum tk_event_kind {
 	TK_PUT_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EBADMSG (CRC differs) or the provider's */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
-	TK_WATCH_FAILED /* status: -ETIMEDOUT */
+	TK_WATCH_FAILED /* status: -ETIMEDOUT, or -ECANCELED */
 };
 
 /* Flags of a put. */
@@ -125,6 +126,7 @@ uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed);
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
 uint64_t tk_now_ns(void);
+int tk_memory_populate(void *address, size_t length);
 
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);

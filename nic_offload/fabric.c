@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
@@ -22,6 +23,14 @@ uint64_t tk_now_ns(void)
 	struct timespec now;
 	clock_gettime(CLOCK_MONOTONIC, &now);
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Huge pages where the kernel has them, and all of them there before the first block comes: a fault for each
+ * page would cost the first blocks several times what their bytes do. */
+int tk_memory_populate(void *address, size_t length)
+{
+	madvise(address, length, MADV_HUGEPAGE);
+	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
 }
 
 uint64_t tk_word_load(const void *address)

@@ -1,1 +1,7 @@
 """What a serving engine imports."""
+
+from kvstore.client.blocks import Block, Hit, PutResult
+from kvstore.client.client import Client
+from kvstore.client.puts import ArmedPuts, Reservation
+
+__all__ = ["ArmedPuts", "Block", "Client", "Hit", "PutResult", "Reservation"]

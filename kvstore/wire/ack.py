@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import enum
 
+from kvstore.durability import Durability
 from kvstore.errors import KvError, LeaseExpired, NoSpace, ReadOnly, StorageError
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import Miss, MissReason
 
-__all__ = ["AckCode", "Durability", "ack_word", "code_of_error", "code_of_miss", "error_of_code", "miss_of_code"]
+__all__ = ["AckCode", "ack_word", "code_of_error", "code_of_miss", "error_of_code", "miss_of_code"]
 
 _CODE_BITS = 8
 _MISS = 0x80
-
-
-class Durability(enum.IntEnum):
-    """What an acknowledged block survives; the numbers are those of the proto and of the ack codes."""
-
-    LANDED = 1  # it is in the node's memory: survives the client
-    WRITTEN = 2  # it is on the drive: survives the node's process
-    SYNCED = 3  # the drive has flushed it: survives power loss
 
 
 class AckCode(enum.IntEnum):
@@ -60,7 +53,7 @@ def error_of_code(code: int) -> KvError | None:
         case AckCode.LANDED | AckCode.WRITTEN | AckCode.SYNCED:
             return None
         case AckCode.LEASE_EXPIRED:
-            return LeaseExpired("The node's lease of the slot ended before the block landed; reserve it again.")
+            return LeaseExpired("The lease of the slot ended before the block landed; reserve it again.")
         case AckCode.NO_SPACE:
             return NoSpace("The node's drives have no extent free for the block.")
         case AckCode.READ_ONLY:

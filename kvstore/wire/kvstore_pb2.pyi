@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 0377e3bf1bf65990a87a75c8c892624c
+# Generated from proto sources with BLAKE2b b536c961d9d4aa90a5a0309ea299a822
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -208,7 +208,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "blocks_recovered", "corrupt_found", "index_rebuilt")
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
@@ -217,7 +217,6 @@ class StatusResponse(_message.Message):
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     READ_ONLY_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_RECOVERED_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FOUND_FIELD_NUMBER: _ClassVar[int]
     INDEX_REBUILT_FIELD_NUMBER: _ClassVar[int]
     node: str
@@ -228,7 +227,6 @@ class StatusResponse(_message.Message):
     free_bytes: int
     read_only: bool
     connections: int
-    blocks_recovered: int
     corrupt_found: int
     index_rebuilt: bool
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., blocks_recovered: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ...) -> None: ...

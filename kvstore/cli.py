@@ -1,0 +1,77 @@
+"""The `kvstore` command. Each subcommand imports what it needs when it is run, so `--help` needs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from kvstore.config import NodeConfig, parse_listen, parse_size  # noqa: PLC0415
+    from kvstore.node.server import serve  # noqa: PLC0415
+
+    host, port = parse_listen(arguments.listen)
+    capacity = None if arguments.capacity is None else parse_size(arguments.capacity)
+    return serve(
+        NodeConfig(
+            data=arguments.data, host=host, port=port, capacity_bytes=capacity, provider=arguments.provider
+        )
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from kvstore.demo.demo import run  # noqa: PLC0415
+
+    return run(arguments.data)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from kvstore.doctor import run  # noqa: PLC0415
+
+    return run(arguments.data, as_json=arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvstore", description="A storage node for the KV caches of large language models."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="run a storage node", description="Run a storage node.")
+    serve.add_argument("--data", type=Path, required=True, help="a folder, or a raw block device")
+    serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
+    serve.add_argument("--capacity", help="size of the drive file of a new folder, such as 64GiB")
+    serve.add_argument("--provider", help="libfabric provider; by default the best there is")
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser("demo", help="see the whole path work on this machine")
+    demo.add_argument("--data", type=Path, help="where to keep the demo's data; by default a folder that is removed")
+    demo.set_defaults(run=_demo)
+
+    doctor = commands.add_parser("doctor", help="say what this machine can do, and what to do about the rest")
+    doctor.add_argument("--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; errors of ours are one sentence and exit status 1."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except KvError as error:
+        print(f"kvstore: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status

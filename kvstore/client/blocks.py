@@ -1,0 +1,59 @@
+"""What a client says about a block, and what it learns about it: plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ProtocolError
+from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.durability import Durability
+    from kvstore.errors import KvError
+    from nic_offload.fabric import Region
+
+__all__ = ["Block", "Hit", "PutResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block and the registered memory where its bytes are, or shall be."""
+
+    key: bytes  # 32 bytes, see `kvstore.names.block_key`
+    region: Region
+    offset: int
+    length: int
+    threshold: int = 1  # a put fires when the flag word is at least this
+
+    def __post_init__(self) -> None:
+        """Refuse what no node would take, before anything is sent."""
+        if len(self.key) != KEY_BYTES:
+            raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
+        if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
+            raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}.")
+        if not 0 <= self.offset <= self.region.length - self.length:
+            raise ProtocolError(
+                f"Bytes {self.offset} to {self.offset + self.length} are not in the registered region,"
+                f" which has {self.region.length}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The block's bytes are in the client's memory, checked."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """How a put ended. Times are nanoseconds of CLOCK_MONOTONIC, 0 where a thing did not happen."""
+
+    key: bytes
+    durability: Durability | None  # what was reached; None if nothing was
+    error: KvError | None
+    already_stored: bool = False
+    fired_ns: int = 0  # the flag was seen
+    landed_ns: int = 0
+    durable_ns: int = 0  # acknowledged as durable as was asked

@@ -1,0 +1,346 @@
+"""The client: what a serving engine imports.
+
+    with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
+        kv = client.register(buffer)
+        blocks = [Block(key, kv, offset, length, threshold=n), ...]
+        puts = client.reserve(blocks).arm(flags[0])
+        ...                                   # any process or GPU thread stores n to the flag word
+        results = puts.wait(timeout_s=10)
+        outcomes = client.get(blocks, timeout_s=10)
+
+Calls may come from any thread. A client attaches to its node at the first call that needs it, and again after a
+loss. What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason,
+and never raises because a node is away; a reserve that can't be had raises one typed error; once a call has ended
+nothing of it writes to the caller's memory.
+
+It doesn't know sessions, tokens or layouts beyond their fingerprint, and talks to one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+import grpc
+
+from kvstore.client.gets import Get
+from kvstore.client.link import Link
+from kvstore.client.puts import Reservation, lease_deadline_ns
+from kvstore.durability import Durability
+from kvstore.errors import (
+    DeadlineExceeded,
+    KvError,
+    NodeUnavailable,
+    Overloaded,
+    ProtocolError,
+)
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    FETCH_TIMEOUT_MS,
+    INLINE_CHUNK_BYTES,
+    LEASE_TIMEOUT_MS,
+    LEASE_TIMEOUT_MS_MAX,
+    RPC_TIMEOUT_MS,
+)
+from kvstore.miss import Miss, MissReason
+from kvstore.names import layout_fingerprint
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import kvstore_pb2_grpc
+from kvstore.wire.status import error_from_rpc
+from nic_offload.fabric import Fabric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Buffer
+
+    from kvstore.client.blocks import Block, Hit
+    from nic_offload.fabric import Region
+
+__all__ = ["Client"]
+
+_GRPC_OPTIONS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 250),
+)
+
+
+class Client:
+    """A client of one node."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tenant: str = "default",
+        layout: bytes = b"",
+        slots: int = 64,
+        block_bytes_max: int = 4 << 20,
+        provider: str | None = None,
+    ) -> None:
+        """Open the fabric; the node is not called yet.
+
+        `layout` is whatever determines how a block's bytes are laid out; a get under another layout is a miss.
+        `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
+        """
+        self.target = target
+        self.tenant = tenant
+        self.fabric = Fabric(provider, address="127.0.0.1")
+        self.lock = threading.RLock()
+        self.calls = 0  # made to the node; a test counts that armed puts need none
+        self._fingerprint = layout_fingerprint(layout)
+        self._slots = slots
+        self._block_bytes_max = block_bytes_max
+        self._tags = itertools.count(2, 2)
+        self._link: Link | None = None
+        self._attaching = threading.Lock()
+        self._channel = grpc.insecure_channel(target, options=_GRPC_OPTIONS)
+        self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)
+        self._pump.start()
+
+    # --- memory
+
+    def register(self, memory: Buffer) -> Region:
+        """Register memory that blocks are put from and got into. Close it when the memory goes."""
+        return self.fabric.register(memory)
+
+    # --- puts over the fabric
+
+    def reserve(
+        self,
+        blocks: Sequence[Block],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> Reservation:
+        """Lease a slot on the node for each block, all or none. The only call that a triggered put makes."""
+        self._check_batch(blocks)
+        if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
+            raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
+        link = self._attached()
+        with self.lock:
+            words = link.take_words(len(blocks))
+        request = pb.ReserveRequest(
+            connection=link.number,
+            blocks=[
+                pb.ReserveBlock(name=self._name(block), ack_word=word)
+                for block, word in zip(blocks, words, strict=True)
+            ],
+            durability=pb.Durability.ValueType(durability),
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+        )
+        asked_ns = time.monotonic_ns()
+        try:
+            answer = self._stub.Reserve(request, timeout=RPC_TIMEOUT_MS / 1000)
+        except grpc.RpcError as failure:
+            error = error_from_rpc("Reserving slots", failure)
+            with self.lock:
+                link.give_back_words(words)
+            if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
+                self.lose(link, error)  # leases may stand that we know nothing of
+            raise error from failure
+        finally:
+            self.calls += 1
+        return Reservation(
+            self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms)
+        )
+
+    def abort(self, link: Link, leases: Sequence[pb.Lease]) -> None:
+        """Give leases back without waiting for the answer; without one the link ends."""
+        if link.error is not None or not leases:
+            return
+        request = pb.AbortRequest(
+            connection=link.number,
+            leases=[pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases],
+        )
+        self.calls += 1
+        call = self._stub.Abort.future(request, timeout=RPC_TIMEOUT_MS / 1000)
+
+        def check(answered: grpc.Future) -> None:
+            if answered.exception() is not None:
+                self.lose(link, NodeUnavailable("The node did not take expired leases back."))
+
+        call.add_done_callback(check)
+
+    # --- gets over the fabric
+
+    def get(self, blocks: Sequence[Block], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000) -> list[Hit | Miss]:
+        """Have blocks written into their regions; a Hit or a Miss for each, in order."""
+        self._check_batch(blocks)
+        deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        try:
+            link = self._attached()
+            with self.lock:
+                if link.error is not None:
+                    raise link.error
+                get = Get(self, link, blocks, deadline_ns)
+        except Overloaded as error:
+            return [Miss(MissReason.BUSY, str(error))] * len(blocks)
+        except KvError as error:
+            return [Miss(MissReason.NODE_AWAY, str(error))] * len(blocks)
+        try:
+            self._stub.Fetch(get.request(self._fingerprint), timeout=min(timeout_s, RPC_TIMEOUT_MS / 1000))
+        except grpc.RpcError as failure:
+            error = error_from_rpc("Fetching blocks", failure)
+            if isinstance(error, Overloaded):
+                with self.lock:
+                    get.refuse(Miss(MissReason.BUSY, str(error)))
+            else:
+                self.lose(link, error)
+        finally:
+            self.calls += 1
+        return get.wait()
+
+    # --- blocks inside gRPC
+
+    def put_inline(
+        self,
+        key: bytes,
+        data: Buffer,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float = RPC_TIMEOUT_MS / 1000,
+    ) -> Durability:
+        """Put one block through gRPC: copied and sent by the CPU, for where there is no fabric."""
+        view = memoryview(data).cast("B")
+
+        def parts() -> Iterator[pb.PutRequest]:
+            name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=len(view))
+            yield pb.PutRequest(
+                start=pb.PutStart(
+                    tenant=self.tenant,
+                    name=name,
+                    durability=pb.Durability.ValueType(durability),
+                    expires_unix_ms=expires_unix_ms,
+                )
+            )
+            for start in range(0, len(view), INLINE_CHUNK_BYTES):
+                yield pb.PutRequest(chunk=bytes(view[start : start + INLINE_CHUNK_BYTES]))
+
+        self.calls += 1
+        try:
+            return Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
+        except grpc.RpcError as failure:
+            raise error_from_rpc("An inline put", failure) from failure
+
+    def get_inline(
+        self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000
+    ) -> bytes | Miss:
+        """Get one block through gRPC."""
+        name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+        chunks = []
+        self.calls += 1
+        try:
+            for part in self._stub.Get(pb.GetRequest(tenant=self.tenant, name=name), timeout=timeout_s):
+                if part.HasField("miss"):
+                    return Miss(MissReason(part.miss.reason), part.miss.detail)
+                chunks.append(part.chunk)
+        except grpc.RpcError as failure:
+            error = error_from_rpc("An inline get", failure)
+            if isinstance(error, Overloaded):
+                return Miss(MissReason.BUSY, str(error))
+            if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
+                return Miss(MissReason.NODE_AWAY, str(error))
+            raise error from failure
+        return b"".join(chunks)
+
+    def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
+        """How the node is doing; `wait_s` waits that long for a node that is not there yet."""
+        timeout_s = wait_s or RPC_TIMEOUT_MS / 1000
+        try:
+            answer: pb.StatusResponse = self._stub.Status(
+                pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
+            )
+        except grpc.RpcError as failure:
+            raise error_from_rpc("Asking for the node's status", failure) from failure
+        return answer
+
+    # --- the link
+
+    def next_tags(self) -> int:
+        """A fresh even tag; it and the odd one after it are the caller's."""
+        return next(self._tags)
+
+    def lose(self, link: Link, error: KvError) -> None:
+        """End a link: when this returns, nothing comes in through it any more."""
+        with self.lock:
+            link.lose(error)
+            if self._link is link:
+                self._link = None
+
+    def _attached(self) -> Link:
+        with self._attaching:
+            with self.lock:
+                if self.fabric.closed:
+                    raise ProtocolError("The client is closed.")
+                if self._link is not None:
+                    return self._link
+            self.calls += 1
+            link = Link(self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max)
+            with self.lock:
+                self._link = link
+            link.watch_for_loss(
+                lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}."))
+            )
+            return link
+
+    def _check_batch(self, blocks: Sequence[Block]) -> None:
+        if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
+            raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        for block in blocks:
+            if block.region.handle is None or block.region not in self.fabric.regions:
+                raise ProtocolError("A block's memory is not registered with this client, or no longer.")
+
+    def _name(self, block: Block) -> pb.BlockName:
+        return pb.BlockName(key=block.key, fingerprint=self._fingerprint, length=block.length)
+
+    # --- events
+
+    def _run_pump(self) -> None:
+        poll = select.poll()
+        poll.register(self.fabric.fileno(), select.POLLIN)
+        poll.register(self._stop_fd, select.POLLIN)
+        while True:
+            ready = poll.poll()
+            if any(fd == self._stop_fd for fd, _ in ready):
+                return
+            while events := self.fabric.reap():
+                with self.lock:
+                    for event in events:
+                        link = self._link
+                        operation = link.operations.get(event.tag) if link is not None else None
+                        if operation is not None:
+                            operation.event(event)
+
+    def close(self) -> None:
+        """End everything; puts that had not been acknowledged fail."""
+        with self._attaching, self.lock:
+            if self.fabric.closed:
+                return
+            if self._link is not None:
+                self.lose(self._link, NodeUnavailable("The client was closed."))
+        os.eventfd_write(self._stop_fd, 1)
+        self._pump.join()
+        self.fabric.close()
+        self._channel.close()
+        os.close(self._stop_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

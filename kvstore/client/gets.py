@@ -1,0 +1,113 @@
+"""Gets: the node writes into our region and then into an acknowledgement word; here we wait for the words.
+
+What always holds: when a get returns, nothing of it is under way any more. Words that don't come in time end the
+link, because only that makes sure that no late bytes come into memory which the caller uses for something else.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvstore.client.blocks import Hit
+from kvstore.errors import DeadlineExceeded
+from kvstore.miss import Miss, MissReason
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.ack import miss_of_code
+from nic_offload.fabric import EventKind
+from nic_offload.trigger import AckWatch, watch_acks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.client.blocks import Block
+    from kvstore.client.client import Client
+    from kvstore.client.link import Link
+    from kvstore.errors import KvError
+    from nic_offload.fabric import Event
+
+__all__ = ["Get"]
+
+_CODE_MASK = 0xFF
+
+
+class Get:
+    """One batch of blocks being fetched. Begun with the client's lock held."""
+
+    def __init__(self, client: Client, link: Link, blocks: Sequence[Block], deadline_ns: int) -> None:
+        self._client = client
+        self._link = link
+        self._blocks = blocks
+        self._outcomes: list[Hit | Miss | None] = [None] * len(blocks)
+        self._words = link.take_words(len(blocks))
+        self._generations = [next(link.generations) for _ in blocks]
+        self._tags = [client.next_tags() for _ in blocks]
+        self._index = {tag: i for i, tag in enumerate(self._tags)}
+        self._open = len(blocks)
+        self._done = threading.Condition(client.lock)
+        for tag in self._tags:
+            link.operations[tag] = self
+        watch_acks(client.fabric, [self._watch(i, deadline_ns) for i in range(len(blocks))])
+
+    def _watch(self, i: int, deadline_ns: int) -> AckWatch:
+        return AckWatch(
+            tag=self._tags[i],
+            endpoint=self._link.endpoint,
+            word=self._link.word_address(self._words[i]),
+            generation=self._generations[i],
+            final_code=1,
+            deadline_ns=deadline_ns,
+        )
+
+    def request(self, fingerprint: bytes) -> pb.FetchRequest:
+        """The call that asks the node for all of it."""
+        return pb.FetchRequest(
+            connection=self._link.number,
+            blocks=[
+                pb.FetchBlock(
+                    name=pb.BlockName(key=block.key, fingerprint=fingerprint, length=block.length),
+                    target=block.region.base + block.offset,
+                    target_key=block.region.key,
+                    ack_word=self._words[i],
+                    ack_generation=self._generations[i],
+                )
+                for i, block in enumerate(self._blocks)
+            ],
+        )
+
+    def event(self, event: Event) -> None:
+        """One of our words has come, or has not come in time."""
+        i = self._index[event.tag]
+        if self._outcomes[i] is not None:
+            return
+        if event.kind == EventKind.ACKED:
+            self._end(i, miss_of_code(event.value & _CODE_MASK) or Hit(self._blocks[i].key))
+        else:
+            self._client.lose(self._link, DeadlineExceeded("A fetched block did not come in time."))
+
+    def lost(self, error: KvError) -> None:
+        """The link is gone: whatever had not come is a miss."""
+        for i, outcome in enumerate(self._outcomes):
+            if outcome is None:
+                self._end(i, Miss(MissReason.NODE_AWAY, str(error)))
+
+    def refuse(self, miss: Miss) -> None:
+        """The node did not take the call, so nothing of it will come."""
+        self._client.fabric.cancel(self._tags)
+        for i, outcome in enumerate(self._outcomes):
+            if outcome is None:
+                self._end(i, miss)
+
+    def _end(self, i: int, outcome: Hit | Miss) -> None:
+        self._outcomes[i] = outcome
+        self._link.operations.pop(self._tags[i], None)
+        self._link.give_back_words([self._words[i]])
+        self._open -= 1
+        if not self._open:
+            self._done.notify_all()
+
+    def wait(self) -> list[Hit | Miss]:
+        """Wait for the end, which the words' deadline brings about if nothing else does."""
+        with self._done:
+            self._done.wait_for(lambda: not self._open)
+            return [outcome for outcome in self._outcomes if outcome is not None]

@@ -1,0 +1,162 @@
+"""A link: one attachment to one node, from attach to loss.
+
+What always holds: a link is lost once, for good; when `lose` returns, no byte of the node's comes into our memory
+any more and none of our puts is under way, so whoever waited may use his buffers. Everything that was under way
+is told, each with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import queue
+import secrets
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from kvstore.errors import FabricError, KvError, NodeUnavailable, Overloaded
+from kvstore.limits import ACK_WORDS, RPC_TIMEOUT_MS
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+    from nic_offload.fabric import Event, Fabric
+
+__all__ = ["Link", "Operation"]
+
+_WORD_BYTES = 8
+
+
+class Operation(Protocol):
+    """Something under way over a link: it is told of its events, or of the link's loss."""
+
+    def event(self, event: Event) -> None:
+        """One of its tags has an event."""
+        ...
+
+    def lost(self, error: KvError) -> None:
+        """The link is lost; nothing more will come."""
+        ...
+
+
+class Link:
+    """One attachment. All methods are called with the client's lock held."""
+
+    def __init__(
+        self, stub: KvStoreStub, fabric: Fabric, tenant: str, slots: int, block_bytes_max: int
+    ) -> None:
+        self.stub = stub
+        self.error: KvError | None = None
+        self.operations: dict[int, Operation] = {}
+        self.generations = itertools.count(secrets.randbits(48) + 1)
+        self._fabric = fabric
+        self._free_words = list(range(ACK_WORDS))
+        self._hang_up = threading.Event()
+        self._memory = mmap.mmap(-1, ACK_WORDS * _WORD_BYTES)
+        self._acks = fabric.register(self._memory)
+        self.endpoint = fabric.open_endpoint()
+        request = pb.AttachRequest(
+            tenant=tenant,
+            provider=fabric.provider,
+            fabric_address=self.endpoint.address(),
+            ack_base=self._acks.base,
+            ack_key=self._acks.key,
+            ack_words=ACK_WORDS,
+            block_bytes_max=block_bytes_max,
+            slots=slots,
+        )
+        try:
+            self._responses = stub.Attach(self._requests(request))
+            answer = self._first_answer()
+            self.peer = fabric.add_peer(answer.fabric_address)
+        except KvError:
+            self._close_memory()
+            raise
+        self.number = answer.connection
+        self.landing_key = answer.landing_key
+        self.slots = answer.slots
+
+    def _requests(self, first: pb.AttachRequest) -> Iterator[pb.AttachRequest]:
+        yield first
+        self._hang_up.wait()  # the stream is open for as long as this has not ended
+
+    def _first_answer(self) -> pb.AttachResponse:
+        answers: queue.SimpleQueue[pb.AttachResponse | grpc.RpcError | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                answers.put(next(self._responses, None))
+            except grpc.RpcError as failure:
+                answers.put(failure)
+
+        threading.Thread(target=read, name="kvstore-attach", daemon=True).start()
+        try:
+            answer = answers.get(timeout=RPC_TIMEOUT_MS / 1000)
+        except queue.Empty:
+            self._hang_up.set()
+            self._responses.cancel()
+            raise NodeUnavailable(f"The node did not answer an attach within {RPC_TIMEOUT_MS} ms.") from None
+        if isinstance(answer, grpc.RpcError):
+            self._hang_up.set()
+            raise error_from_rpc("Attaching", answer)
+        if answer is None:
+            self._hang_up.set()
+            raise NodeUnavailable("The node ended the attachment before it began.")
+        return answer
+
+    def watch_for_loss(self, lost: Callable[[Link, str], None]) -> None:
+        """Call `lost`, from a thread of its own, when the node ends the attachment."""
+
+        def read() -> None:
+            why = "the node closed the connection"
+            try:
+                for _ in self._responses:
+                    pass
+            except grpc.RpcError as failure:
+                why = (failure.details() if isinstance(failure, grpc.Call) else None) or why
+            lost(self, why)
+
+        threading.Thread(target=read, name="kvstore-link", daemon=True).start()
+
+    def take_words(self, count: int) -> list[int]:
+        """Acknowledgement words for operations to come."""
+        if count > len(self._free_words):
+            raise Overloaded(f"The client has {ACK_WORDS} acknowledgement words and all but a few are in use.")
+        taken, self._free_words = self._free_words[:count], self._free_words[count:]
+        return taken
+
+    def give_back_words(self, words: list[int]) -> None:
+        """Words of operations that are over."""
+        self._free_words.extend(words)
+
+    def word_address(self, word: int) -> int:
+        """A word in our memory."""
+        return self._acks.address + word * _WORD_BYTES
+
+    def lose(self, error: KvError) -> None:
+        """End the link and tell everybody. Safe to call again."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._hang_up.set()
+        self._responses.cancel()
+        self._close_memory()
+        try:
+            self._fabric.remove_peer(self.peer)
+        except FabricError:
+            pass  # some providers keep a peer's address until the domain is closed
+        # An operation may have many tags; it is told once.
+        told = {id(operation): operation for operation in self.operations.values()}
+        self.operations.clear()
+        for operation in told.values():
+            operation.lost(error)
+
+    def _close_memory(self) -> None:
+        self.endpoint.close()
+        self._acks.close()
+        self._memory.close()

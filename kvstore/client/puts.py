@@ -1,0 +1,294 @@
+"""Puts from a reservation to their last acknowledgement.
+
+`Client.reserve` leases a slot for each block; `Reservation.arm` queues the puts; from there to the acknowledgement
+nobody calls anything: a store to the flag word is all.
+
+What always holds: each put ends, by its acknowledgement, by its deadline or by the link's loss; a lease is only
+given back when its put will certainly never go out; the source may be written again once the put has landed
+or failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.client.blocks import PutResult
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
+from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.ack import error_of_code
+from nic_offload.fabric import EventKind
+from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.client.blocks import Block
+    from kvstore.client.client import Client
+    from kvstore.client.link import Link
+    from nic_offload.fabric import Event
+    from nic_offload.flags import FlagWord
+
+__all__ = ["ArmedPuts", "Reservation", "lease_deadline_ns"]
+
+_CODE_MASK = 0xFF
+
+
+@dataclass(slots=True)
+class _Put:
+    """One block on its way. Its put's tag is `tag`, its acknowledgement's `tag + 1`."""
+
+    block: Block
+    lease: pb.Lease
+    word: int
+    tag: int = 0
+    result: PutResult | None = None
+    fired_ns: int = 0
+    landed_ns: int = 0
+
+
+class Reservation:
+    """Leased slots for a batch of blocks. Arm it, or give it back."""
+
+    def __init__(
+        self,
+        client: Client,
+        link: Link,
+        blocks: Sequence[Block],
+        leases: Sequence[pb.Lease],
+        words: Sequence[int],
+        durability: Durability,
+        deadline_ns: int,
+    ) -> None:
+        self.durability = durability
+        self._client = client
+        self._link = link
+        self._deadline_ns = deadline_ns
+        self._spent = False
+        self._puts = [
+            _Put(block, lease, word) for block, lease, word in zip(blocks, leases, words, strict=True)
+        ]
+
+    @property
+    def already_stored(self) -> int:
+        """How many of the blocks the node has already; nothing is sent for them."""
+        return sum(put.lease.already_stored for put in self._puts)
+
+    def _spend(self) -> None:
+        if self._spent:
+            raise ProtocolError("A reservation is armed or given back once; reserve again.")
+        self._spent = True
+
+    def arm(self, flag: FlagWord) -> ArmedPuts:
+        """Queue the puts: each goes out when `flag` reaches its block's threshold."""
+        self._spend()
+        return ArmedPuts(
+            self._client, self._link, self._puts, self.durability, flag, self._deadline_ns
+        )
+
+    def give_back(self) -> None:
+        """Return the leases: nothing will be put."""
+        self._spend()
+        with self._client.lock:
+            leases = [put.lease for put in self._puts if not put.lease.already_stored]
+            self._link.give_back_words([put.word for put in self._puts])
+            self._client.abort(self._link, leases)
+
+
+class ArmedPuts:
+    """A batch of armed puts: wait for it, look at it, or let it be."""
+
+    def __init__(
+        self,
+        client: Client,
+        link: Link,
+        puts: list[_Put],
+        durability: Durability,
+        flag: FlagWord,
+        deadline_ns: int,
+    ) -> None:
+        self._client = client
+        self._link = link
+        self._puts = puts
+        self._durability = durability
+        self._by_tag: dict[int, _Put] = {}
+        self._open = 0
+        self._done = threading.Condition(client.lock)
+        with client.lock:
+            if link.error is not None:
+                raise link.error
+            self._start(flag, deadline_ns)
+
+    def _start(self, flag: FlagWord, deadline_ns: int) -> None:
+        link, client = self._link, self._client
+        sent = []
+        for put in self._puts:
+            if put.lease.already_stored:
+                put.result = PutResult(put.block.key, self._durability, None, already_stored=True)
+                link.give_back_words([put.word])
+                continue
+            put.tag = client.next_tags()
+            self._by_tag[put.tag] = self._by_tag[put.tag + 1] = put
+            sent.append(put)
+        self._open = len(sent)
+        if not sent:
+            return
+        for tag in self._by_tag:
+            link.operations[tag] = self
+        watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
+        arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
+
+    def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
+        return AckWatch(
+            tag=put.tag + 1,
+            endpoint=self._link.endpoint,
+            word=self._link.word_address(put.word),
+            generation=put.lease.generation,
+            final_code=self._durability,
+            deadline_ns=deadline_ns + ACK_GRACE_MS * 1_000_000,
+        )
+
+    def _armed(self, put: _Put, flag: FlagWord, deadline_ns: int) -> TriggeredPut:
+        return TriggeredPut(
+            tag=put.tag,
+            endpoint=self._link.endpoint,
+            peer=self._link.peer,
+            region=put.block.region,
+            source=put.block.region.address + put.block.offset,
+            length=put.block.length,
+            target=put.lease.payload,
+            target_key=self._link.landing_key,
+            flag_target=put.lease.flag,
+            flag_key=self._link.landing_key,
+            flag_value=put.lease.generation,
+            trigger_address=flag.address,
+            threshold=put.block.threshold,
+            deadline_ns=deadline_ns,
+            report_fired=True,
+        )
+
+    # --- what happens, told by the client's pump with the lock held
+
+    def event(self, event: Event) -> None:
+        """One of our puts or acknowledgements has news."""
+        put = self._by_tag.get(event.tag)
+        if put is None or put.result is not None:
+            return
+        match event.kind:
+            case EventKind.PUT_FIRED:
+                put.fired_ns = event.time_ns
+            case EventKind.ACKED:
+                self._acked(put, event)
+            case EventKind.PUT_FAILED:
+                self._put_failed(put, event.status)
+            case EventKind.WATCH_FAILED:
+                error = DeadlineExceeded("A block went out and was not acknowledged in time.")
+                self._end(put, error)
+                self._client.lose(self._link, error)
+
+    def _acked(self, put: _Put, event: Event) -> None:
+        code = event.value & _CODE_MASK
+        error = error_of_code(code)
+        if error is None and code >= Durability.LANDED and not put.landed_ns:
+            put.landed_ns = event.time_ns
+        if isinstance(error, LeaseExpired):
+            self._give_up(put, error)
+        elif error is not None:
+            self._end(put, error)
+        elif code >= self._durability:
+            self._end(put, None, Durability(code), event.time_ns)
+
+    def _put_failed(self, put: _Put, status: int) -> None:
+        if status == -errno.ETIMEDOUT:
+            error: KvError = DeadlineExceeded("The flag did not reach the put's threshold before the lease ended.")
+        else:
+            error = FabricError.from_code("A put", status)
+        self._client.fabric.cancel([put.tag + 1])
+        self._end(put, error)
+        if status in (-errno.ETIMEDOUT, -errno.ECANCELED):
+            self._client.abort(self._link, [put.lease])  # it never went out, and never will
+        else:
+            self._client.lose(self._link, error)
+
+    def _give_up(self, put: _Put, error: KvError) -> None:
+        """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain."""
+        withdrawn = self._client.fabric.cancel([put.tag])
+        self._end(put, error)
+        if withdrawn:
+            self._client.abort(self._link, [put.lease])
+        else:
+            self._client.lose(self._link, error)
+
+    def lost(self, error: KvError) -> None:
+        """The link is gone: whatever had no acknowledgement failed."""
+        for put in self._puts:
+            if put.result is None:
+                self._end(put, error)
+
+    def _end(
+        self, put: _Put, error: KvError | None, durability: Durability | None = None, durable_ns: int = 0
+    ) -> None:
+        reached = durability if durability is not None else Durability.LANDED if put.landed_ns else None
+        put.result = PutResult(
+            key=put.block.key,
+            durability=reached,
+            error=error,
+            fired_ns=put.fired_ns,
+            landed_ns=put.landed_ns,
+            durable_ns=durable_ns,
+        )
+        self._link.operations.pop(put.tag, None)
+        self._link.operations.pop(put.tag + 1, None)
+        self._link.give_back_words([put.word])
+        self._open -= 1
+        self._done.notify_all()
+
+    # --- for the application
+
+    def progress(self) -> tuple[int, int, int]:
+        """How many blocks have fired, have landed, and have ended."""
+        with self._client.lock:
+            return (
+                sum(put.fired_ns > 0 for put in self._puts),
+                sum(put.landed_ns > 0 for put in self._puts),
+                sum(put.result is not None for put in self._puts),
+            )
+
+    def cancel(self) -> int:
+        """Withdraw the puts that have not gone out, exactly; returns how many."""
+        with self._client.lock:
+            waiting = [put.tag for put in self._puts if put.result is None]
+            return self._client.fabric.cancel(waiting) if waiting else 0
+
+    def wait(self, timeout_s: float) -> list[PutResult]:
+        """Wait until every put has ended; the results in the order of the blocks.
+
+        Blocks that are still under way when the time is over are reported with DeadlineExceeded; they go on.
+        """
+        until = time.monotonic() + timeout_s
+        with self._done:
+            self._done.wait_for(lambda: not self._open, max(0.0, until - time.monotonic()))
+            late = DeadlineExceeded(f"The put had not ended after {timeout_s} s; it goes on.")
+            return [
+                put.result
+                or PutResult(
+                    put.block.key,
+                    Durability.LANDED if put.landed_ns else None,
+                    late,
+                    fired_ns=put.fired_ns,
+                    landed_ns=put.landed_ns,
+                )
+                for put in self._puts
+            ]
+
+
+def lease_deadline_ns(asked_ns: int, lease_ms: int) -> int:
+    """When to give up by ourselves, in our clock, so that the node's lease still stands."""
+    return asked_ns + max(lease_ms - LEASE_MARGIN_MS, lease_ms // 2) * 1_000_000
+
+

@@ -1,0 +1,79 @@
+"""The node's settings: one frozen, typed record, and one parser for what people write.
+
+Nothing else in the store reads an environment variable or a configuration file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ConfigError
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["NodeConfig", "parse_listen", "parse_size", "show_size"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
+_PORT_MAX = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """What `kvstore serve` was asked to do."""
+
+    data: Path  # a folder, or a raw block device
+    host: str = "127.0.0.1"
+    port: int = 7070  # 0: any free one
+    capacity_bytes: int | None = None  # None: keep what is there, or the default for a new drive
+    provider: str | None = None  # None: the best that libfabric offers
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be served."""
+        if not ipaddress.ip_address(self.host).is_loopback:
+            raise ConfigError(
+                f"The node does not listen on {self.host}: beyond loopback it would need TLS and tenants' tokens,"
+                " which this version does not have."
+            )
+        if not 0 <= self.port <= _PORT_MAX:
+            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {self.port} does not.")
+        if self.capacity_bytes is not None and self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
+            raise ConfigError(
+                f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
+                f" {show_size(self.capacity_bytes)} is too small."
+            )
+
+
+def parse_size(text: str) -> int:
+    """`4GiB`, `512M`, `1e`-less numbers of bytes; K, M, G, T, P are powers of 1000, with an `i` of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 512MiB or 4GB.")
+    number, unit, binary = match.groups()
+    step = 1024 if binary else 1000
+    return int(float(number) * step ** " KMGTP".index(unit.upper() or " "))
+
+
+def show_size(size_bytes: int) -> str:
+    """A size as people read it."""
+    amount = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":  # noqa: PLR2004 - the step between these units
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, with brackets around a host of IPv6."""
+    host, colon, port = text.rpartition(":")
+    host = host.strip("[]")
+    try:
+        return str(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)), int(port)
+    except ValueError:
+        pass
+    raise ConfigError(f"{text!r} is not an address to listen on; write HOST:PORT, such as 127.0.0.1:7070.{colon[:0]}")

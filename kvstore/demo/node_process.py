@@ -1,0 +1,105 @@
+"""A storage node as a child process: started, waited for, stopped or killed by its id."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Self
+
+from kvstore.errors import NodeUnavailable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+__all__ = ["NodeProcess"]
+
+_READY = "ready "
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 20.0
+
+
+class NodeProcess:
+    """`kvstore serve` over a data folder, on loopback."""
+
+    def __init__(
+        self, data: Path, *, capacity: str = "1GiB", port: int = 0, provider: str | None = None
+    ) -> None:
+        self._command = [sys.executable, "-m", "kvstore", "serve", "--data", str(data), "--capacity", capacity]
+        if provider is not None:
+            self._command += ["--provider", provider]
+        self._log = data.parent / f"{data.name}.log"
+        self._port = port
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    @property
+    def target(self) -> str:
+        """Where it listens; the same after a restart."""
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def log(self) -> str:
+        """What the node has said on standard error, in all its lives."""
+        return self._log.read_text()
+
+    def start(self) -> None:
+        """Start it, and wait until it takes calls."""
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--listen", self.target], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        line = self._first_line(self._process)
+        if not line.startswith(_READY):
+            self.kill()
+            last = self.log().strip().splitlines()[-1:] or ["it said nothing"]
+            raise NodeUnavailable(f"The node did not start: {last[0]}")
+        self._port = int(line.rpartition(":")[2])
+
+    @staticmethod
+    def _first_line(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        until = time.monotonic() + _START_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(max(0.0, until - time.monotonic())):
+                return ""
+        return process.stdout.readline()
+
+    def kill(self) -> None:
+        """SIGKILL: no good-byes."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> int:
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.send_signal(number)
+        try:
+            status = process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

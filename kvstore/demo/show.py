@@ -1,0 +1,53 @@
+"""What the demo shows on a terminal, or in a log: steps, one line of progress, one table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Progress", "say", "table"]
+
+_LOG_EVERY_S = 0.5
+_BAR = 24
+
+
+def say(text: str) -> None:
+    """One step."""
+    print(text, flush=True)  # noqa: T201 - this is what the command is for
+
+
+class Progress:
+    """One line that moves on a terminal, and is written now and then into a log."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._terminal = sys.stdout.isatty()
+        self._shown_s = 0.0
+
+    def show(self, fired: int, landed: int, ended: int) -> None:
+        """Tell where it stands."""
+        now_s = time.monotonic()
+        last = ended == self._total
+        if not self._terminal and not last and now_s - self._shown_s < _LOG_EVERY_S:
+            return
+        self._shown_s = now_s
+        full = _BAR * ended // self._total
+        line = f"   [{'#' * full}{'.' * (_BAR - full)}] fired {fired:3}  landed {landed:3}  written {ended:3} of {self._total}"
+        print(f"\r{line}" if self._terminal else line, end="" if self._terminal and not last else "\n", flush=True)  # noqa: T201
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = cells
+        return "  ".join(
+            [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        )
+
+    return "\n".join([line(head), "  ".join("-" * width for width in widths), *(line(row) for row in rows)])

@@ -1,0 +1,39 @@
+"""How blocks, tenants and layouts get the fixed-size names that the wire and the drive carry.
+
+Every name is a BLAKE2b digest over length-prefixed parts, so no two lists of parts run together.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from kvstore.limits import FINGERPRINT_BYTES, KEY_BYTES, TENANT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["block_key", "layout_fingerprint", "tenant_name"]
+
+
+def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
+    state = blake2b(digest_size=size_bytes, person=purpose)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def block_key(*parts: bytes) -> bytes:
+    """The key of a block whose bytes are determined by these parts: the engine's chained hash, the model, ..."""
+    return _digest(b"triggerkv key", KEY_BYTES, parts)
+
+
+def layout_fingerprint(*parts: bytes) -> bytes:
+    """The fingerprint of how a block's bytes are laid out; a get under another layout is a miss."""
+    return _digest(b"triggerkv layout", FINGERPRINT_BYTES, parts)
+
+
+def tenant_name(tenant: str) -> bytes:
+    """A tenant as the drive knows him."""
+    return _digest(b"triggerkv tenant", TENANT_BYTES, [tenant.encode()])

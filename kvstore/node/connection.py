@@ -1,0 +1,176 @@
+"""A connection: one attached client, its endpoint, its landing area, its leases.
+
+What always holds: when `close` returns, not a byte comes into the landing area any more (the endpoint is
+closed, the key revoked), and its memory lives on until the drive is done with the blocks that had landed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ProtocolError
+from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, FINGERPRINT_BYTES, KEY_BYTES
+from kvstore.node.landing import LandingLayout, Lease, Slots
+from kvstore.wire.ack import AckCode, ack_word
+from nic_offload.trigger import Landing, WordPut, watch_landings
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.durability import Durability
+    from nic_offload.fabric import Fabric
+
+__all__ = ["AckArea", "BlockRequest", "Connection", "check_block"]
+
+_WORD_BYTES = 8
+
+
+def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
+    """Refuse a name or a length that no block can have."""
+    if len(key) != KEY_BYTES:
+        raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+    if len(fingerprint) != FINGERPRINT_BYTES:
+        raise ProtocolError(f"A layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}.")
+    if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
+        raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
+
+
+@dataclass(frozen=True, slots=True)
+class AckArea:
+    """Where a client's acknowledgement words are."""
+
+    base: int
+    key: int
+    words: int
+
+    def target(self, word: int) -> int:
+        """The address of one of them."""
+        if not 0 <= word < self.words:
+            raise ProtocolError(f"Acknowledgement word {word} is not one of the client's {self.words}.")
+        return self.base + word * _WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """A block that a client wants to put."""
+
+    key: bytes
+    fingerprint: bytes
+    length: int
+    ack_word: int
+
+
+class Connection:
+    """One attached client."""
+
+    def __init__(
+        self,
+        number: int,
+        tenant: bytes,
+        fabric: Fabric,
+        peer_address: bytes,
+        acks: AckArea,
+        layout: LandingLayout,
+        memory: mmap.mmap,
+    ) -> None:
+        self.number = number
+        self.tenant = tenant
+        self.acks = acks
+        self.layout = layout
+        self.slots = Slots(layout.slots)
+        self.closed = False
+        self.ended = asyncio.Event()
+        self._fabric = fabric
+        self.endpoint = fabric.open_endpoint()
+        self.peer = fabric.add_peer(peer_address)
+        self._memory = memory
+        self._region = fabric.register(self._memory)
+        self.landing_key = self._region.key
+
+    def remote(self, offset: int) -> int:
+        """An offset in the landing area as the client's fabric addresses it."""
+        return self._region.base + offset
+
+    def slot_address(self, slot: int) -> int:
+        """The slot's header page in this process."""
+        return self._region.address + self.layout.header(slot)
+
+    def check(self, block: BlockRequest) -> None:
+        """Refuse what could not be put over this connection."""
+        check_block(block.key, block.fingerprint, block.length)
+        if block.length > self.layout.block_bytes_max:
+            raise ProtocolError(
+                f"The connection was attached for blocks of up to {self.layout.block_bytes_max} bytes,"
+                f" and this one has {block.length}."
+            )
+        self.acks.target(block.ack_word)
+
+    def lease(
+        self,
+        blocks: Sequence[BlockRequest],
+        generations: Iterator[int],
+        durability: Durability,
+        deadline_ns: int,
+        expires_unix_ms: int,
+    ) -> list[Lease]:
+        """Lease a slot for each block and watch for their flags. All or none."""
+        leases = [
+            Lease(
+                slot=slot,
+                generation=next(generations),
+                key=block.key,
+                fingerprint=block.fingerprint,
+                length=block.length,
+                durability=durability,
+                ack_word=block.ack_word,
+                expires_unix_ms=expires_unix_ms,
+            )
+            for slot, block in zip(self.slots.take(len(blocks)), blocks, strict=True)
+        ]
+        for lease in leases:
+            self.slots.hold(lease)
+        watch_landings(self._fabric, [self._watch(lease, deadline_ns) for lease in leases])
+        return leases
+
+    def _watch(self, lease: Lease, deadline_ns: int) -> Landing:
+        return Landing(
+            tag=lease.generation,
+            endpoint=self.endpoint,
+            word=self._region.address + self.layout.flag(lease.slot),
+            generation=lease.generation,
+            payload=self._region.address + self.layout.payload(lease.slot),
+            length=lease.length,
+            peer=self.peer,
+            ack_target=self.acks.target(lease.ack_word),
+            ack_key=self.acks.key,
+            ack_value=ack_word(lease.generation, AckCode.LANDED),
+            deadline_ns=deadline_ns,
+        )
+
+    def word_put(self, word: int, generation: int, code: int) -> WordPut:
+        """One acknowledgement, ready to be put."""
+        return WordPut(
+            endpoint=self.endpoint,
+            peer=self.peer,
+            target=self.acks.target(word),
+            target_key=self.acks.key,
+            value=ack_word(generation, code),
+        )
+
+    def close(self) -> None:
+        """End it: nothing comes in after this, and nothing more goes out."""
+        if self.closed:
+            return
+        self.closed = True
+        self.ended.set()
+        self.endpoint.close()
+        self._region.close()
+        self._fabric.remove_peer(self.peer)
+
+    def free_memory(self) -> None:
+        """Give the landing area back, once the drive is done with it."""
+        assert self.closed
+        self._memory.close()

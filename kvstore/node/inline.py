@@ -1,0 +1,140 @@
+"""Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the same staging memory.
+
+Memory is bounded by the staging area: a put that finds no room is Overloaded before its first byte is taken.
+A get checks the whole payload before it sends the first chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import Overloaded, ProtocolError
+from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, PAGE_BYTES
+from kvstore.node.connection import check_block
+from kvstore.node.landing import pages_of
+from kvstore.storage.items import GetItem, PutItem
+from nic_offload.checksum import crc32c_at
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from kvstore.node.fetching import Staging
+    from kvstore.storage.items import GetDone, PutDone
+    from kvstore.storage.store import Store
+
+__all__ = ["InlineBlocks"]
+
+
+class InlineBlocks:
+    """Inline puts and gets of a node."""
+
+    def __init__(self, store: Store, staging: Staging) -> None:
+        self._store = store
+        self._staging = staging
+
+    def _piece(self, length: int) -> int:
+        piece = self._staging.take(length)
+        if piece is None:
+            raise Overloaded("The node's staging memory is in use; try again in a moment.")
+        return piece
+
+    async def put(
+        self,
+        tenant: bytes,
+        key: bytes,
+        fingerprint: bytes,
+        length: int,
+        durability: Durability,
+        expires_unix_ms: int,
+        chunks: AsyncIterator[bytes],
+    ) -> Durability:
+        """Take a block in chunks and keep it; returns the durability reached."""
+        check_block(key, fingerprint, length)
+        piece = self._piece(length)
+        try:
+            await self._fill(piece, length, chunks)
+            item = PutItem(
+                tenant=tenant,
+                key=key,
+                fingerprint=fingerprint,
+                length=length,
+                crc32c=crc32c_at(self._staging.address(piece) + HEADER_BYTES, length),
+                slot_address=self._staging.address(piece),
+                expires_ms=expires_unix_ms,
+                durability=max(durability, Durability.WRITTEN),
+                tag=0,
+            )
+            kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()
+
+            def finish(batch: Sequence[PutDone]) -> None:
+                self._staging.give_back(piece, length)
+                if not kept.done():
+                    kept.set_result(batch[0])
+
+            self._store.put([item], finish)
+        except BaseException:
+            self._staging.give_back(piece, length)
+            raise
+        # From here on the piece is the drive's until `finish`, whether or not this call is still awaited.
+        done = await kept
+        if done.error is not None:
+            raise done.error
+        return done.durability
+
+    async def _fill(self, piece: int, length: int, chunks: AsyncIterator[bytes]) -> None:
+        payload = self._staging.payload(piece, length)
+        filled = 0
+        async for chunk in chunks:
+            if filled + len(chunk) > length:
+                raise ProtocolError(f"More bytes came than the {length} that were announced.")
+            payload[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+        if filled != length:
+            raise ProtocolError(f"{filled} bytes came and {length} were announced.")
+
+    async def get(self, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
+        """Read and check a block."""
+        check_block(key, fingerprint, length)
+        piece = self._piece(length)
+        item = GetItem(
+            tenant=tenant,
+            key=key,
+            fingerprint=fingerprint,
+            length=length,
+            slot_address=self._staging.address(piece),
+            slot_bytes=pages_of(length) * PAGE_BYTES,
+            tag=0,
+        )
+        read: asyncio.Future[GetDone] = asyncio.get_running_loop().create_future()
+
+        def finish(batch: Sequence[GetDone]) -> None:
+            if read.done():
+                self._staging.give_back(piece, length)
+            else:
+                read.set_result(batch[0])
+
+        self._store.get([item], finish)
+        done = self._store.verify_payload(item, await read)
+        return InlineRead(self._staging, piece, length, done)
+
+
+class InlineRead:
+    """A block that was read for an inline get; `close` gives its memory back."""
+
+    def __init__(self, staging: Staging, piece: int, length: int, done: GetDone) -> None:
+        self.done = done
+        self._staging = staging
+        self._piece = piece
+        self._length = length
+
+    def chunks(self) -> Iterator[bytes]:
+        """The payload, in pieces that gRPC likes."""
+        payload = self._staging.payload(self._piece, self._length)
+        for start in range(0, self._length, INLINE_CHUNK_BYTES):
+            yield bytes(payload[start : start + INLINE_CHUNK_BYTES])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._staging.give_back(self._piece, self._length)

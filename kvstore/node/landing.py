@@ -1,0 +1,162 @@
+"""Landing slots and their leases: the memory that clients write into, and who may write where, until when.
+
+A slot is `[header page | payload | room to the page's end]`, so that one write of the drive takes header and
+payload from the very place where the payload landed. Each connection has a landing area of its own, with a
+random key: no client can write into another's slots.
+
+A slot's life: FREE -> LEASED (a client may write) -> WRITING (its flag came with the lease's generation) ->
+FREE. A lease that ends before the flag came is QUARANTINED: the client's late write may still be on its way,
+so the slot is not used again until the client promises that it is not (`abort`), or its connection is closed.
+
+What always holds: a generation is given out once in the life of a node; a slot in any state but FREE is never
+leased. `Slots` does no I/O and knows no time: the tests drive it directly.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.errors import Overloaded
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.durability import Durability
+
+__all__ = ["LandingLayout", "Lease", "SlotState", "Slots", "pages_of"]
+
+_FLAG_BYTES = 8
+
+
+def pages_of(length_bytes: int) -> int:
+    """How many pages a record with such a payload takes, its header page included."""
+    return (HEADER_BYTES + length_bytes + PAGE_BYTES - 1) // PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LandingLayout:
+    """Where things are in a landing area: flag words first, then the slots. Offsets from its start."""
+
+    slots: int
+    block_bytes_max: int
+
+    @property
+    def _flags_bytes(self) -> int:
+        return (self.slots * _FLAG_BYTES + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """A slot with its header page, in whole pages."""
+        return pages_of(self.block_bytes_max) * PAGE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """The whole area."""
+        return self._flags_bytes + self.slots * self.slot_bytes
+
+    def flag(self, slot: int) -> int:
+        """The slot's flag word."""
+        return slot * _FLAG_BYTES
+
+    def header(self, slot: int) -> int:
+        """The slot itself, which begins with its header page."""
+        return self._flags_bytes + slot * self.slot_bytes
+
+    def payload(self, slot: int) -> int:
+        """Where the payload lands."""
+        return self.header(slot) + HEADER_BYTES
+
+
+class SlotState(enum.Enum):
+    """What may happen to a slot next."""
+
+    FREE = "free"
+    LEASED = "leased"
+    WRITING = "writing"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(slots=True)
+class Lease:
+    """One block on its way into one slot."""
+
+    slot: int
+    generation: int
+    key: bytes
+    fingerprint: bytes
+    length: int
+    durability: Durability
+    ack_word: int
+    expires_unix_ms: int
+    state: SlotState = SlotState.LEASED
+
+
+class Slots:
+    """The lease table of one connection. Leases are named by their generation."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._leases: dict[int, Lease] = {}
+
+    def take(self, count: int) -> list[int]:
+        """Take free slots, all or none; each must be given to `hold` next."""
+        if count > len(self._free):
+            raise Overloaded(
+                f"The connection has {len(self._free)} of {self.count} landing slots free and {count} were asked for;"
+                " wait for puts to finish, or attach with more slots."
+            )
+        return [self._free.pop() for _ in range(count)]
+
+    def hold(self, lease: Lease) -> None:
+        """Enter a lease of a taken slot."""
+        assert lease.generation not in self._leases
+        self._leases[lease.generation] = lease
+
+    def landed(self, generation: int) -> Lease | None:
+        """The flag came: from now on the bytes are ours. None when the lease is not waiting for it."""
+        lease = self._leases.get(generation)
+        if lease is None or lease.state is not SlotState.LEASED:
+            return None
+        lease.state = SlotState.WRITING
+        return lease
+
+    def finished(self, generation: int) -> Lease:
+        """The drive is done with the slot, one way or the other."""
+        lease = self._leases.pop(generation)
+        assert lease.state is SlotState.WRITING
+        self._release(lease)
+        return lease
+
+    def expired(self, generation: int) -> Lease | None:
+        """The lease's time is over. None when its block has landed or it was given back."""
+        lease = self._leases.get(generation)
+        if lease is None or lease.state is not SlotState.LEASED:
+            return None
+        lease.state = SlotState.QUARANTINED
+        return lease
+
+    def abort(self, slot: int, generation: int) -> bool:
+        """The client promises not to write. False when there is nothing to give back any more."""
+        lease = self._leases.get(generation)
+        if lease is None or lease.slot != slot or lease.state is SlotState.WRITING:
+            return False
+        del self._leases[generation]
+        self._release(lease)
+        return True
+
+    def is_quarantined(self, generation: int) -> bool:
+        """Whether the client still owes the promise for this lease."""
+        lease = self._leases.get(generation)
+        return lease is not None and lease.state is SlotState.QUARANTINED
+
+    def in_state(self, state: SlotState) -> int:
+        """How many slots are in this state."""
+        if state is SlotState.FREE:
+            return len(self._free)
+        return sum(lease.state is state for lease in self._leases.values())
+
+    def _release(self, lease: Lease) -> None:
+        lease.state = SlotState.FREE
+        self._free.append(lease.slot)

@@ -1,0 +1,284 @@
+"""The node: connections, the store and the fabric, joined by one thread of control.
+
+It walks a put from its lease to its last acknowledgement, and hands fetches and inline blocks to their own
+modules. Everything here runs in the asyncio loop's thread; bytes are moved by the C core and by io_uring, which
+report through two eventfds that the loop watches.
+
+What always holds: an acknowledgement is put only after the store has reported that durability; a block whose
+flag came before its client went is kept all the same; every wait has an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import Overloaded, ProtocolError
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    BLOCK_BYTES_MAX,
+    CLIENTS_MAX,
+    LANDING_BYTES_MAX,
+    LEASE_TIMEOUT_MS,
+    LEASE_TIMEOUT_MS_MAX,
+    QUARANTINE_TIMEOUT_MS,
+    SLOTS_PER_CLIENT_MAX,
+)
+from kvstore.names import tenant_name
+from kvstore.node.connection import Connection
+from kvstore.node.fetching import Fetches, Staging
+from kvstore.node.landing import LandingLayout, SlotState
+from kvstore.storage.items import PutItem
+from kvstore.wire.ack import AckCode, code_of_error
+from nic_offload.fabric import EventKind
+from nic_offload.memory import allocate
+from nic_offload.trigger import put_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.node.connection import AckArea, BlockRequest
+    from kvstore.node.fetching import FetchRequest
+    from kvstore.node.landing import Lease
+    from kvstore.storage.items import PutDone
+    from kvstore.storage.store import Store
+    from nic_offload.fabric import Event, Fabric
+    from nic_offload.trigger import WordPut
+
+__all__ = ["Node"]
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """One storage node over one store and one fabric; it owns neither, its server does."""
+
+    def __init__(self, store: Store, fabric: Fabric, clock: Clock) -> None:
+        self.store = store
+        self.fabric = fabric
+        self.staging = Staging(fabric)
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[int, Connection] = {}
+        self._numbers = itertools.count(1)
+        # Tags of fetches and generations of leases are one sequence, begun at random: a word that a client of
+        # an earlier life of this node still has can't be one of ours.
+        self._tags = itertools.count(secrets.randbits(48) + 1)
+        self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
+        self._landing_bytes = 0
+        self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
+        self.fetches = Fetches(fabric, store, self.staging, self._tags)
+        self._loop.add_reader(fabric.fileno(), self._fabric_events)
+        self._loop.add_reader(store.fileno(), store.poll)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    # --- connections
+
+    async def attach(
+        self, tenant: str, peer_address: bytes, provider: str, acks: AckArea, block_bytes_max: int, slots: int
+    ) -> Connection:
+        """Open a connection with a landing area of its own."""
+        if provider != self.fabric.provider:
+            raise ProtocolError(
+                f"The node's fabric is {self.fabric.provider} and the client's is {provider}; start one with the other's."
+            )
+        if len(self._connections) >= CLIENTS_MAX:
+            raise Overloaded(f"The node has {CLIENTS_MAX} clients attached, which is its bound.")
+        if not 1 <= block_bytes_max <= BLOCK_BYTES_MAX:
+            raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
+        layout = self._layout(block_bytes_max, slots)
+        self._landing_bytes += layout.total_bytes
+        try:
+            memory = await self._loop.run_in_executor(None, allocate, layout.total_bytes)
+            connection = Connection(
+                next(self._numbers), tenant_name(tenant), self.fabric, peer_address, acks, layout, memory
+            )
+        except BaseException:
+            self._landing_bytes -= layout.total_bytes
+            raise  # the memory, if there is any, goes with its last reference
+        self._connections[connection.number] = connection
+        log.info("client %d attached with %d slots", connection.number, layout.slots)
+        return connection
+
+    def _layout(self, block_bytes_max: int, slots: int) -> LandingLayout:
+        free_bytes = LANDING_BYTES_MAX - self._landing_bytes
+        one = LandingLayout(1, block_bytes_max)
+        granted = min(max(slots, 1), SLOTS_PER_CLIENT_MAX, free_bytes // one.total_bytes)
+        if granted < 1:
+            raise Overloaded("The node's landing memory is all given to other clients.")
+        return LandingLayout(granted, block_bytes_max)
+
+    def detach(self, connection: Connection) -> None:
+        """Close a connection. What had landed is still kept; the rest is forgotten."""
+        if connection.closed:
+            return
+        del self._connections[connection.number]
+        connection.close()
+        self.fetches.forget(connection)
+        self._closing.add(connection)
+        self._free_if_idle(connection)
+        log.info("client %d detached", connection.number)
+
+    def _free_if_idle(self, connection: Connection) -> None:
+        # Every leased slot still ends in an event: its block had landed, or its watch was withdrawn.
+        busy = connection.slots.in_state(SlotState.WRITING) + connection.slots.in_state(SlotState.LEASED)
+        if connection.closed and not busy:
+            self._closing.discard(connection)
+            self._landing_bytes -= connection.layout.total_bytes
+            connection.free_memory()
+
+    def connection(self, number: int) -> Connection:
+        """The connection with this number."""
+        connection = self._connections.get(number)
+        if connection is None:
+            raise ProtocolError(f"There is no connection {number}; attach first, and attach again after a loss.")
+        return connection
+
+    # --- puts
+
+    def reserve(
+        self,
+        connection: Connection,
+        blocks: Sequence[BlockRequest],
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+    ) -> list[Lease | None]:
+        """Lease slots for blocks; None where the block is stored already."""
+        if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
+            raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        lease_ms = lease_ms or LEASE_TIMEOUT_MS
+        if lease_ms > LEASE_TIMEOUT_MS_MAX:
+            raise ProtocolError(f"A lease lasts up to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
+        for block in blocks:
+            connection.check(block)
+        stored = self._stored(connection, blocks, durability)
+        wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
+        if not wanted:
+            return [None] * len(blocks)
+        deadline_ns = self._clock.monotonic_ns() + lease_ms * 1_000_000
+        leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
+        for lease in leases:
+            self._leased[lease.generation] = connection
+        in_order = iter(leases)
+        return [None if there else next(in_order) for there in stored]
+
+    def _stored(
+        self, connection: Connection, blocks: Sequence[BlockRequest], durability: Durability
+    ) -> list[bool]:
+        if durability is Durability.SYNCED:
+            # The index knows what is written, not what is synced; the store sorts it out when the block lands.
+            return [False] * len(blocks)
+        entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
+        now_ms = self._clock.wall_ms()
+        return [
+            entry is not None
+            and entry.fingerprint == block.fingerprint
+            and entry.length == block.length
+            and not 0 < entry.expires_ms <= now_ms
+            for entry, block in zip(entries, blocks, strict=True)
+        ]
+
+    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> int:
+        """Take leases back from a client that promises not to write; returns how many there were to take."""
+        released = [generation for slot, generation in leases if connection.slots.abort(slot, generation)]
+        self.fabric.cancel(released)
+        for generation in released:
+            self._leased.pop(generation, None)
+        return len(released)
+
+    def _fabric_events(self) -> None:
+        landed: list[tuple[Connection, Lease, int]] = []
+        while events := self.fabric.reap():
+            for event in events:
+                match event.kind:
+                    case EventKind.LANDED:
+                        self._landed(event, landed)
+                    case EventKind.WATCH_FAILED:
+                        self._lease_over(event)
+                    case _:
+                        self.fetches.sent(event)
+        for start in range(0, len(landed), BATCH_BLOCKS_MAX):
+            self._store(landed[start : start + BATCH_BLOCKS_MAX])
+        self.fetches.pump()
+
+    def _landed(self, event: Event, landed: list[tuple[Connection, Lease, int]]) -> None:
+        connection = self._leased.get(event.tag)
+        lease = connection.slots.landed(event.tag) if connection is not None else None
+        if connection is not None and lease is not None:
+            landed.append((connection, lease, event.value))
+
+    def _store(self, landed: Sequence[tuple[Connection, Lease, int]]) -> None:
+        items = [
+            PutItem(
+                tenant=connection.tenant,
+                key=lease.key,
+                fingerprint=lease.fingerprint,
+                length=lease.length,
+                crc32c=crc32c,
+                slot_address=connection.slot_address(lease.slot),
+                expires_ms=lease.expires_unix_ms,
+                durability=max(lease.durability, Durability.WRITTEN),
+                tag=lease.generation,
+            )
+            for connection, lease, crc32c in landed
+        ]
+        try:
+            self.store.put(items, self._kept)
+        except Overloaded:
+            # The blocks are safe in their slots, which their clients can't use meanwhile: that is the back-pressure.
+            self._loop.call_later(0.001, self._store, landed)
+
+    def _kept(self, batch: Sequence[PutDone]) -> None:
+        words: list[WordPut] = []
+        for done in batch:
+            connection = self._leased.pop(done.tag)
+            lease = connection.slots.finished(done.tag)
+            if connection.closed:
+                self._free_if_idle(connection)
+            elif done.error is not None:
+                log.warning("a block could not be kept: %s", done.error)
+                words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
+            elif lease.durability > Durability.LANDED:
+                words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
+        if words:
+            put_words(self.fabric, words)
+
+    def _lease_over(self, event: Event) -> None:
+        connection = self._leased.pop(event.tag, None)
+        lease = connection.slots.expired(event.tag) if connection is not None else None
+        if connection is None or lease is None:
+            return
+        if connection.closed:
+            self._free_if_idle(connection)
+            return
+        put_words(
+            self.fabric, [connection.word_put(lease.ack_word, lease.generation, AckCode.LEASE_EXPIRED)]
+        )
+        self._loop.call_later(
+            QUARANTINE_TIMEOUT_MS / 1000, self._end_if_quarantined, connection, lease.generation
+        )
+
+    def _end_if_quarantined(self, connection: Connection, generation: int) -> None:
+        if not connection.closed and connection.slots.is_quarantined(generation):
+            log.warning("client %d did not give an expired lease back; closing it", connection.number)
+            self.detach(connection)
+
+    # --- the end
+
+    async def close(self) -> None:
+        """Close all connections and wait, not for ever, until the drive has what had landed."""
+        for connection in list(self._connections.values()):
+            self.detach(connection)
+        deadline_ns = self._clock.monotonic_ns() + QUARANTINE_TIMEOUT_MS * 1_000_000
+        while self._closing and self._clock.monotonic_ns() < deadline_ns:
+            await asyncio.sleep(0.005)
+        self._loop.remove_reader(self.fabric.fileno())
+        self._loop.remove_reader(self.store.fileno())

@@ -1,0 +1,227 @@
+"""The gRPC service: words of the proto in, words of the node out, errors of the tree as status codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvstore.durability import Durability
+from kvstore.errors import KvError, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.names import tenant_name
+from kvstore.node.connection import AckArea, BlockRequest, check_block
+from kvstore.node.fetching import FetchRequest
+from kvstore.node.inline import InlineBlocks
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import kvstore_pb2_grpc
+from kvstore.wire.status import status_of, trailers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from grpc.aio import ServicerContext
+
+    from kvstore.node.connection import Connection
+    from kvstore.node.landing import Lease
+    from kvstore.node.node import Node
+
+__all__ = ["KvStoreService", "package_version"]
+
+_Context: TypeAlias = "ServicerContext[Any, Any]"
+
+
+def package_version() -> str:
+    """The version of this distribution."""
+    try:
+        return version("triggerkv")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@contextlib.asynccontextmanager
+async def _refusals(context: _Context) -> AsyncIterator[None]:
+    """Let an error of ours end the call with its own status; any other is a bug, and gRPC says so."""
+    try:
+        yield
+    except KvError as error:
+        await context.abort(status_of(error), str(error), trailers_of(error))
+
+
+def _durability(value: int) -> Durability:
+    try:
+        return Durability(value or Durability.WRITTEN)
+    except ValueError:
+        raise ProtocolError(f"There is no durability {value}.") from None
+
+
+def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
+    if lease is None:
+        return pb.Lease(already_stored=True)
+    return pb.Lease(
+        slot=lease.slot,
+        payload=connection.remote(connection.layout.payload(lease.slot)),
+        flag=connection.remote(connection.layout.flag(lease.slot)),
+        generation=lease.generation,
+    )
+
+
+class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
+    """One node's service."""
+
+    def __init__(self, node: Node, name: str) -> None:
+        self._node = node
+        self._name = name
+        self._inline = InlineBlocks(node.store, node.staging)
+
+    async def Attach(  # noqa: N802 - named by the proto, like all that follow
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: _Context
+    ) -> AsyncIterator[pb.AttachResponse]:
+        """Hold a connection open for as long as the client holds the stream."""
+        async with _refusals(context):
+            request = await anext(request_iterator, None)
+            if request is None:
+                raise ProtocolError("An attach stream begins with a request.")
+            connection = await self._node.attach(
+                tenant=request.tenant,
+                peer_address=request.fabric_address,
+                provider=request.provider,
+                acks=AckArea(request.ack_base, request.ack_key, request.ack_words),
+                block_bytes_max=request.block_bytes_max,
+                slots=request.slots,
+            )
+            try:
+                yield pb.AttachResponse(
+                    connection=connection.number,
+                    node=self._name,
+                    fabric_address=connection.endpoint.address(),
+                    slots=connection.layout.slots,
+                    landing_key=connection.landing_key,
+                )
+                await _either(_exhausted(request_iterator), connection.ended.wait())
+            finally:
+                self._node.detach(connection)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:  # noqa: N802
+        """Lease slots."""
+        async with _refusals(context):
+            connection = self._node.connection(request.connection)
+            leases = self._node.reserve(
+                connection,
+                [
+                    BlockRequest(block.name.key, block.name.fingerprint, block.name.length, block.ack_word)
+                    for block in request.blocks
+                ],
+                _durability(request.durability),
+                request.lease_ms,
+                request.expires_unix_ms,
+            )
+            return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
+        raise AssertionError
+
+    async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:  # noqa: N802
+        """Take leases back."""
+        async with _refusals(context):
+            connection = self._node.connection(request.connection)
+            leases = [(lease.slot, lease.generation) for lease in request.leases]
+            return pb.AbortResponse(released=self._node.abort(connection, leases))
+        raise AssertionError
+
+    async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
+        """Queue fetches."""
+        async with _refusals(context):
+            connection = self._node.connection(request.connection)
+            if not 1 <= len(request.blocks) <= BATCH_BLOCKS_MAX:
+                raise ProtocolError(
+                    f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(request.blocks)}."
+                )
+            for block in request.blocks:
+                check_block(block.name.key, block.name.fingerprint, block.name.length)
+                connection.acks.target(block.ack_word)
+            self._node.fetches.enqueue(
+                connection,
+                [
+                    FetchRequest(
+                        key=block.name.key,
+                        fingerprint=block.name.fingerprint,
+                        length=block.name.length,
+                        target=block.target,
+                        target_key=block.target_key,
+                        ack_word=block.ack_word,
+                        ack_generation=block.ack_generation,
+                    )
+                    for block in request.blocks
+                ],
+            )
+            return pb.FetchResponse()
+        raise AssertionError
+
+    async def Put(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PutRequest], context: _Context
+    ) -> pb.PutResponse:
+        """Keep a block that comes inside gRPC."""
+        async with _refusals(context):
+            first = await anext(request_iterator, None)
+            if first is None or first.WhichOneof("part") != "start":
+                raise ProtocolError("An inline put begins with its start message.")
+            start = first.start
+            durability = await self._inline.put(
+                tenant_name(start.tenant),
+                start.name.key,
+                start.name.fingerprint,
+                start.name.length,
+                _durability(start.durability),
+                start.expires_unix_ms,
+                (message.chunk async for message in request_iterator),
+            )
+            return pb.PutResponse(durability=pb.Durability.ValueType(durability))
+        raise AssertionError
+
+    async def Get(self, request: pb.GetRequest, context: _Context) -> AsyncIterator[pb.GetResponse]:  # noqa: N802
+        """Send a block inside gRPC."""
+        async with _refusals(context):
+            name = request.name
+            read = await self._inline.get(
+                tenant_name(request.tenant), name.key, name.fingerprint, name.length
+            )
+            try:
+                miss = read.done.miss
+                if miss is not None:
+                    yield pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
+                    return
+                for chunk in read.chunks():
+                    yield pb.GetResponse(chunk=chunk)
+            finally:
+                read.close()
+
+    async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusResponse:  # noqa: N802, ARG002
+        """Say how the node is doing."""
+        store = self._node.store.statistics()
+        return pb.StatusResponse(
+            node=self._name,
+            version=package_version(),
+            provider=self._node.fabric.provider,
+            blocks=store.blocks,
+            capacity_bytes=store.capacity_bytes,
+            free_bytes=store.free_bytes,
+            read_only=not store.takes_puts,
+            connections=len(self._node),
+            corrupt_found=store.quarantined,
+            index_rebuilt=store.rebuilt,
+        )
+
+
+async def _exhausted(requests: AsyncIterator[pb.AttachRequest]) -> None:
+    async for _ in requests:
+        pass
+
+
+async def _either(first: Coroutine[Any, Any, object], second: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,95 @@
+"""The Disk seam: all that the store asks of a drive.
+
+What moves goes through `submit` and `reap`, in batches, between a drive and memory named by address: Python
+never sees those bytes. What is read or written once, at opening, goes through the blocking helpers.
+
+Always holds, of every Disk: a result is either all the bytes that were asked for or a `-errno`, so a short
+transfer is never mistaken for a whole one; each accepted operation is reaped exactly once; `close` waits
+for what is in flight, so memory may be given back after it.
+
+A Disk does not order operations, does not cache and does not retry what failed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["Disk", "DiskDone", "DiskFactory", "DiskOp", "DiskOpKind", "Progress"]
+
+Progress = Callable[[str, int, int], None]
+"""Told `(what, done_bytes, total_bytes)` now and then during a long opening."""
+
+DiskFactory = Callable[["Path", "int | None"], "Disk"]
+"""Opens the drive in a data folder; makes it with this capacity if there is none."""
+
+
+class DiskOpKind(enum.IntEnum):
+    """What to do; the numbers are those of `uring.c`."""
+
+    READ = 0
+    WRITE = 1
+    SYNC = 2  # address, length and offset are not looked at
+
+
+class DiskOp(NamedTuple):
+    """One operation, all in whole pages. The memory at the address stays untouched until it is reaped."""
+
+    kind: DiskOpKind
+    address: int
+    length: int
+    offset: int
+    tag: int
+
+
+class DiskDone(NamedTuple):
+    """How an operation ended: all its bytes, or `-errno`."""
+
+    tag: int
+    result: int
+
+
+class Disk(Protocol):
+    """A drive."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How large the drive is."""
+        ...
+
+    def submit(self, ops: Sequence[DiskOp]) -> int:
+        """Start operations, in one system call; tell how many, from the first, were accepted."""
+        ...
+
+    def reap(self) -> list[DiskDone]:
+        """Collect what has ended since the last time; never waits."""
+        ...
+
+    def fileno(self) -> int:
+        """Give an eventfd, readable when `reap` has something; writing to it wakes whoever waits for it."""
+        ...
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read whole pages, waiting for them; StorageError if any byte cannot be had."""
+        ...
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Write whole pages, waiting for it; StorageError if any byte was not."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until all that has been written survives power loss; StorageError if that cannot be had."""
+        ...
+
+    def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
+        """Give `(begin, end)`, in order and on page bounds, of what was ever written from `start` on."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is in flight and let the drive go."""
+        ...

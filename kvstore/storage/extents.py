@@ -1,0 +1,138 @@
+"""Which pages of the drive are free: best fit, always from the start of a free extent.
+
+Always holds: free extents never touch each other (neighbours are one); an allocation is the prefix of a
+free extent, which is half of what makes a recovery by scan sound ("Why jumping is sound" in the record
+format's page); a pinned extent is not given out again before its last pin is gone.
+
+It keeps nothing per live extent: those are in the index. Units are pages, not bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from kvstore.errors import Corrupt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Extents"]
+
+
+class Extents:
+    """The free extents of one drive."""
+
+    __slots__ = (
+        "_by_end",
+        "_by_length",
+        "_by_start",
+        "_first",
+        "_free_pages",
+        "_lengths",
+        "_parked",
+        "_pins",
+        "_until",
+    )
+
+    def __init__(self, first_page: int, until_page: int) -> None:
+        self._first = first_page
+        self._until = until_page
+        self._by_start: dict[int, int] = {}  # start -> length
+        self._by_end: dict[int, int] = {}  # end -> start
+        self._by_length: dict[int, dict[int, None]] = {}  # length -> its starts
+        self._lengths: list[int] = []  # sorted; blocks come in few sizes, so this list is short
+        self._pins: dict[int, int] = {}  # start -> how many read from it
+        self._parked: dict[int, int] = {}  # released while pinned: start -> length
+        self._free_pages = 0
+        self._add(first_page, until_page - first_page)
+
+    @classmethod
+    def around(cls, live: Iterable[tuple[int, int]], first_page: int, until_page: int) -> Extents:
+        """Give what live extents `(start, length)` leave; Corrupt if they overlap or lie outside."""
+        extents = cls(first_page, first_page)
+        extents._until = until_page
+        position = first_page
+        for start, length in sorted(live):
+            if start < position or length <= 0:
+                raise Corrupt(f"Two records claim page {start} of the drive.")
+            extents._add(position, start - position)
+            position = start + length
+        if position > until_page:
+            raise Corrupt(f"A record claims page {position - 1}, which lies beyond the drive.")
+        extents._add(position, until_page - position)
+        return extents
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be allocated, in whatever pieces."""
+        return self._free_pages
+
+    @property
+    def free_extents(self) -> int:
+        """In how many pieces they lie."""
+        return len(self._by_start)
+
+    def allocate(self, length: int) -> int | None:
+        """Take the start of the smallest free extent that is long enough; None if there is none."""
+        at = bisect_left(self._lengths, length)
+        if at == len(self._lengths):
+            return None
+        whole = self._lengths[at]
+        start = next(iter(self._by_length[whole]))
+        self._remove(start)
+        self._add(start + length, whole - length)
+        return start
+
+    def release(self, start: int, length: int) -> None:
+        """Give an extent back; if somebody reads from it, when they are done."""
+        assert self._first <= start < start + length <= self._until
+        if start in self._pins:
+            assert start not in self._parked
+            self._parked[start] = length
+        else:
+            self._free(start, length)
+
+    def pin(self, start: int) -> None:
+        """Keep a live extent from being given out again."""
+        self._pins[start] = self._pins.get(start, 0) + 1
+
+    def unpin(self, start: int) -> None:
+        """Take one pin back."""
+        left = self._pins.pop(start) - 1
+        if left:
+            self._pins[start] = left
+        elif start in self._parked:
+            self._free(start, self._parked.pop(start))
+
+    def _free(self, start: int, length: int) -> None:
+        end = start + length
+        if end in self._by_start:
+            end += self._remove(end)
+        if start in self._by_end:
+            start = self._by_end[start]
+            self._remove(start)
+        self._add(start, end - start)
+
+    def _add(self, start: int, length: int) -> None:
+        if length == 0:
+            return
+        assert start not in self._by_start
+        self._by_start[start] = length
+        self._by_end[start + length] = start
+        if length not in self._by_length:
+            self._by_length[length] = {}
+            insort(self._lengths, length)
+        self._by_length[length][start] = None
+        self._free_pages += length
+
+    def _remove(self, start: int) -> int:
+        length = self._by_start.pop(start)
+        del self._by_end[start + length]
+        starts = self._by_length[length]
+        del starts[start]
+        if not starts:
+            del self._by_length[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        self._free_pages -= length
+        return length

@@ -1,0 +1,141 @@
+"""The way of a block from the drive into a slot: look up, read, check the header.
+
+Always holds: a block is handed out only with a header that is exactly the one that the index and the
+request name, tag included; an extent is pinned from the look-up to the end of the read, so nothing new
+can be written there.
+
+It doesn't check payloads; see `GetDone` for whose duty that is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.miss import Miss, MissReason
+from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.items import GetDone, GetItem, GetsDone
+from kvstore.storage.outbox import Outbox
+from kvstore.wire.record import HEADER_USED_BYTES, Header, Kind, record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.index import Entry, Index
+    from kvstore.storage.traffic import Traffic
+    from kvstore.wire.record import HeaderCodec
+
+    Quarantine = Callable[[bytes, bytes, int], None]
+
+__all__ = ["Gets"]
+
+
+class Gets:
+    """All gets that have not been reported yet."""
+
+    def __init__(
+        self,
+        codec: HeaderCodec,
+        index: Index,
+        extents: Extents,
+        traffic: Traffic,
+        *,
+        clock: Clock,
+        quarantine: Quarantine,
+    ) -> None:
+        self._codec = codec
+        self._index = index
+        self._extents = extents
+        self._traffic = traffic
+        self._clock = clock
+        self._quarantine = quarantine
+        self.outbox: Outbox[GetDone] = Outbox()
+
+    def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
+        """Take gets on; each is reported through the outbox."""
+        now_ms = self._clock.wall_ms()
+        stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        self.outbox.promised += len(items)
+        for item, entry in zip(items, stored, strict=True):
+            if entry is None:
+                self._miss(item, done, MissReason.UNKNOWN)
+            elif (miss := _mismatch(item, entry, now_ms)) is not None:
+                self._miss(item, done, *miss)
+            else:
+                self._extents.pin(entry.offset // PAGE_BYTES)
+                self._traffic.add(_Read(self, item, done, entry))
+
+    def refuse(self, items: Sequence[GetItem], done: GetsDone) -> None:
+        """Report gets that there is no room for."""
+        self.outbox.promised += len(items)
+        for item in items:
+            self._miss(item, done, MissReason.BUSY)
+
+    def arrived(self, read: _Read, result: int) -> None:
+        """Take the result of a read."""
+        item, entry = read.item, read.entry
+        self._extents.unpin(entry.offset // PAGE_BYTES)
+        if result < 0:
+            self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
+        elif self._header_is_right(item, entry):
+            hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
+            self.outbox.add(read.done, hit)
+        else:
+            self._quarantine(item.tenant, item.key, entry.generation)
+            self._miss(item, read.done, MissReason.CORRUPT, "the header on the drive is not this block's")
+
+    def _header_is_right(self, item: GetItem, entry: Entry) -> bool:
+        expected = Header(
+            Kind.BLOCK,
+            item.key,
+            item.tenant,
+            item.fingerprint,
+            entry.generation,
+            entry.length,
+            entry.crc32c,
+            entry.expires_ms,
+        )
+        return (
+            self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
+            == expected
+        )
+
+    def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
+        self.outbox.add(done, GetDone(item.tag, Miss(reason, detail)))
+
+
+class _Read:
+    """One record on its way into a slot."""
+
+    __slots__ = ("_gets", "done", "entry", "item", "size_bytes")
+
+    def __init__(self, gets: Gets, item: GetItem, done: GetsDone, entry: Entry) -> None:
+        self._gets = gets
+        self.item = item
+        self.done = done
+        self.entry = entry
+        self.size_bytes = record_bytes(entry.length)
+
+    def begin(self, tag: int) -> DiskOp:
+        return DiskOp(DiskOpKind.READ, self.item.slot_address, self.size_bytes, self.entry.offset, tag)
+
+    def end(self, result: int) -> None:
+        self._gets.arrived(self, result)
+
+
+def _mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
+    """Say why what is stored is not what was asked for."""
+    assert item.slot_address % PAGE_BYTES == 0
+    if entry.expires_ms != 0 and entry.expires_ms <= now_ms:
+        return MissReason.EXPIRED, ""
+    if entry.fingerprint != item.fingerprint:
+        return MissReason.LAYOUT, ""
+    if item.length not in {0, entry.length}:
+        return MissReason.LENGTH, f"{entry.length} bytes are stored"
+    if record_bytes(entry.length) > item.slot_bytes:
+        return MissReason.LENGTH, f"{entry.length} bytes are stored and do not fit into the slot"
+    return None

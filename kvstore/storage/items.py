@@ -1,0 +1,93 @@
+"""What goes into the store and what comes out of it: plain values, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.durability import Durability
+    from kvstore.errors import StorageError
+    from kvstore.miss import Miss
+
+__all__ = ["GetDone", "GetItem", "GetsDone", "PutDone", "PutItem", "PutsDone", "Statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """A block in a page-aligned slot: `[header page | payload | room to the page's end]`.
+
+    The slot is the store's until the put is reported.
+    """
+
+    tenant: bytes
+    key: bytes
+    fingerprint: bytes
+    length: int
+    crc32c: int
+    slot_address: int
+    expires_ms: int
+    durability: Durability
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutDone:
+    """A put has ended. Without an error, the first block of its name is as durable as asked."""
+
+    tag: int
+    error: StorageError | None
+    durability: Durability
+
+
+@dataclass(frozen=True, slots=True)
+class GetItem:
+    """A block wanted in a slot of the same shape; `length` 0 takes whatever length is stored."""
+
+    tenant: bytes
+    key: bytes
+    fingerprint: bytes
+    length: int
+    slot_address: int
+    slot_bytes: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetDone:
+    """A get has ended: a miss, or a block whose header has been checked and **whose payload has not**.
+
+    Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page before
+    a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it sends;
+    `Store.verify_payload` does it for others.
+    """
+
+    tag: int
+    miss: Miss | None
+    length: int = 0
+    crc32c: int = 0
+    generation: int = 0
+
+
+PutsDone = Callable[[Sequence[PutDone]], None]
+GetsDone = Callable[[Sequence[GetDone]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Where the store stands."""
+
+    capacity_bytes: int
+    free_bytes: int
+    blocks: int
+    quarantined: int
+    quarantined_bytes: int
+    puts_pending: int
+    gets_pending: int
+    drive_queued: int
+    drive_in_flight: int
+    drive_in_flight_bytes: int
+    syncs: int
+    takes_puts: bool
+    rebuilt: bool

@@ -1,0 +1,40 @@
+"""Results on their way to the callbacks they belong to.
+
+Always holds: a callback is called only from `deliver`, with all its results so far in one sequence; one
+that raises doesn't take the results of others with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Outbox"]
+
+T = TypeVar("T")
+
+
+class Outbox(Generic[T]):
+    """Gathers results and delivers them in batches."""
+
+    __slots__ = ("_waiting", "promised")
+
+    def __init__(self) -> None:
+        self._waiting: dict[Callable[[Sequence[T]], None], list[T]] = {}
+        self.promised = 0  # results that somebody waits for, gathered here or still to come
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, callback: Callable[[Sequence[T]], None], result: T) -> None:
+        """Keep a result until the next delivery."""
+        self._waiting.setdefault(callback, []).append(result)
+
+    def deliver(self) -> None:
+        """Call the callbacks of what has been gathered; what they cause may wait for the next time."""
+        for callback in list(self._waiting):
+            results = self._waiting.pop(callback, [])
+            self.promised -= len(results)
+            callback(results)

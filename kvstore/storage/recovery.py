@@ -1,0 +1,135 @@
+"""Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
+
+Always holds: it writes nothing to the drive and reads no payload on purpose; of records with one name the
+one with the highest generation is in the index afterwards.
+
+It doesn't judge payloads: their CRC is checked on every read. A page that cannot be read is stepped over;
+if it was a header, its record is lost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.errors import StorageError
+from kvstore.limits import PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
+from kvstore.storage.extents import Extents
+from kvstore.storage.index import Entry
+from kvstore.storage.superblock import RECORDS_BEGIN
+from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.storage.disk import Disk, Progress
+    from kvstore.storage.index import Index
+    from kvstore.wire.record import Superblock
+
+__all__ = ["Found", "extents_around", "rebuild", "scan"]
+
+_WINDOW_BYTES: Final = 256 << 10  # one read of this much costs hardly more than one of a page
+_BATCH_RECORDS: Final = 4096
+
+
+class Found(NamedTuple):
+    """A valid header and where it stands."""
+
+    offset: int
+    header: Header
+
+
+def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -> Iterator[Found]:
+    """Give every record that the walk over the drive meets, in the order of the drive."""
+    walk = _Walk(disk, superblock)
+    position = RECORDS_BEGIN
+    for begin, end in disk.data_ranges(RECORDS_BEGIN):
+        # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
+        position = max(position, begin)
+        while position < min(end, superblock.capacity_bytes):
+            found, position = walk.step(position, end)
+            if found is not None:
+                yield found
+            if progress is not None:
+                progress("scanning the drive", position, superblock.capacity_bytes)
+
+
+def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress | None = None) -> int:
+    """Fill an empty index from the drive; give the highest generation met, 0 if there is none."""
+    generation_max = 0
+    batch: list[tuple[tuple[bytes, bytes], Entry]] = []
+    for offset, header in scan(disk, superblock, progress):
+        generation_max = max(generation_max, header.generation)
+        if header.kind != Kind.BLOCK:
+            continue
+        entry = Entry(
+            offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
+        )
+        batch.append(((header.tenant, header.key), entry))
+        if len(batch) == _BATCH_RECORDS:
+            index.publish_newest(batch)
+            batch.clear()
+    index.publish_newest(batch)
+    return generation_max
+
+
+def extents_around(index: Index, superblock: Superblock) -> Extents:
+    """Work out the free extents from an index; Corrupt if it contradicts itself."""
+    live = (
+        (entry.offset // PAGE_BYTES, record_bytes(entry.length) // PAGE_BYTES) for entry in index.entries()
+    )
+    return Extents.around(live, RECORDS_BEGIN // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+
+
+class _Walk:
+    """The position's window onto the drive: large while there is little to jump over, one page otherwise."""
+
+    def __init__(self, disk: Disk, superblock: Superblock) -> None:
+        self._disk = disk
+        self._capacity_bytes = superblock.capacity_bytes
+        self._codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+        self._window = b""
+        self._window_at = 0
+        self._window_bytes = _WINDOW_BYTES
+        self._unreadable_pages = 0
+
+    def step(self, position: int, end: int) -> tuple[Found | None, int]:
+        """Look at one place; give what is there and where to look next."""
+        try:
+            at = self._show(position, end)
+        except StorageError:
+            return None, self._past_unreadable(position)
+        header = self._codec.parse(self._window, at, position)
+        if isinstance(header, Flaw):
+            self._window_bytes = _WINDOW_BYTES
+            return None, self._next_magic(at)
+        size = record_bytes(header.length)
+        if position + size > self._capacity_bytes:
+            return None, self._next_magic(at)
+        self._window_bytes = PAGE_BYTES if size > _WINDOW_BYTES else _WINDOW_BYTES
+        return Found(position, header), position + size
+
+    def _show(self, position: int, end: int) -> int:
+        at = position - self._window_at
+        if not 0 <= at < len(self._window):
+            length = min(self._window_bytes, min(end, self._capacity_bytes) - position)
+            self._window = self._disk.read_at(position, length)
+            self._window_at = position
+            at = 0
+        return at
+
+    def _past_unreadable(self, position: int) -> int:
+        """Find out which page of the window it is; step over that one, so long as they are few."""
+        if self._window_bytes > PAGE_BYTES:
+            self._window_bytes = PAGE_BYTES
+            return position
+        self._unreadable_pages += 1
+        if self._unreadable_pages > SCAN_UNREADABLE_PAGES_MAX:
+            raise StorageError(f"The drive cannot be read: {self._unreadable_pages} pages of it gave errors.")
+        return position + PAGE_BYTES
+
+    def _next_magic(self, at: int) -> int:
+        """Give the next page of the window that begins like a header, or the window's end."""
+        found = self._window.find(RECORD_MAGIC, at + 1)
+        while found >= 0 and found % PAGE_BYTES:
+            found = self._window.find(RECORD_MAGIC, found + 1)
+        return self._window_at + (found if found >= 0 else len(self._window))

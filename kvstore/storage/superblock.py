@@ -1,0 +1,107 @@
+"""The superblock on a drive: reading it, formatting a new drive, and counting openings.
+
+Always holds: at every moment of a rewrite one of the two copies is whole, and the newer whole one counts;
+a drive that holds anything at all in its first pages is never formatted over; formatting writes the
+superblock last, so a crash in the middle leaves a drive that is formatted anew.
+
+The fill with zeros is done here, once, and only up to `ZERO_FILL_BYTES_MAX`: it turns unwritten extents
+of a file into written ones, which later writes are faster on. Larger drives are not filled, neither here
+nor in the background, and pay for their first round of writes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import Corrupt, StorageError, WrongVersion
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, ZERO_FILL_BYTES_MAX
+from kvstore.wire.record import (
+    FORMAT_VERSION,
+    SUPERBLOCK_COPIES,
+    Superblock,
+    foreign_version,
+    pack_superblock,
+    parse_superblock,
+)
+
+if TYPE_CHECKING:
+    from kvstore.clock import Clock
+    from kvstore.storage.disk import Disk, Progress
+
+__all__ = ["RECORDS_BEGIN", "open_superblock", "write_superblock"]
+
+RECORDS_BEGIN: Final = SUPERBLOCK_COPIES * PAGE_BYTES
+_FILL_BYTES: Final = 1 << 20
+
+
+def open_superblock(disk: Disk, clock: Clock, progress: Progress | None = None) -> Superblock:
+    """Read a drive's superblock, formatting the drive first if it is blank."""
+    if disk.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
+        raise StorageError(
+            f"The drive has {disk.capacity_bytes} bytes, fewer than the "
+            f"{DRIVE_CAPACITY_BYTES_MIN} of the smallest drive: it was truncated, or is no drive."
+        )
+    pages = [disk.read_at(copy * PAGE_BYTES, PAGE_BYTES) for copy in range(SUPERBLOCK_COPIES)]
+    superblock = _newest(pages)
+    if superblock is None and not any(any(page) for page in pages):
+        superblock = _format(disk, clock, progress)
+    if superblock is None:
+        raise _unreadable(pages)
+    if disk.capacity_bytes < superblock.capacity_bytes:
+        raise StorageError(
+            f"The drive was truncated: it has {disk.capacity_bytes} bytes "
+            f"and was made with {superblock.capacity_bytes}."
+        )
+    return superblock
+
+
+def write_superblock(disk: Disk, superblock: Superblock) -> None:
+    """Write both copies, each durable before the next begins."""
+    page = pack_superblock(superblock)
+    for copy in range(SUPERBLOCK_COPIES):
+        disk.write_at(copy * PAGE_BYTES, page)
+        disk.sync()
+
+
+def _newest(pages: list[bytes]) -> Superblock | None:
+    valid = [parsed for parsed in map(parse_superblock, pages) if isinstance(parsed, Superblock)]
+    return max(valid, key=lambda superblock: superblock.epoch, default=None)
+
+
+def _unreadable(pages: list[bytes]) -> StorageError:
+    for version in map(foreign_version, pages):
+        if version is not None:
+            return WrongVersion(
+                f"The drive has format version {version}; this build reads version {FORMAT_VERSION}."
+            )
+    return Corrupt(
+        "The drive's superblock is damaged, or the drive holds something else; it was left as it is."
+    )
+
+
+def _format(disk: Disk, clock: Clock, progress: Progress | None) -> Superblock:
+    _fill(disk, progress)
+    superblock = Superblock(
+        store_uuid=os.urandom(16),
+        drive_uuid=os.urandom(16),
+        drive_index=0,
+        secret=os.urandom(32),
+        capacity_bytes=disk.capacity_bytes,
+        epoch=1,
+        created_ms=clock.wall_ms(),
+        generation_ceiling=1,
+    )
+    write_superblock(disk, superblock)
+    return superblock
+
+
+def _fill(disk: Disk, progress: Progress | None) -> None:
+    if disk.capacity_bytes > ZERO_FILL_BYTES_MAX:
+        return
+    zeros = bytes(_FILL_BYTES)
+    for offset in range(RECORDS_BEGIN, disk.capacity_bytes, _FILL_BYTES):
+        disk.write_at(offset, zeros[: disk.capacity_bytes - offset])
+        if progress is not None:
+            progress("filling the new drive with zeros", offset, disk.capacity_bytes)
+    disk.sync()

@@ -1,0 +1,103 @@
+"""What is on its way to and from the drive: a queue, and how much of it is in flight.
+
+Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, but always two operations if there
+are two (more would make convoys of completions, less would leave the drive idle); the queue is served in
+order; the drive is given new work before the old work's results are looked at; a short transfer is an
+error.
+
+It doesn't know what the work is for. The queue is bounded by those who fill it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from kvstore.limits import DRIVE_INFLIGHT_BYTES_MAX, DRIVE_INFLIGHT_OPS_MIN, DRIVE_QUEUE_DEPTH
+
+if TYPE_CHECKING:
+    from kvstore.storage.disk import Disk, DiskOp
+
+__all__ = ["Traffic", "Work"]
+
+
+class Work(Protocol):
+    """One operation on the drive and what it is for."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts for among the bytes in flight."""
+        ...
+
+    def begin(self, tag: int) -> DiskOp | None:
+        """Give the operation, at the last moment before it starts; None if nothing is left to do."""
+        ...
+
+    def end(self, result: int) -> None:
+        """Take the result: all bytes, or `-errno`."""
+        ...
+
+
+class Traffic:
+    """The one way to the drive while the store runs."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._queue: deque[Work] = deque()
+        self._in_flight: dict[int, Work] = {}
+        self._refused: list[DiskOp] = []  # begun, but the drive had no room for them yet
+        self._next_tag = 0
+        self.in_flight_bytes = 0
+
+    @property
+    def queued(self) -> int:
+        """How many wait."""
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        """How many the drive has."""
+        return len(self._in_flight)
+
+    def add(self, work: Work) -> None:
+        """Queue work; `pump` starts it."""
+        self._queue.append(work)
+
+    def add_first(self, work: Work) -> None:
+        """Queue work before all other."""
+        self._queue.appendleft(work)
+
+    def poll(self) -> None:
+        """Collect what has ended, refill the drive, then hand out the results."""
+        ended = []
+        for done in self._disk.reap():
+            work = self._in_flight.pop(done.tag)
+            self.in_flight_bytes -= work.size_bytes
+            whole = done.result < 0 or done.result == work.size_bytes
+            ended.append((work, done.result if whole else -errno.EIO))
+        self.pump()
+        for work, result in ended:
+            work.end(result)
+
+    def pump(self) -> None:
+        """Start as much as the bounds allow, in one system call."""
+        ops, self._refused = self._refused, []
+        while self._queue and self._has_room(self._queue[0].size_bytes):
+            work = self._queue.popleft()
+            op = work.begin(self._next_tag)
+            if op is None:
+                continue
+            self._in_flight[self._next_tag] = work
+            self._next_tag += 1
+            self.in_flight_bytes += work.size_bytes
+            ops.append(op)
+        if ops:
+            accepted = self._disk.submit(ops)
+            self._refused = ops[accepted:]
+
+    def _has_room(self, size_bytes: int) -> bool:
+        count = len(self._in_flight)
+        if count < DRIVE_INFLIGHT_OPS_MIN:
+            return True
+        return count < DRIVE_QUEUE_DEPTH and self.in_flight_bytes + size_bytes <= DRIVE_INFLIGHT_BYTES_MAX

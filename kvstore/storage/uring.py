@@ -1,0 +1,183 @@
+"""The Disk that production uses: a preallocated file or a raw block device, O_DIRECT, through io_uring.
+
+Always holds: every transfer bypasses the page cache, so what has completed is out of this process's reach
+and a crash of the process cannot take it back; nothing is in flight after `close`.
+
+It doesn't zero-fill: the first write into an unwritten extent of a preallocated file costs about a quarter
+of its speed (`kvstore.storage.superblock` fills drives of moderate size when it formats them).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import struct
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import StorageError
+from kvstore.limits import DRIVE_QUEUE_DEPTH, PAGE_BYTES
+from kvstore.storage._uring import ffi, lib
+from kvstore.storage.disk import DiskDone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvstore.storage.disk import DiskOp
+
+    Move = Callable[[int, list[memoryview], int], int]
+
+__all__ = ["UringDisk"]
+
+_OP: Final = struct.Struct("=QQQQQ")  # struct store_op
+_DONE: Final = struct.Struct("=Qq")  # struct store_done
+_BOUNCE_BYTES: Final = 1 << 20
+
+assert ffi.sizeof("struct store_op") == _OP.size
+assert ffi.sizeof("struct store_done") == _DONE.size
+
+
+class UringDisk:
+    """One drive behind one ring; all calls come from one thread."""
+
+    def __init__(self, path: Path, queue_depth: int = DRIVE_QUEUE_DEPTH) -> None:
+        self._path = path
+        self._depth = queue_depth
+        self._fd = _open_direct(path)
+        try:
+            self._is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
+            self._capacity_bytes = os.lseek(self._fd, 0, os.SEEK_END) // PAGE_BYTES * PAGE_BYTES
+            self._ring = _open_ring(self._fd, queue_depth)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._event_fd = int(lib.store_ring_event_fd(self._ring))
+        self._ops = ffi.new("struct store_op[]", queue_depth)
+        self._ops_bytes = ffi.buffer(self._ops)
+        self._done = ffi.new("struct store_done[]", queue_depth)
+        self._done_bytes = memoryview(ffi.buffer(self._done))
+        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)  # page-aligned memory for the blocking helpers
+        self._closed = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How large the file or the device is, in whole pages."""
+        return self._capacity_bytes
+
+    def submit(self, ops: Sequence[DiskOp]) -> int:
+        """Start operations in one system call; tell how many were accepted."""
+        count = min(len(ops), self._depth)
+        at = 0
+        for op in ops[:count]:
+            _OP.pack_into(self._ops_bytes, at, *op)
+            at += _OP.size
+        return _checked(lib.store_ring_submit(self._ring, self._ops, count), self._path, "starting I/O")
+
+    def reap(self) -> list[DiskDone]:
+        """Collect what has ended."""
+        count = _checked(
+            lib.store_ring_reap(self._ring, self._done, self._depth), self._path, "collecting finished I/O"
+        )
+        return [DiskDone._make(done) for done in _DONE.iter_unpack(self._done_bytes[: count * _DONE.size])]
+
+    def fileno(self) -> int:
+        """Give the ring's eventfd."""
+        return self._event_fd
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read whole pages, waiting for them."""
+        parts = []
+        for begin in range(offset, offset + length, _BOUNCE_BYTES):
+            wanted = min(_BOUNCE_BYTES, offset + length - begin)
+            self._whole(os.preadv, begin, wanted, "Reading")
+            parts.append(self._bounce[:wanted])
+        return b"".join(parts)
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Write whole pages, waiting for it."""
+        for at in range(0, len(data), _BOUNCE_BYTES):
+            part = data[at : at + _BOUNCE_BYTES]
+            self._bounce[: len(part)] = part
+            self._whole(os.pwritev, offset + at, len(part), "Writing")
+
+    def sync(self) -> None:
+        """Wait until what was written survives power loss."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise StorageError(f"The drive {self._path} could not be synced: {error.strerror}.") from error
+
+    def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
+        """Give the parts of a file that are no holes; a device is one part."""
+        while start < self._capacity_bytes:
+            begin, end = self._next_data(start)
+            if begin >= end:
+                return
+            yield begin, end
+            start = end
+
+    def close(self) -> None:
+        """Wait for what is in flight and let the drive go."""
+        if self._closed:
+            return
+        self._closed = True
+        while lib.store_ring_depth_left(self._ring) < self._depth:
+            lib.store_ring_wait(self._ring)
+            self.reap()
+        lib.store_ring_close(self._ring)
+        os.close(self._fd)
+        self._bounce.close()
+
+    def _next_data(self, start: int) -> tuple[int, int]:
+        if not self._is_file:
+            return start, self._capacity_bytes
+        try:
+            begin = os.lseek(self._fd, start, os.SEEK_DATA)
+            end = os.lseek(self._fd, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                return start, start
+            return start, self._capacity_bytes  # a file system that doesn't tell holes
+        begin -= begin % PAGE_BYTES
+        return max(begin, start), min(-(-end // PAGE_BYTES) * PAGE_BYTES, self._capacity_bytes)
+
+    def _whole(self, move: Move, offset: int, wanted: int, doing: str) -> None:
+        what = f"{doing} {wanted} bytes at {offset} of {self._path}"
+        try:
+            with memoryview(self._bounce) as bounce, bounce[:wanted] as part:
+                moved = move(self._fd, [part], offset)
+        except OSError as error:
+            raise StorageError(f"{what} failed: {error.strerror}.") from error
+        if moved != wanted:
+            raise StorageError(f"{what} ended after {moved} bytes.")
+
+
+def _open_direct(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise StorageError(
+                f"The file system of {path} refuses O_DIRECT; "
+                "put the data folder on ext4 or xfs, or use a block device."
+            ) from error
+        raise StorageError(f"The drive {path} could not be opened: {error.strerror}.") from error
+
+
+def _open_ring(file_fd: int, depth: int) -> object:
+    out = ffi.new("store_ring **")
+    code = lib.store_ring_open(file_fd, depth, out)
+    if code < 0:
+        raise StorageError(
+            f"io_uring could not be set up: {os.strerror(-code)}; "
+            "it needs Linux 5.10 or later, and a container that allows it."
+        )
+    return out[0]
+
+
+def _checked(code: int, path: Path, doing: str) -> int:
+    if code < 0:
+        raise StorageError(f"{doing.capitalize()} on {path} failed: {os.strerror(-code)} ({code}).")
+    return code

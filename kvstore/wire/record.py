@@ -1,0 +1,204 @@
+"""The codec of a drive's superblock and record headers, as `docs/record-format.md` has them.
+
+It is pure: bytes in, values out, and back. Bad bytes are an outcome (`Flaw`), never an exception, because
+a recovery meets millions of pages that are no header.
+
+Always holds: a header is accepted only with the tag that this store's secret makes of its bytes, its drive
+and its own offset; `pack` fills the page to its end, so what a slot held before does not reach the drive.
+
+It doesn't check payloads (readers of payloads do), nor whether a header is the one that was expected.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    FINGERPRINT_BYTES,
+    GENERATION_MAX,
+    HEADER_BYTES,
+    KEY_BYTES,
+    PAGE_BYTES,
+    SECTOR_BYTES,
+    TENANT_BYTES,
+)
+from nic_offload.checksum import crc32c
+
+if TYPE_CHECKING:
+    import ctypes
+
+    WritableBuffer = bytearray | memoryview | ctypes.Array[ctypes.c_char]
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HEADER_USED_BYTES",
+    "RECORD_MAGIC",
+    "SUPERBLOCK_COPIES",
+    "Flaw",
+    "Header",
+    "HeaderCodec",
+    "Kind",
+    "Superblock",
+    "foreign_version",
+    "pack_superblock",
+    "parse_superblock",
+    "record_bytes",
+]
+
+FORMAT_VERSION = 1
+SUPERBLOCK_COPIES = 2
+RECORD_MAGIC = b"TKVRECRD"
+
+_DRIVE_MAGIC = b"TKVDRIVE"
+_TAG_BYTES = 16
+_SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQ")
+_CRC = struct.Struct("<I")
+_MAGIC_VERSION = struct.Struct("<8sI")
+_FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
+_HEADER = struct.Struct(f"<{_FIXED.size}s{_TAG_BYTES}s")
+_OFFSET = struct.Struct("<Q")
+
+HEADER_USED_BYTES = _HEADER.size  # the rest of the page is zeros, and not looked at
+_HEADER_PAGE = struct.Struct(f"{_HEADER.format}{HEADER_BYTES - HEADER_USED_BYTES}x")
+
+assert struct.calcsize("<32s16s16s") == KEY_BYTES + TENANT_BYTES + FINGERPRINT_BYTES
+assert HEADER_USED_BYTES <= SECTOR_BYTES, "a header lies in one sector"
+
+
+class Kind(enum.IntEnum):
+    """What a record is. Other numbers are reserved: a scan jumps over such a record."""
+
+    BLOCK = 1
+
+
+class Flaw(enum.Enum):
+    """Why bytes are not what they should be."""
+
+    SHORT = "fewer bytes than the structure has"
+    MAGIC = "no magic"
+    VERSION = "another format version"
+    CHECK = "the checksum or the tag is wrong"
+    RANGE = "a field is out of its range"
+
+
+class Superblock(NamedTuple):
+    """What a drive says about itself."""
+
+    store_uuid: bytes
+    drive_uuid: bytes
+    drive_index: int
+    secret: bytes
+    capacity_bytes: int
+    epoch: int
+    created_ms: int
+    generation_ceiling: int
+
+
+class Header(NamedTuple):
+    """What a record says about itself; the offset and the tag are the codec's business."""
+
+    kind: int
+    key: bytes
+    tenant: bytes
+    fingerprint: bytes
+    generation: int
+    length: int
+    crc32c: int
+    expires_ms: int
+
+
+def record_bytes(length: int) -> int:
+    """Bytes on the drive of a record with a payload of `length` bytes: whole pages, the header's included."""
+    return HEADER_BYTES + -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
+def pack_superblock(superblock: Superblock) -> bytes:
+    """Give the one page that a superblock is."""
+    fixed = _SUPERBLOCK.pack(
+        _DRIVE_MAGIC,
+        FORMAT_VERSION,
+        superblock.drive_index,
+        superblock.store_uuid,
+        superblock.drive_uuid,
+        superblock.secret,
+        superblock.capacity_bytes,
+        superblock.epoch,
+        superblock.created_ms,
+        superblock.generation_ceiling,
+    )
+    return (fixed + _CRC.pack(crc32c(fixed))).ljust(PAGE_BYTES, b"\0")
+
+
+def parse_superblock(page: bytes) -> Superblock | Flaw:
+    """Read one copy of a superblock."""
+    if len(page) < _SUPERBLOCK.size + _CRC.size:
+        return Flaw.SHORT
+    magic, version, index, store, drive, secret, *numbers = _SUPERBLOCK.unpack_from(page)
+    if magic != _DRIVE_MAGIC:
+        return Flaw.MAGIC
+    if version != FORMAT_VERSION:
+        return Flaw.VERSION
+    if _CRC.unpack_from(page, _SUPERBLOCK.size)[0] != crc32c(page[: _SUPERBLOCK.size]):
+        return Flaw.CHECK
+    capacity_bytes, epoch, created_ms, ceiling = numbers
+    if capacity_bytes % PAGE_BYTES or ceiling > GENERATION_MAX + 1:
+        return Flaw.RANGE
+    return Superblock(store, drive, index, secret, capacity_bytes, epoch, created_ms, ceiling)
+
+
+def foreign_version(page: bytes) -> int | None:
+    """Tell the format version of a superblock that is not of ours, or None if it is no superblock at all."""
+    magic, version = _MAGIC_VERSION.unpack_from(page)
+    return version if magic == _DRIVE_MAGIC and version != FORMAT_VERSION else None
+
+
+class HeaderCodec:
+    """Packs and parses the record headers of one drive."""
+
+    __slots__ = ("_keyed",)
+
+    def __init__(self, secret: bytes, drive_uuid: bytes) -> None:
+        # The key block and the drive's name are hashed once; each tag starts from a copy of this state.
+        self._keyed = blake2b(drive_uuid, key=secret, digest_size=_TAG_BYTES)
+
+    def pack(self, into: WritableBuffer, at: int, header: Header, offset: int) -> None:
+        """Write a whole header page into a buffer for a record that will stand at `offset` of the drive."""
+        fixed = _FIXED.pack(
+            RECORD_MAGIC,
+            FORMAT_VERSION,
+            header.kind,
+            header.length,
+            header.key,
+            header.tenant,
+            header.fingerprint,
+            header.generation,
+            header.expires_ms,
+            header.crc32c,
+        )
+        _HEADER_PAGE.pack_into(into, at, fixed, self._tag(fixed, offset))
+
+    def parse(self, data: bytes, at: int, offset: int) -> Header | Flaw:
+        """Read the header at `at` of `data`, which was read from `offset` of the drive."""
+        if len(data) - at < HEADER_USED_BYTES:
+            return Flaw.SHORT
+        if not data.startswith(RECORD_MAGIC, at):
+            return Flaw.MAGIC
+        fixed, tag = _HEADER.unpack_from(data, at)
+        _, version, kind, length, key, tenant, fingerprint, generation, expires_ms, crc = _FIXED.unpack(fixed)
+        if version != FORMAT_VERSION:
+            return Flaw.VERSION
+        if tag != self._tag(fixed, offset):
+            return Flaw.CHECK
+        if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX or generation > GENERATION_MAX:
+            return Flaw.RANGE
+        return Header(kind, key, tenant, fingerprint, generation, length, crc, expires_ms)
+
+    def _tag(self, fixed: bytes, offset: int) -> bytes:
+        state = self._keyed.copy()
+        state.update(_OFFSET.pack(offset) + fixed)
+        return state.digest()

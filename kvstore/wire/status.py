@@ -1,0 +1,66 @@
+"""How the error tree travels in gRPC: a status code for everybody, the error's own name for our client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvstore import errors
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ERROR_NAME", "RETRY_AFTER_MS", "error_from_rpc", "status_of", "trailers_of"]
+
+ERROR_NAME = "kvstore-error"
+RETRY_AFTER_MS = "kvstore-retry-after-ms"
+
+# The first entry that the error is an instance of counts.
+_STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
+    (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.TenantDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NoSpace, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Corrupt, grpc.StatusCode.DATA_LOSS),
+    (KvError, grpc.StatusCode.INTERNAL),
+)
+
+
+def status_of(error: KvError) -> grpc.StatusCode:
+    """The status code of an error."""
+    return next(status for kind, status in _STATUS if isinstance(error, kind))
+
+
+def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
+    """What goes along with the status, for a client that knows our tree."""
+    trailers = [(ERROR_NAME, type(error).__name__)]
+    if isinstance(error, errors.Overloaded):
+        trailers.append((RETRY_AFTER_MS, str(error.retry_after_ms)))
+    return tuple(trailers)
+
+
+def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
+    """The error that a failed call stands for."""
+    code = failure.code() if isinstance(failure, grpc.Call) else grpc.StatusCode.UNKNOWN
+    detail = (failure.details() if isinstance(failure, grpc.Call) else "") or ""
+    trailers = _trailers(failure)
+    kind = getattr(errors, trailers.get(ERROR_NAME, ""), None)
+    if kind is errors.Overloaded:
+        return errors.Overloaded(detail, int(trailers.get(RETRY_AFTER_MS, "50")))
+    if isinstance(kind, type) and issubclass(kind, KvError):
+        return kind(detail)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(f"{doing} was not answered in time.")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return errors.NodeUnavailable(f"{doing} found no node: {detail or code.name.lower()}.")
+    return errors.ProtocolError(f"{doing} was refused: {detail or code.name.lower()}.")
+
+
+def _trailers(failure: grpc.RpcError) -> dict[str, str]:
+    if not isinstance(failure, grpc.Call):
+        return {}
+    pairs: Sequence[tuple[str, str | bytes]] = failure.trailing_metadata() or ()
+    return {name: value for name, value in pairs if isinstance(value, str)}
