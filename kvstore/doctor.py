@@ -30,7 +30,21 @@ from kvstore.limits import LANDING_BYTES_MAX
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Library", "Provider", "Result", "examine", "main", "run", "table"]
+__all__ = [
+    "Library",
+    "Provider",
+    "Result",
+    "check_drive",
+    "check_fabric",
+    "check_gpu",
+    "check_io_uring",
+    "check_memory",
+    "examine",
+    "main",
+    "measure_drive",
+    "run",
+    "table",
+]
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -57,6 +57,7 @@ HARMLESS = [
         "kvstore/a.py",
         "from os import path\n__all__ = ['path']\nLIMIT = 1\ndef _f(): pass",
     ),
+    ("all_says_what_is_public", "kvstore/a.py", "__all__: list[str] = []"),
     ("readme_links_lead_somewhere", "README.md", "[x](https://example.org/a.md)"),
     ("proto_and_deploy_hold_no_python", "proto/a.proto", ""),
 ]
