@@ -32,7 +32,7 @@ FORBIDDEN_IMPORTS = {
 CLOCK_ALLOWED = {
     "kvstore/clock.py": "it is the seam",
     "kvstore/doctor.py": "it measures a drive, once, and decides nothing by the time",
-    "kvstore/client/client.py": "its timeouts come from callers in real seconds, who have no clock to hold still",
+    "kvstore/client/client.py": "its timeouts are its caller's, in real seconds",
     "kvstore/client/puts.py": "the same: a wait of the caller's on a condition",
     "kvstore/demo/": "it measures real processes and shows what it measured",
     "nic_offload/": "it stands below the seam; it waits for its own C threads with a bound",
@@ -193,8 +193,9 @@ def all_says_what_is_public(root: Path) -> Iterator[Breach]:
         listed = None
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if any(getattr(target, "id", "") == "__all__" for target in targets):
-                listed = set(ast.literal_eval(getattr(node, "value", None)))
+            named = any(getattr(target, "id", "") == "__all__" for target in targets)
+            if named and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                listed = set(ast.literal_eval(node.value))
         if listed is None:
             if len(tree.body) > 1:
                 yield f"{name}: no __all__"
