@@ -1,8 +1,7 @@
 """`kvstore doctor`: what this machine offers the store, what that means, and what to do about it.
 
 What always holds: every check ends in a `Result`, also when what it looks at is absent or broken; no check
-can stop another. The machine is left as it was: the one file that the drive check writes is its own, is
-unlinked before the first byte is written, and is at most 256 MiB. Exit status 0 unless a check says `fail`.
+can stop another. The machine is left as it was. Exit status 0 unless a check says `fail`.
 
 What it doesn't do: change settings, install anything, create the data folder, or test another machine.
 """
@@ -10,22 +9,26 @@ What it doesn't do: change settings, install anything, create the data folder, o
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import mmap
 import os
 import resource
 import shutil
 import sys
-import tempfile
 import textwrap
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from kvstore.errors import FabricError, FabricUnavailable
+from kvstore.errors import FabricError, FabricUnavailable, StorageError
 from kvstore.limits import LANDING_BYTES_MAX
+from kvstore.probes import (
+    MEASURE_BYTES,
+    exercise_ring,
+    gpu_names,
+    may_lock,
+    measure_drive,
+    try_io_uring,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +44,6 @@ __all__ = [
     "check_memory",
     "examine",
     "main",
-    "measure_drive",
     "run",
     "table",
 ]
@@ -49,12 +51,7 @@ __all__ = [
 Status = Literal["ok", "warn", "fail"]
 
 _PROC = Path("/proc")
-_MEASURE_BYTES = 256 << 20
-_MEASURE_CHUNK_BYTES = 4 << 20
-_MEASURE_TIMEOUT_S = 5.0  # each way; a slow drive is measured on less
 _DRIVE_SLOW_GBPS = 0.5
-_IO_URING_SETUP = 425  # the same number on every architecture
-_CAP_IPC_LOCK = 14
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 _WIDTH = 100
 
@@ -141,32 +138,35 @@ def _trigger_words(provider: Provider) -> str:
     return "Our agent, a C thread, fires."
 
 
-def _try_io_uring() -> int:
-    """Set a ring of one entry up and close it; 0 or the errno."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params, all zero
-    descriptor = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), parameters)
-    if descriptor < 0:
-        return ctypes.get_errno()
-    os.close(descriptor)
-    return 0
-
-
-def check_io_uring(attempt: Callable[[], int] = _try_io_uring, proc: Path = _PROC) -> Iterator[Result]:
-    """Whether this process may use io_uring, by trying it."""
+def check_io_uring(
+    data: Path,
+    attempt: Callable[[], int] = try_io_uring,
+    exercise: Callable[[Path], None] = exercise_ring,
+    proc: Path = _PROC,
+) -> Iterator[Result]:
+    """Whether this process may use io_uring, and whether the store's own ring works with this drive."""
     switch = proc / "sys/kernel/io_uring_disabled"
     setting = switch.read_text().strip() if switch.exists() else "0"
-    error = attempt()
-    if error == 0:
-        yield Result("io_uring", "ok", "a ring could be set up", "The drive is written without blocking.")
+    means = "A storage node cannot write to its drive here."
+    if error := attempt():
+        found = f"refused: {os.strerror(error)}; kernel.io_uring_disabled is {setting}"
+        do = (
+            "sysctl kernel.io_uring_disabled=0"
+            if setting != "0"
+            else "In a container, allow io_uring in seccomp."
+        )
+        yield Result("io_uring", "fail", found, means, do)
         return
-    found = f"refused: {os.strerror(error)}; kernel.io_uring_disabled is {setting}"
-    do = (
-        "sysctl kernel.io_uring_disabled=0"
-        if setting != "0"
-        else "In a container, allow io_uring in seccomp."
-    )
-    yield Result("io_uring", "fail", found, "A storage node cannot write to its drive here.", do)
+    try:
+        exercise(_existing(data))
+    except ImportError as broken:
+        yield Result("io_uring", "fail", str(broken), means, "Run `make setup`.")
+    except (StorageError, OSError) as broken:
+        do = "See the data folder's lines below."
+        yield Result("io_uring", "fail", f"the kernel allows it, but: {broken}", means, do)
+    else:
+        found = "a page went through the store's own ring and came back"
+        yield Result("io_uring", "ok", found, "The drive is written without blocking.")
 
 
 def _existing(folder: Path) -> Path:
@@ -177,38 +177,6 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _pace(size_bytes: int, step: Callable[[int], int]) -> tuple[int, float]:
-    """Take steps until all is done or time is up: bytes done and seconds taken."""
-    start, done = time.perf_counter(), 0
-    while done < size_bytes and time.perf_counter() - start < _MEASURE_TIMEOUT_S:
-        moved = step(done)
-        if moved <= 0:
-            break
-        done += moved
-    return done, time.perf_counter() - start
-
-
-def measure_drive(folder: Path, size_bytes: int = _MEASURE_BYTES) -> tuple[float, float]:
-    """Sequential GB/s of O_DIRECT writes (with fsync) and reads, in a file that nobody else sees."""
-    made, name = tempfile.mkstemp(prefix=".triggerkv-doctor-", dir=folder)
-    os.close(made)
-    try:
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
-    finally:
-        Path(name).unlink()
-    try:
-        with mmap.mmap(-1, _MEASURE_CHUNK_BYTES) as chunk:
-            chunk.write(os.urandom(_MEASURE_CHUNK_BYTES))  # a drive may compress zeros away
-            start = time.perf_counter()
-            written, _ = _pace(size_bytes, lambda at: os.pwrite(descriptor, chunk, at))
-            os.fsync(descriptor)
-            write_s = time.perf_counter() - start
-            read, read_s = _pace(written, lambda at: os.preadv(descriptor, [chunk], at))
-    finally:
-        os.close(descriptor)
-    return written / write_s / 1e9, read / read_s / 1e9
-
-
 def check_drive(
     data: Path, measure: Callable[[Path], tuple[float, float]] = measure_drive
 ) -> Iterator[Result]:
@@ -216,7 +184,7 @@ def check_drive(
     folder = _existing(data)
     where = f"{folder}" if folder == data.absolute() else f"{folder} ({data} is not there yet)"
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < 2 * _MEASURE_BYTES:
+    if free_bytes < 2 * MEASURE_BYTES:
         found = f"{free_bytes / 1e9:.1f} GB free on {where}"
         yield Result("data folder", "fail", found, "There is no room for blocks.", "Name another --data.")
         return
@@ -247,14 +215,6 @@ def check_drive(
     )
 
 
-def _may_lock(proc: Path) -> bool:
-    """Whether this process has CAP_IPC_LOCK, with which RLIMIT_MEMLOCK does not bind."""
-    for line in (proc / "self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
-    return False
-
-
 def check_memory(
     proc: Path = _PROC, memlock_bytes: int | None = None, *, privileged: bool | None = None
 ) -> Iterator[Result]:
@@ -272,7 +232,7 @@ def check_memory(
     if memlock_bytes is None:
         memlock_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if privileged is None:
-        privileged = _may_lock(proc)
+        privileged = may_lock(proc)
     unlimited = memlock_bytes == resource.RLIM_INFINITY
     free_of_it = unlimited or memlock_bytes >= LANDING_BYTES_MAX or privileged
     limit = "unlimited" if unlimited else f"{memlock_bytes / 2**20:,.1f} MiB"
@@ -290,24 +250,7 @@ def check_memory(
     )
 
 
-def _gpu_names() -> list[str]:
-    """The CUDA devices by name; empty without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    names = []
-    for index in range(count.value):
-        device, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
-        if not (cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetName(name, 256, device)):
-            names.append(name.value.decode(errors="replace"))
-    return names
-
-
-def check_gpu(names: Callable[[], list[str]] = _gpu_names) -> Iterator[Result]:
+def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
     """A GPU, if there is one; none is fine."""
     if found := names():
         yield Result("GPU", "ok", ", ".join(found), "Its kernels can store to the flags.")
@@ -319,7 +262,7 @@ def examine(data: Path) -> list[Result]:
     """Every check, each on its own: one that breaks becomes a `fail` and the next one runs."""
     checks: tuple[tuple[str, Callable[[], Iterable[Result]]], ...] = (
         ("libfabric", check_fabric),
-        ("io_uring", check_io_uring),
+        ("io_uring", lambda: check_io_uring(data)),
         ("data folder", lambda: check_drive(data)),
         ("memory", check_memory),
         ("GPU", check_gpu),

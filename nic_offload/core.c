@@ -619,13 +619,14 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 	}
 }
 
-static int cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
+int core_cancel(struct tk_fabric *fabric, void *argument)
 {
+	const struct cancellation *wanted = argument;
 	int cancelled = 0;
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
-		for (int i = 0; i < count; i++)
-			if (tags[i] == tag_of(work) && withdraw(fabric, work)) {
+		for (int i = 0; i < wanted->count; i++)
+			if (wanted->tags[i] == tag_of(work) && withdraw(fabric, work)) {
 				fail(fabric, work, -ECANCELED);
 				cancelled++;
 				break;
@@ -637,8 +638,9 @@ static int cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 /* Of the endpoint's puts nothing is reported: who closes it knows that all of them are over. Landed blocks are
  * in our memory and stay landed. The provider may still have put completions into the queue before the endpoint
  * went, so those are taken before the items go. */
-static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 {
+	struct tk_endpoint *endpoint = argument;
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
 		if (endpoint_of(work) != endpoint)
@@ -707,8 +709,7 @@ static int take_inbox(struct tk_fabric *fabric)
 		accept(fabric, work);
 	}
 	if (command) {
-		command->result = command->tags ? cancel(fabric, command->tags, command->tags_count)
-						: close_endpoint(fabric, command->endpoint);
+		command->result = command->run(fabric, command->argument);
 		publish(fabric);
 		pthread_mutex_lock(&fabric->inbox_lock);
 		command->done = 1;

@@ -205,26 +205,50 @@ int tk_fabric_provider(struct tk_fabric *fabric, char *out)
 	return fabric->ordered;
 }
 
+static int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *, void *), void *argument)
+{
+	if (!is_ours(fabric))
+		return -ECHILD;
+	struct command command = {.run = run, .argument = argument};
+	pthread_mutex_lock(&fabric->inbox_lock);
+	while (fabric->command && !fabric->stop)
+		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
+	if (fabric->stop) {
+		pthread_mutex_unlock(&fabric->inbox_lock);
+		return -ESHUTDOWN;
+	}
+	fabric->command = &command;
+	wake(fabric);
+	while (!command.done)
+		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	return command.result;
+}
+
+static int open_endpoint(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_endpoint *endpoint = argument;
+	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	if (status)
+		return status;
+	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
+	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
+	    (status = fi_enable(endpoint->fid)))
+		fi_close(&endpoint->fid->fid);
+	return status;
+}
+
 int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message)
 {
 	message[0] = 0;
-	if (!is_ours(fabric))
-		return -ECHILD;
 	struct tk_endpoint *endpoint = calloc(1, sizeof *endpoint);
 	if (!endpoint)
 		return -ENOMEM;
 	endpoint->fabric = fabric;
-	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	int status = on_the_thread(fabric, open_endpoint, endpoint);
 	if (status) {
 		free(endpoint);
-		return refused(message, "opening the endpoint", status);
-	}
-	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
-	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
-	    (status = fi_enable(endpoint->fid))) {
-		fi_close(&endpoint->fid->fid);
-		free(endpoint);
-		return refused(message, "enabling the endpoint", status);
+		return refused(message, "opening an endpoint", status);
 	}
 	pthread_mutex_lock(&fabric->handle_lock);
 	endpoint->next = fabric->endpoints;
@@ -250,28 +274,39 @@ int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out)
 	return 0;
 }
 
-int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out)
+struct peer {
+	char address[TK_ADDRESS_BYTES]; /* padded: a peer's word is not trusted to be as long as its kind */
+	fi_addr_t number;
+};
+
+static int add_peer(struct tk_fabric *fabric, void *argument)
 {
-	if (!is_ours(fabric))
-		return -ECHILD;
-	if (length > TK_ADDRESS_BYTES || !length)
-		return -EINVAL;
-	char padded[TK_ADDRESS_BYTES] = {0}; /* a peer's word is not trusted to be as long as its kind */
-	memcpy(padded, address, length);
-	fi_addr_t peer;
-	int added = fi_av_insert(fabric->av, padded, 1, &peer, 0, NULL);
-	if (added != 1)
-		return added < 0 ? added : -EINVAL;
-	*out = peer;
-	return 0;
+	struct peer *peer = argument;
+	int added = fi_av_insert(fabric->av, peer->address, 1, &peer->number, 0, NULL);
+	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
-int tk_peer_remove(struct tk_fabric *fabric, uint64_t peer)
+static int remove_peer(struct tk_fabric *fabric, void *argument)
 {
-	if (!is_ours(fabric))
-		return -ECHILD;
-	fi_addr_t address = peer;
-	return fi_av_remove(fabric->av, &address, 1, 0);
+	struct peer *peer = argument;
+	return fi_av_remove(fabric->av, &peer->number, 1, 0);
+}
+
+int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out)
+{
+	struct peer peer = {.number = FI_ADDR_UNSPEC};
+	if (length > TK_ADDRESS_BYTES || !length)
+		return -EINVAL;
+	memcpy(peer.address, address, length);
+	int status = on_the_thread(fabric, add_peer, &peer);
+	*out = peer.number;
+	return status;
+}
+
+int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
+{
+	struct peer peer = {.number = number};
+	return on_the_thread(fabric, remove_peer, &peer);
 }
 
 /* Keys are random so that nobody can guess the key of a region that was not given to him. */
@@ -462,29 +497,10 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 	return status;
 }
 
-static int run_command(struct tk_fabric *fabric, struct command *command)
-{
-	if (!is_ours(fabric))
-		return -ECHILD;
-	pthread_mutex_lock(&fabric->inbox_lock);
-	while (fabric->command && !fabric->stop)
-		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
-	if (fabric->stop) {
-		pthread_mutex_unlock(&fabric->inbox_lock);
-		return -ESHUTDOWN;
-	}
-	fabric->command = command;
-	wake(fabric);
-	while (!command->done)
-		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
-	pthread_mutex_unlock(&fabric->inbox_lock);
-	return command->result;
-}
-
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 {
-	struct command command = {.tags = tags, .tags_count = count};
-	return count > 0 ? run_command(fabric, &command) : 0;
+	struct cancellation wanted = {.tags = tags, .count = count};
+	return count > 0 ? on_the_thread(fabric, core_cancel, &wanted) : 0;
 }
 
 int tk_endpoint_close(struct tk_endpoint *endpoint)
@@ -499,8 +515,7 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 			break;
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
-	struct command command = {.endpoint = endpoint};
-	int status = run_command(fabric, &command);
+	int status = on_the_thread(fabric, core_close_endpoint, endpoint);
 	free(endpoint);
 	return status;
 }

@@ -73,11 +73,11 @@ struct watches {
 	uint32_t count, capacity;
 };
 
-/* A call that waits for the progress thread to do it. */
+/* A call that waits for the progress thread to do it. All that changes what the thread's queue reads from
+ * goes this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. */
 struct command {
-	const uint64_t *tags;
-	int tags_count;
-	struct tk_endpoint *endpoint; /* not NULL: close it */
+	int (*run)(struct tk_fabric *fabric, void *argument);
+	void *argument;
 	int result;
 	int done;
 };
@@ -147,5 +147,14 @@ struct tk_fabric {
 };
 
 void *core_progress(void *fabric);
+
+struct cancellation {
+	const uint64_t *tags;
+	int count;
+};
+
+/* Commands that need the thread's own lists. */
+int core_cancel(struct tk_fabric *fabric, void *cancellation);
+int core_close_endpoint(struct tk_fabric *fabric, void *endpoint);
 
 #endif

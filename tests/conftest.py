@@ -1,17 +1,78 @@
-"""For all tests: the slow ones run last, in the order wheel, then README."""
+"""What many tests need: a running node, and a client with a buffer."""
 
 from __future__ import annotations
 
+import mmap
+import secrets
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
-__all__ = ["pytest_collection_modifyitems"]
+from kvstore.client import Block, Client
+from kvstore.demo.node_process import NodeProcess
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from nic_offload.fabric import Region
+
+MIB = 1 << 20
+SMALL_DRIVE = "64MiB"
+
+
+class Rig:
+    """A client of a node, a buffer to put from and one to get into, and a flag word."""
+
+    def __init__(self, node: NodeProcess, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
+        self.node = node
+        self.client = Client(node.target, slots=slots, block_bytes_max=block_bytes_max)
+        self.source = mmap.mmap(-1, 16 * MIB)
+        self.source[:] = secrets.token_bytes(16 * MIB)
+        self.target = mmap.mmap(-1, 16 * MIB)
+        self.from_region = self.client.register(self.source)
+        self.to_region = self.client.register(self.target)
+        self.flags = FlagWords.create(1)
+        self.name = secrets.token_bytes(8)
+
+    def key(self, number: int) -> bytes:
+        return block_key(self.name, number.to_bytes(4))
+
+    def block(
+        self, number: int, length: int = MIB, *, region: Region | None = None, offset: int = -1
+    ) -> Block:
+        offset = number % 16 * MIB if offset < 0 else offset
+        return Block(self.key(number), region or self.from_region, offset, length, threshold=number + 1)
+
+    def wanted(self, block: Block) -> Block:
+        return Block(block.key, self.to_region, block.offset, block.length)
+
+    def is_exact(self, block: Block) -> bool:
+        piece = slice(block.offset, block.offset + block.length)
+        return self.source[piece] == self.target[piece]
+
+    def close(self) -> None:
+        self.client.close()
+        self.flags.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE) as process:
+        yield process
+
+
+@pytest.fixture
+def rig(node: NodeProcess) -> Iterator[Rig]:
+    rig = Rig(node)
+    yield rig
+    rig.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move what takes long behind everything else; README's commands come last of all."""
+    """What takes long comes behind everything else; README's commands come last of all."""
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("slow") is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore import doctor
+from kvstore import doctor, probes
 from kvstore.doctor import Result
-from kvstore.errors import FabricError, FabricUnavailable
+from kvstore.errors import FabricError, FabricUnavailable, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,15 +91,31 @@ def test_io_uring_refused_names_the_switch_that_refuses(setting: str | None, do:
     (tmp_path / "sys/kernel").mkdir(parents=True)
     if setting:
         (tmp_path / "sys/kernel/io_uring_disabled").write_text(setting + "\n")
-    (result,) = doctor.check_io_uring(lambda: errno.EPERM, tmp_path)
+    (result,) = doctor.check_io_uring(tmp_path, lambda: errno.EPERM, proc=tmp_path)
     assert result.status == "fail"
     assert "Operation not permitted" in result.found
     assert do in result.do
 
 
 def test_io_uring_that_works_is_believed_over_the_switch(tmp_path: Path) -> None:
-    (result,) = doctor.check_io_uring(lambda: 0, tmp_path)
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/kernel/io_uring_disabled").write_text("1\n")
+    (result,) = doctor.check_io_uring(tmp_path, lambda: 0, lambda _: None, tmp_path)
     assert result.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("error", "do"),
+    [(StorageError("it came back torn"), "data folder"), (ImportError("no _uring"), "make setup")],
+)
+def test_a_ring_that_is_allowed_and_does_not_work_fails(error: Exception, do: str, tmp_path: Path) -> None:
+    def exercise(_: Path) -> None:
+        raise error
+
+    (result,) = doctor.check_io_uring(tmp_path, lambda: 0, exercise, tmp_path)
+    assert result.status == "fail"
+    assert str(error) in result.found
+    assert do in result.do
 
 
 def _measured(write: float, read: float) -> Callable[[Path], tuple[float, float]]:
@@ -138,7 +154,7 @@ def test_a_folder_that_is_not_there_is_judged_by_its_parent_and_not_made(tmp_pat
 
 
 def test_measuring_a_drive_leaves_nothing_behind(tmp_path: Path) -> None:
-    write_gbps, read_gbps = doctor.measure_drive(tmp_path, 8 << 20)
+    write_gbps, read_gbps = probes.measure_drive(tmp_path, 8 << 20)
     assert write_gbps > 0
     assert read_gbps > 0
     assert list(tmp_path.iterdir()) == []

@@ -156,10 +156,12 @@ class Client:
             self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms)
         )
 
-    def abort(self, link: Link, leases: Sequence[pb.Lease]) -> None:
-        """Give leases back without waiting for the answer; without one the link ends."""
+    def abort(self, link: Link, leases: Sequence[pb.Lease]) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer."""
+        over = threading.Event()
         if link.error is not None or not leases:
-            return
+            over.set()
+            return over
         request = pb.AbortRequest(
             connection=link.number,
             leases=[pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases],
@@ -169,9 +171,11 @@ class Client:
 
         def check(answered: grpc.Future) -> None:
             if answered.exception() is not None:
-                self.lose(link, NodeUnavailable("The node did not take expired leases back."))
+                self.lose(link, NodeUnavailable("The node did not take leases back."))
+            over.set()
 
         call.add_done_callback(check)
+        return over
 
     # --- gets over the fabric
 

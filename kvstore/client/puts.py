@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvstore.client.blocks import PutResult
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
-from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
+from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
@@ -92,12 +92,13 @@ class Reservation:
         )
 
     def give_back(self) -> None:
-        """Return the leases: nothing will be put."""
+        """Return the leases: nothing will be put. When this returns, the slots are free again."""
         self._spend()
         with self._client.lock:
             leases = [put.lease for put in self._puts if not put.lease.already_stored]
             self._link.give_back_words([put.word for put in self._puts])
-            self._client.abort(self._link, leases)
+            answered = self._client.abort(self._link, leases)
+        answered.wait(RPC_TIMEOUT_MS / 1000)
 
 
 class ArmedPuts:

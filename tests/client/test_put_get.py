@@ -1,0 +1,205 @@
+"""The path itself: a real node process, a real fabric, a real drive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Client, Hit
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, FabricError
+from kvstore.miss import Miss, MissReason
+from tests.conftest import MIB, SMALL_DRIVE, Rig
+
+from kvstore.demo.node_process import NodeProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WAIT_S = 20.0
+
+
+def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WRITTEN) -> list[object]:
+    blocks = [rig.block(i, length) for i, length in enumerate(lengths)]
+    rig.flags[0].store(0)
+    puts = rig.client.reserve(blocks, durability=durability).arm(rig.flags[0])
+    rig.flags[0].store(len(blocks))
+    for result in puts.wait(WAIT_S):
+        assert result.error is None
+        assert result.durability is not None
+        assert result.durability >= durability
+    return list(blocks)
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_a_put_of_every_durability_comes_back_byte_for_byte(rig: Rig, durability: Durability) -> None:
+    lengths = [1, 511, 4095, 4096, 4097, 65537, MIB - 1, MIB]
+    blocks = [rig.block(i, length) for i, length in enumerate(lengths)]
+    put_all(rig, lengths, durability)
+    if durability is Durability.LANDED:
+        # `landed` promises nothing of the drive; the same blocks put as `written` wait for the first ones.
+        put_all(rig, lengths)
+    outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
+    assert outcomes == [Hit(block.key) for block in blocks]
+    assert all(rig.is_exact(block) for block in blocks)
+
+
+def test_a_get_writes_inside_its_block_and_nowhere_else(rig: Rig) -> None:
+    put_all(rig, [5000])
+    rig.target[:] = b"\xa5" * len(rig.target)
+    block = rig.block(0, 5000, region=rig.to_region, offset=12345)
+    assert rig.client.get([block], timeout_s=WAIT_S) == [Hit(block.key)]
+    assert rig.target[12345:17345] == rig.source[:5000]
+    assert rig.target[:12345] == b"\xa5" * 12345
+    assert rig.target[17345:] == b"\xa5" * (len(rig.target) - 17345)
+
+
+def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Rig) -> None:
+    block = rig.block(0)
+    puts = rig.client.reserve([block]).arm(rig.flags[0])
+    before = rig.client.calls
+    store = "import sys; from nic_offload.flags import FlagWords\nwith FlagWords.open(sys.argv[1]) as f: f[0].store(1)"
+    subprocess.run([sys.executable, "-c", store, rig.flags.path], check=True, timeout=WAIT_S)
+    (result,) = puts.wait(WAIT_S)
+    assert result.error is None
+    assert 0 < result.fired_ns <= result.landed_ns <= result.durable_ns
+    assert rig.client.calls == before
+
+
+def test_nothing_goes_out_before_its_threshold(rig: Rig) -> None:
+    blocks = [rig.block(i) for i in range(3)]
+    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(2)
+    while puts.progress()[2] < 2:
+        assert puts.progress()[0] <= 2
+    assert rig.client.get([rig.wanted(blocks[2])], timeout_s=WAIT_S) == [Miss(MissReason.UNKNOWN)]
+    rig.flags[0].store(3)
+    assert all(result.error is None for result in puts.wait(WAIT_S))
+
+
+def test_a_block_that_is_stored_is_not_sent_again(rig: Rig) -> None:
+    put_all(rig, [MIB] * 4)
+    sent = rig.client.fabric.statistics().put_bytes
+    reservation = rig.client.reserve([rig.block(i) for i in range(5)])
+    assert reservation.already_stored == 4
+    puts = reservation.arm(rig.flags[0])
+    rig.flags[0].store(5)
+    assert [result.already_stored for result in puts.wait(WAIT_S)] == [True] * 4 + [False]
+    assert rig.client.fabric.statistics().put_bytes == sent + MIB
+
+
+def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodeProcess) -> None:
+    rig = Rig(node, slots=1)
+    for _ in range(3):  # more rounds than there are slots
+        puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
+        assert puts.cancel() == 1
+        (result,) = puts.wait(WAIT_S)
+        assert isinstance(result.error, FabricError)
+        _until_a_slot_is_free(rig)
+    rig.flags[0].store(100)
+    assert rig.client.get([rig.wanted(rig.block(0))], timeout_s=WAIT_S) == [Miss(MissReason.UNKNOWN)]
+    rig.close()
+
+
+def _until_a_slot_is_free(rig: Rig) -> None:
+    from kvstore.errors import Overloaded
+
+    for _ in range(1000):
+        try:
+            rig.client.reserve([rig.block(1)]).give_back()
+        except Overloaded:
+            continue
+        return
+    pytest.fail("the slot did not come back")
+
+
+def test_a_reservation_given_back_frees_its_slots(node: NodeProcess) -> None:
+    rig = Rig(node, slots=2)
+    for _ in range(5):
+        _until_a_slot_is_free(rig)
+    rig.close()
+
+
+def test_a_flag_that_comes_too_late_fires_nothing(rig: Rig) -> None:
+    puts = rig.client.reserve([rig.block(0)], lease_ms=200).arm(rig.flags[0])
+    (result,) = puts.wait(WAIT_S)
+    assert isinstance(result.error, DeadlineExceeded)
+    rig.flags[0].store(1)
+    assert rig.client.get([rig.wanted(rig.block(0))], timeout_s=WAIT_S) == [Miss(MissReason.UNKNOWN)]
+    put_all(rig, [MIB])  # and the client goes on
+
+
+def test_a_get_under_another_layout_or_length_is_a_miss(node: NodeProcess, rig: Rig) -> None:
+    put_all(rig, [MIB])
+    short = rig.block(0, MIB - 1, region=rig.to_region)
+    (outcome,) = rig.client.get([short], timeout_s=WAIT_S)
+    assert isinstance(outcome, Miss)
+    assert outcome.reason is MissReason.LENGTH
+    with Client(node.target, layout=b"another") as other:
+        region = other.register(bytearray(MIB))
+        (outcome,) = other.get([rig.block(0, region=region)], timeout_s=WAIT_S)
+        assert isinstance(outcome, Miss)
+        assert outcome.reason is MissReason.LAYOUT
+
+
+def test_another_tenant_does_not_get_the_block(node: NodeProcess, rig: Rig) -> None:
+    put_all(rig, [MIB])
+    with Client(node.target, tenant="other") as other:
+        region = other.register(bytearray(MIB))
+        (outcome,) = other.get([rig.block(0, region=region)], timeout_s=WAIT_S)
+        assert isinstance(outcome, Miss)
+        assert outcome.reason is MissReason.UNKNOWN
+
+
+def test_inline_and_fabric_see_the_same_blocks(rig: Rig) -> None:
+    data = bytes(rig.source[:70_000])
+    assert rig.client.put_inline(rig.key(0), data) is Durability.WRITTEN
+    assert rig.client.get_inline(rig.key(0), len(data)) == data
+    block = rig.block(0, len(data))
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    assert rig.is_exact(block)
+    assert rig.client.get_inline(rig.key(1), 10) == Miss(MissReason.UNKNOWN)
+
+
+def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
+    length = 64 * MIB
+    with NodeProcess(tmp_path / "node", capacity="256MiB") as node:
+        with Client(node.target, slots=1, block_bytes_max=length) as client:
+            rig = Rig(node)
+            data = bytearray(rig.source[:] * 4)
+            into = bytearray(length)
+            from kvstore.client import Block
+
+            source = client.register(data)
+            block = Block(rig.key(0), source, 0, length, threshold=1)
+            puts = client.reserve([block]).arm(rig.flags[0])
+            rig.flags[0].store(1)
+            assert puts.wait(WAIT_S)[0].error is None
+            target = client.register(into)
+            assert client.get([Block(block.key, target, 0, length)], timeout_s=WAIT_S) == [Hit(block.key)]
+            assert into == data
+            rig.close()
+
+
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm", "sockets"])
+def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> None:
+    from kvstore.client import Block
+    from nic_offload.library import load
+
+    if provider not in {info.name for info in load().providers() if info.rma}:
+        pytest.skip(f"this libfabric offers no {provider}")
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, provider=provider) as node:
+        rig = Rig(node)
+        with Client(node.target, provider=provider, slots=8, block_bytes_max=MIB) as client:
+            source, target = client.register(rig.source), client.register(rig.target)
+            blocks = [Block(rig.key(i), source, i * MIB, MIB, threshold=1) for i in range(8)]
+            puts = client.reserve(blocks).arm(rig.flags[0])
+            rig.flags[0].store(1)
+            assert all(result.error is None for result in puts.wait(WAIT_S))
+            wanted = [Block(block.key, target, block.offset, MIB) for block in blocks]
+            assert client.get(wanted, timeout_s=WAIT_S) == [Hit(block.key) for block in blocks]
+            assert all(rig.is_exact(block) for block in blocks)
+        rig.close()

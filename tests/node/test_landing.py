@@ -1,0 +1,147 @@
+"""The lease table, without I/O: a slot is never anybody's twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.durability import Durability
+from kvstore.errors import Overloaded
+from kvstore.limits import PAGE_BYTES
+from kvstore.node.landing import LandingLayout, Lease, Slots, SlotState
+
+SLOTS = 4
+
+
+def lease_of(slot: int, generation: int) -> Lease:
+    return Lease(slot, generation, b"k" * 32, b"f" * 16, 100, Durability.WRITTEN, 0, 0)
+
+
+def leased(slots: Slots, generation: int) -> Lease:
+    lease = lease_of(slots.take(1)[0], generation)
+    slots.hold(lease)
+    return lease
+
+
+def test_a_slot_is_free_again_only_when_the_drive_is_done_with_it() -> None:
+    slots = Slots(1)
+    leased(slots, 7)
+    assert slots.landed(7) is not None
+    with pytest.raises(Overloaded, match="0 of 1 landing slots free"):
+        slots.take(1)
+    slots.finished(7)
+    assert slots.take(1) == [0]
+
+
+def test_all_slots_or_none_are_taken() -> None:
+    slots = Slots(SLOTS)
+    with pytest.raises(Overloaded):
+        slots.take(SLOTS + 1)
+    assert slots.in_state(SlotState.FREE) == SLOTS
+
+
+def test_an_expired_slot_is_quarantined_until_the_client_gives_it_back() -> None:
+    slots = Slots(1)
+    lease = leased(slots, 7)
+    assert slots.expired(7) is lease
+    assert slots.is_quarantined(7)
+    with pytest.raises(Overloaded):
+        slots.take(1)
+    assert slots.abort(lease.slot, 7)
+    assert slots.take(1) == [lease.slot]
+
+
+def test_a_block_that_lands_after_its_lease_is_not_taken() -> None:
+    slots = Slots(1)
+    leased(slots, 7)
+    slots.expired(7)
+    assert slots.landed(7) is None
+
+
+def test_a_flag_of_an_unknown_generation_is_not_taken() -> None:
+    slots = Slots(1)
+    leased(slots, 7)
+    assert slots.landed(8) is None
+    assert slots.landed(7) is not None
+    assert slots.landed(7) is None  # and once only
+
+
+def test_a_landed_block_cannot_be_aborted() -> None:
+    slots = Slots(1)
+    lease = leased(slots, 7)
+    slots.landed(7)
+    assert not slots.abort(lease.slot, 7)
+    assert slots.in_state(SlotState.WRITING) == 1
+
+
+def test_giving_back_another_slot_than_the_leased_one_changes_nothing() -> None:
+    slots = Slots(2)
+    lease = leased(slots, 7)
+    assert not slots.abort(1 - lease.slot, 7)
+    assert slots.in_state(SlotState.LEASED) == 1
+
+
+@pytest.mark.parametrize(("slots", "block_bytes_max"), [(1, 1), (3, 4096), (513, 4097), (1024, 1 << 20)])
+def test_slots_and_flags_never_overlap_and_headers_are_page_aligned(slots: int, block_bytes_max: int) -> None:
+    layout = LandingLayout(slots, block_bytes_max)
+    flags_end = layout.flag(slots - 1) + 8
+    assert flags_end <= layout.header(0)
+    for slot in range(slots):
+        assert layout.header(slot) % PAGE_BYTES == 0
+        assert layout.payload(slot) == layout.header(slot) + PAGE_BYTES
+        end = layout.payload(slot) + block_bytes_max
+        assert end <= (layout.header(slot + 1) if slot + 1 < slots else layout.total_bytes)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Random lives of slots against the simplest account of who has which."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.slots = Slots(SLOTS)
+        self.held: dict[int, Lease] = {}
+        self.states: dict[int, SlotState] = {}
+        self.next = 1
+
+    @rule()
+    @precondition(lambda self: len(self.held) < SLOTS)
+    def lease(self) -> None:
+        lease = leased(self.slots, self.next)
+        assert lease.slot not in {other.slot for other in self.held.values()}
+        self.held[self.next] = lease
+        self.states[self.next] = SlotState.LEASED
+        self.next += 1
+
+    @rule(data=st.data(), step=st.sampled_from(["landed", "finished", "expired", "abort"]))
+    @precondition(lambda self: self.held)
+    def move(self, data: st.DataObject, step: str) -> None:
+        generation = data.draw(st.sampled_from(sorted(self.held)))
+        state, lease = self.states[generation], self.held[generation]
+        match step:
+            case "landed":
+                assert (self.slots.landed(generation) is lease) == (state is SlotState.LEASED)
+                if state is SlotState.LEASED:
+                    self.states[generation] = SlotState.WRITING
+            case "expired":
+                assert (self.slots.expired(generation) is lease) == (state is SlotState.LEASED)
+                if state is SlotState.LEASED:
+                    self.states[generation] = SlotState.QUARANTINED
+            case "finished" if state is SlotState.WRITING:
+                assert self.slots.finished(generation) is lease
+                del self.held[generation], self.states[generation]
+            case "abort":
+                assert self.slots.abort(lease.slot, generation) == (state is not SlotState.WRITING)
+                if state is not SlotState.WRITING:
+                    del self.held[generation], self.states[generation]
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        assert self.slots.in_state(SlotState.FREE) == SLOTS - len(self.held)
+        for state in (SlotState.LEASED, SlotState.WRITING, SlotState.QUARANTINED):
+            assert self.slots.in_state(state) == sum(other is state for other in self.states.values())
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
