@@ -40,7 +40,9 @@ class Rig:
     def key(self, number: int) -> bytes:
         return block_key(self.name, number.to_bytes(4))
 
-    def block(self, number: int, length: int = MIB, *, region: Region | None = None, offset: int = -1) -> Block:
+    def block(
+        self, number: int, length: int = MIB, *, region: Region | None = None, offset: int = -1
+    ) -> Block:
         offset = number % 16 * MIB if offset < 0 else offset
         return Block(self.key(number), region or self.from_region, offset, length, threshold=number + 1)
 
@@ -67,3 +69,14 @@ def rig(node: NodeProcess) -> Iterator[Rig]:
     rig = Rig(node)
     yield rig
     rig.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes behind everything else; README's commands come last of all."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.get_closest_marker("slow") is None:
+            return 0
+        return 2 if item.path.name == "test_readme.py" else 1
+
+    items.sort(key=rank)

@@ -1,0 +1,61 @@
+# One command each. Every rule that needs it does the set-up first; a second set-up takes well under a second.
+#
+#   PYTHON=/path/to/python3    the interpreter for .venv (3.11 or newer)
+#   PYTEST_ARGS='-k lease -x'  handed on to pytest
+#   DEMO_ARGS='...'            handed on to `kvstore demo`
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+py := .venv/bin/python
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## system packages, .venv, the C core; does only what is missing
+	@PYTHON='$(PYTHON)' tools/setup.sh
+
+.PHONY: demo
+demo: setup ## a storage node and a client on this machine, blocks put by a flag store and read back
+	@.venv/bin/kvstore demo $(DEMO_ARGS)
+
+.PHONY: test
+test: setup ## all tests
+	@$(py) -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: setup ## ruff, its formatter, mypy --strict
+	@$(py) -m ruff check .
+	@$(py) -m ruff format --check .
+	@$(py) -m mypy
+
+.PHONY: lint-fix
+lint-fix: setup ## let ruff repair and format what it can
+	@$(py) -m ruff check --fix .
+	@$(py) -m ruff format .
+
+.PHONY: bench
+bench: setup ## every benchmark; results in build/bench/
+	@$(py) -m tests.bench all
+
+bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
+	@$(py) -m tests.bench $*
+
+.PHONY: proto
+proto: setup ## generate kvstore/wire/*_pb2* from proto/
+	@$(py) tools/generate_wire.py
+
+.PHONY: wheel
+wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3.11 on
+	@$(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .
+
+.PHONY: clean
+clean: ## remove .venv and all that was built
+	rm -rf .venv .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

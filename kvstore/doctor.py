@@ -1,0 +1,320 @@
+"""`kvstore doctor`: what this machine offers the store, what that means, and what to do about it.
+
+What always holds: every check ends in a `Result`, also when what it looks at is absent or broken; no check
+can stop another. The machine is left as it was. Exit status 0 unless a check says `fail`.
+
+What it doesn't do: change settings, install anything, create the data folder, or test another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from kvstore.errors import FabricError, FabricUnavailable, StorageError
+from kvstore.limits import LANDING_BYTES_MAX
+from kvstore.probes import (
+    MEASURE_BYTES,
+    exercise_ring,
+    gpu_names,
+    may_lock,
+    measure_drive,
+    try_io_uring,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+__all__ = [
+    "Library",
+    "Provider",
+    "Result",
+    "check_drive",
+    "check_fabric",
+    "check_gpu",
+    "check_io_uring",
+    "check_memory",
+    "examine",
+    "main",
+    "run",
+    "table",
+]
+
+Status = Literal["ok", "warn", "fail"]
+
+_PROC = Path("/proc")
+_DRIVE_SLOW_GBPS = 0.5
+_COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One check: what was found, what it means here, and what to do (empty: nothing)."""
+
+    check: str
+    status: Status
+    found: str
+    means: str
+    do: str = ""
+
+
+class Provider(Protocol):
+    """What the doctor asks of a provider; `nic_offload.library.ProviderInfo` answers it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 - documented there
+    @property
+    def rma(self) -> bool: ...  # noqa: D102 - documented there
+    @property
+    def ordered(self) -> bool: ...  # noqa: D102 - documented there
+    @property
+    def deferred_work(self) -> bool: ...  # noqa: D102 - documented there
+
+
+class Library(Protocol):
+    """What the doctor asks of libfabric; `nic_offload.library.Library` answers it."""
+
+    @property
+    def version(self) -> str: ...  # noqa: D102 - documented there
+    def providers(self) -> Sequence[Provider]: ...  # noqa: D102 - documented there
+    def best_provider(self) -> str: ...  # noqa: D102 - documented there
+
+
+def _load_library() -> Library:
+    from nic_offload import library  # noqa: PLC0415 - a core that is not built is a finding, not a crash
+
+    return library.load()
+
+
+def check_fabric(load: Callable[[], Library] = _load_library) -> Iterator[Result]:
+    """libfabric, and what each of its providers can carry."""
+    without = "Clients can still send blocks inside gRPC; nothing is triggered."
+    try:
+        library = load()
+        providers = library.providers()
+    except ImportError as error:
+        yield Result("C core", "fail", str(error), "Without the C core nothing moves.", "Run `make setup`.")
+        return
+    except FabricUnavailable as error:
+        yield Result("libfabric", "warn", str(error), without, "apt-get install libfabric1")
+        return
+    except FabricError as error:
+        yield Result("libfabric", "fail", str(error), without, "See what `fi_info` says on this machine.")
+        return
+    yield Result("libfabric", "ok", f"version {library.version}", "Blocks can travel by remote writes.")
+    try:
+        best = library.best_provider()
+    except FabricUnavailable as error:
+        yield Result("providers", "warn", str(error), without, "apt-get install libfabric1")
+        return
+    for provider in providers:
+        name = f"provider {provider.name}"
+        if provider.rma:
+            chosen = " The data plane takes this one." if provider.name == best else ""
+            yield Result(name, "ok", _abilities(provider), _trigger_words(provider) + chosen)
+
+
+def _abilities(provider: Provider) -> str:
+    words = ["remote writes"]
+    words += ["ordered"] if provider.ordered else []
+    words += ["triggered operations"] if provider.deferred_work else []
+    return ", ".join(words)
+
+
+def _trigger_words(provider: Provider) -> str:
+    if provider.name == "cxi":
+        return "The NIC fires by itself (never run by this project on real hardware)."
+    if provider.deferred_work:
+        return "The library fires in software, over TCP; good for tests of triggered operations."
+    return "Our agent, a C thread, fires."
+
+
+def check_io_uring(
+    data: Path,
+    attempt: Callable[[], int] = try_io_uring,
+    exercise: Callable[[Path], None] = exercise_ring,
+    proc: Path = _PROC,
+) -> Iterator[Result]:
+    """Whether this process may use io_uring, and whether the store's own ring works with this drive."""
+    switch = proc / "sys/kernel/io_uring_disabled"
+    setting = switch.read_text().strip() if switch.exists() else "0"
+    means = "A storage node cannot write to its drive here."
+    if error := attempt():
+        found = f"refused: {os.strerror(error)}; kernel.io_uring_disabled is {setting}"
+        do = (
+            "sysctl kernel.io_uring_disabled=0"
+            if setting != "0"
+            else "In a container, allow io_uring in seccomp."
+        )
+        yield Result("io_uring", "fail", found, means, do)
+        return
+    try:
+        exercise(_existing(data))
+    except ImportError as broken:
+        yield Result("io_uring", "fail", str(broken), means, "Run `make setup`.")
+    except (StorageError, OSError) as broken:
+        do = "See the data folder's lines below."
+        yield Result("io_uring", "fail", f"the kernel allows it, but: {broken}", means, do)
+    else:
+        found = "a page went through the store's own ring and came back"
+        yield Result("io_uring", "ok", found, "The drive is written without blocking.")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest of its parents that is there."""
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def check_drive(
+    data: Path, measure: Callable[[Path], tuple[float, float]] = measure_drive
+) -> Iterator[Result]:
+    """O_DIRECT and speed on the file system of the data folder."""
+    folder = _existing(data)
+    where = f"{folder}" if folder == data.absolute() else f"{folder} ({data} is not there yet)"
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < 2 * MEASURE_BYTES:
+        found = f"{free_bytes / 1e9:.1f} GB free on {where}"
+        yield Result("data folder", "fail", found, "There is no room for blocks.", "Name another --data.")
+        return
+    try:
+        write_gbps, read_gbps = measure(folder)
+    except PermissionError:
+        yield Result(
+            "data folder", "fail", f"{where} cannot be written", "The node could not start.", "chown it."
+        )
+        return
+    except OSError as error:
+        means = "The node needs O_DIRECT, and this file system refuses it."
+        yield Result(
+            "O_DIRECT", "fail", f"{where}: {error.strerror}", means, "Use ext4, xfs or a block device."
+        )
+        return
+    yield Result(
+        "data folder", "ok", f"{where}, {free_bytes / 1e9:,.0f} GB free", "There is room for blocks."
+    )
+    yield Result("O_DIRECT", "ok", f"works on {folder}", "Blocks go to the drive past the page cache.")
+    slow = min(write_gbps, read_gbps) < _DRIVE_SLOW_GBPS
+    yield Result(
+        "drive speed",
+        "warn" if slow else "ok",
+        f"write {write_gbps:.2f} GB/s, read {read_gbps:.2f} GB/s",
+        "One sequential stream at depth 1; a node with many requests in flight gets more.",
+        "Compare with the drive's data sheet; a network or virtual disk is often this slow." if slow else "",
+    )
+
+
+def check_memory(
+    proc: Path = _PROC, memlock_bytes: int | None = None, *, privileged: bool | None = None
+) -> Iterator[Result]:
+    """RAM, how much of it may be pinned for the fabric, and huge pages."""
+    facts = {line.split(":")[0]: int(line.split()[1]) for line in (proc / "meminfo").read_text().splitlines()}
+    total_bytes, free_bytes = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024
+    enough = free_bytes >= LANDING_BYTES_MAX
+    yield Result(
+        "memory",
+        "ok" if enough else "warn",
+        f"{total_bytes / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} GiB available",
+        f"A node lands blocks in at most {LANDING_BYTES_MAX >> 30} GiB.",
+        "" if enough else "Run a node with fewer clients or smaller blocks.",
+    )
+    if memlock_bytes is None:
+        memlock_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if privileged is None:
+        privileged = may_lock(proc)
+    unlimited = memlock_bytes == resource.RLIM_INFINITY
+    free_of_it = unlimited or memlock_bytes >= LANDING_BYTES_MAX or privileged
+    limit = "unlimited" if unlimited else f"{memlock_bytes / 2**20:,.1f} MiB"
+    yield Result(
+        "RLIMIT_MEMLOCK",
+        "ok" if free_of_it else "warn",
+        limit + (" (this process has CAP_IPC_LOCK and is exempt)" if privileged and not unlimited else ""),
+        "RDMA NICs pin what is registered and count it against this; software providers pin nothing.",
+        "" if free_of_it else "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit.",
+    )
+    pages, page_kib = facts.get("HugePages_Total", 0), facts.get("Hugepagesize", 0)
+    found = f"{pages} of {page_kib // 1024} MiB" if pages else "none set aside"
+    yield Result(
+        "huge pages", "ok", found, "They shorten registration on RDMA NICs; nothing here needs them."
+    )
+
+
+def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
+    """A GPU, if there is one; none is fine."""
+    if found := names():
+        yield Result("GPU", "ok", ", ".join(found), "Its kernels can store to the flags.")
+    else:
+        yield Result("GPU", "ok", "none", "Any process can store to the flags instead.")
+
+
+def examine(data: Path) -> list[Result]:
+    """Every check, each on its own: one that breaks becomes a `fail` and the next one runs."""
+    checks: tuple[tuple[str, Callable[[], Iterable[Result]]], ...] = (
+        ("libfabric", check_fabric),
+        ("io_uring", lambda: check_io_uring(data)),
+        ("data folder", lambda: check_drive(data)),
+        ("memory", check_memory),
+        ("GPU", check_gpu),
+    )
+    results: list[Result] = []
+    for name, check in checks:
+        try:
+            results.extend(check())
+        except (OSError, KeyError, ValueError, IndexError) as error:
+            found = f"{type(error).__name__}: {error}"
+            results.append(
+                Result(name, "fail", found, "This check could not be made.", "Report it with this line.")
+            )
+    return results
+
+
+def table(results: Sequence[Result], *, colour: bool) -> str:
+    """The results for people: status, check, finding; below it what it means and what to do."""
+    width = max(len(result.check) for result in results)
+    margin = " " * (6 + width + 2)
+    lines = []
+    for result in results:
+        status = result.status.ljust(4)
+        if colour:
+            status = f"\x1b[{_COLOURS[result.status]}m{status}\x1b[0m"
+        head, *rest = textwrap.wrap(result.found, _WIDTH - len(margin)) or [""]
+        lines.append(f"{status}  {result.check.ljust(width)}  {head}".rstrip())
+        for text in (*rest, result.means, f"-> {result.do}" if result.do else ""):
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+    counts = ", ".join(f"{sum(r.status == word for r in results)} {word}" for word in _COLOURS)
+    return "\n".join([*lines, "", counts])
+
+
+def run(data: Path, *, as_json: bool) -> int:
+    """Examine this machine, print, and give the exit status."""
+    results = examine(data)
+    if as_json:
+        text = json.dumps([asdict(result) for result in results], indent=2)
+    else:
+        text = table(results, colour=sys.stdout.isatty())
+    sys.stdout.write(text + "\n")
+    return int(any(result.status == "fail" for result in results))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as `python -m kvstore.doctor`."""
+    parser = argparse.ArgumentParser(prog="kvstore doctor", description="What this machine offers the store.")
+    parser.add_argument("--data", type=Path, default=Path(), help="the node's data folder (default: here)")
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    arguments = parser.parse_args(argv)
+    return run(arguments.data, as_json=arguments.as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

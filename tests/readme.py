@@ -1,0 +1,62 @@
+"""Reads the shell commands out of a page, and makes the clean copy that they are run in.
+
+A command is a line of a fenced `console` block that begins with `$ `, or any line of a fenced `sh` block
+that is neither empty nor a comment. What follows a `$ ` line without one is output, and is not compared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["clean_copy", "commands", "environment"]
+
+_FENCE = re.compile(r"^```(console|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page, in their order, exactly as printed."""
+    found = []
+    for kind, block in _FENCE.findall(text):
+        for line in block.splitlines():
+            if kind == "console" and line.startswith("$ "):
+                found.append(line[2:].strip())
+            elif kind == "sh" and line.strip() and not line.lstrip().startswith("#"):
+                found.append(line.strip())
+    return found
+
+
+def clean_copy(root: Path, copy: Path) -> Path:
+    """What git would check out of this work tree, with the changes in it, and nothing that was built."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    for name in sorted(set(listed.stdout.decode().split("\0")) - {""}):
+        source, target = root / name, copy / name
+        if source.is_file():  # a file that was deleted and not committed is still in the index
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    return copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """The environment of this process without what a venv, a make or a pytest around it has set."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "MAKE", "VIRTUAL_ENV", "PYTHON", "TRIGGERKV")) and name != "MFLAGS"
+    }
+    folders = kept.get("PATH", "").split(os.pathsep)
+    kept["PATH"] = os.pathsep.join(folder for folder in folders if "/.venv/" not in f"{folder}/")
+    kept["PWD"] = str(copy)
+    return kept

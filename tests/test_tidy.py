@@ -1,0 +1,103 @@
+"""The tidy test: this tree keeps the rules of the house, and each rule catches what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import tidy
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES = {rule.__name__: rule for rule in tidy.RULES}
+
+GOOD = '"""A module."""\n'
+
+# rule, file, text, and a word of the breach; put together so that this file breaks no rule itself
+PLANTED = [
+    ("imports_run_one_way", "sim/a.py", "import nic_offload", "sim must not import nic_offload"),
+    ("imports_run_one_way", "sim/a.py", "def f():\n    from kvstore.limits import X", "kvstore.limits"),
+    ("imports_run_one_way", "nic_offload/a.py", "import kvstore.errors", "kvstore.errors"),
+    ("imports_run_one_way", "nic_offload/a.py", "from sim import cli", "must not import sim"),
+    ("imports_run_one_way", "kvstore/node/a.py", "import tests.fakes", "tests.fakes"),
+    ("no_pickle", "kvstore/a.py", "import pickle", "pickle"),
+    ("no_pickle", "tests/a.py", "from marshal import loads", "marshal"),
+    ("no_builtin_hash", "kvstore/a.py", "key = hash(b'x')", "hash()"),
+    ("time_only_through_the_clock", "kvstore/node/a.py", "import time\ntime.time()", "time.time"),
+    ("time_only_through_the_clock", "sim/a.py", "import time\nf = time.monotonic_ns", "monotonic_ns"),
+    ("time_only_through_the_clock", "kvstore/a.py", "from time import monotonic", "kvstore.clock"),
+    ("time_only_through_the_clock", "kvstore/a.py", "from datetime import datetime\ndatetime.now()", "now"),
+    ("no_bare_except", "sim/a.py", "try:\n    pass\nexcept:\n    pass", "bare except"),
+    ("environment_only_in_config", "kvstore/a.py", "import os\nos.environ['X']", "environment"),
+    ("environment_only_in_config", "nic_offload/a.py", "import os\nos.getenv('X')", "environment"),
+    ("environment_only_in_config", "kvstore/a.py", "from os import environ", "environment"),
+    ("nothing_left_undone", "kvstore/a.py", "raise Not" + "ImplementedError", "NotImpl"),
+    ("nothing_left_undone", "nic_offload/a.c", "/* TO" + "DO */", "TO"),
+    ("nothing_left_undone", "tools/a.sh", "# FIX" + "ME later", "FIX"),
+    ("all_says_what_is_public", "kvstore/a.py", "def f(): pass", "no __all__"),
+    ("all_says_what_is_public", "kvstore/a.py", "__all__ = []\ndef f(): pass", "f is public"),
+    ("all_says_what_is_public", "kvstore/a.py", "__all__ = ['g']", "names g"),
+    ("files_are_short", "sim/a.py", "x = 1\n" * 600, "at most 600"),
+    ("no_path_of_somebodys_machine", "docs/a.md", "see /ho" + "me/me/x", "docs/a.md:2"),
+    ("no_path_of_somebodys_machine", ".ci/run", "cd /wo" + "rk/x", ".ci/run:2"),
+    ("proto_and_deploy_hold_no_python", "proto/a.py", "", "proto/a.py"),
+    ("proto_and_deploy_hold_no_python", "deploy/x/a.py", "", "deploy/x/a.py"),
+    ("readme_links_lead_somewhere", "README.md", "[x](docs/none.md#part)", "docs/none.md"),
+]
+
+HARMLESS = [
+    ("imports_run_one_way", "kvstore/a.py", "import nic_offload"),
+    ("no_builtin_hash", "kvstore/a.py", "class A:\n    def __hash__(self):\n        return hash(1)"),
+    ("time_only_through_the_clock", "kvstore/clock.py", "import time\ntime.time()"),
+    ("time_only_through_the_clock", "tests/a.py", "import time\ntime.time()"),
+    ("environment_only_in_config", "kvstore/config.py", "import os\nos.environ"),
+    ("no_path_of_somebodys_machine", "docs/a.md", "net/work/x and $HOME/work/x and /proc/root/x"),
+    (
+        "all_says_what_is_public",
+        "kvstore/a.py",
+        "from os import path\n__all__ = ['path']\nLIMIT = 1\ndef _f(): pass",
+    ),
+    ("all_says_what_is_public", "kvstore/a.py", "__all__: list[str] = []"),
+    ("readme_links_lead_somewhere", "README.md", "[x](https://example.org/a.md)"),
+    ("proto_and_deploy_hold_no_python", "proto/a.proto", ""),
+]
+
+
+def _plant(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(GOOD + text + "\n")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_this_tree_keeps_the_rule(name: str) -> None:
+    assert list(RULES[name](ROOT)) == []
+
+
+@pytest.mark.parametrize(("rule", "name", "text", "word"), PLANTED)
+def test_a_planted_breach_is_caught(rule: str, name: str, text: str, word: str, tmp_path: Path) -> None:
+    _plant(tmp_path, name, text)
+    breaches = list(RULES[rule](tmp_path))
+    assert len(breaches) == 1
+    assert word in breaches[0]
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), HARMLESS)
+def test_what_is_allowed_is_let_through(rule: str, name: str, text: str, tmp_path: Path) -> None:
+    _plant(tmp_path, name, text)
+    assert list(RULES[rule](tmp_path)) == []
+
+
+def test_a_module_without_a_docstring_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "sim").mkdir()
+    (tmp_path / "sim" / "a.py").write_text("x = 1\n")
+    assert list(tidy.modules_have_docstrings(tmp_path)) == ["sim/a.py: no docstring"]
+
+
+def test_every_rule_has_a_planted_breach() -> None:
+    assert set(RULES) - {rule for rule, *_ in PLANTED} == {"modules_have_docstrings"}
+
+
+def test_every_exception_has_a_reason() -> None:
+    for allowed in (tidy.CLOCK_ALLOWED, tidy.ENVIRONMENT_ALLOWED):
+        assert all(len(reason) > 10 for reason in allowed.values())

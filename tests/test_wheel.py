@@ -1,0 +1,64 @@
+"""The wheel: one for every Python from 3.11 on, importable on a machine without libfabric."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.readme import clean_copy, environment
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CHECK = """
+import pathlib, sys
+import kvstore, nic_offload, kvstore.errors, kvstore.client, sim
+home = pathlib.Path(sys.prefix)
+for package in (kvstore, nic_offload, sim):
+    assert home in pathlib.Path(package.__file__).parents, package.__file__
+from nic_offload.library import load
+try:
+    load()
+except kvstore.errors.FabricUnavailable as error:
+    print("without libfabric:", error)
+else:
+    raise SystemExit("libfabric was found")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
+    copy = clean_copy(ROOT, tmp_path / "copy")
+    clean = {**environment(copy), "TRIGGERKV_LIBFABRIC": "/nonexistent"}
+
+    def run(*arguments: str, cwd: Path = tmp_path) -> str:
+        done = subprocess.run(
+            arguments, cwd=cwd, env=clean, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{arguments}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    offline = ("--no-deps", "--no-index")
+    run(sys.executable, *pip, "wheel", "--no-build-isolation", *offline, "-w", str(tmp_path), str(copy))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("triggerkv-")
+    assert "-cp311-abi3-linux_" in wheel.name
+
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", str(venv))
+    python = venv / "bin" / "python"
+    run(sys.executable, *pip, "--python", str(python), "install", *offline, str(wheel))
+    # The dependencies are the outer venv's. A .pth in it that leads back to this tree is not followed: only
+    # a folder that *site* itself walks has its .pth files read.
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
+    (site / "outer.pth").write_text(sysconfig.get_path("purelib") + os.linesep)
+
+    assert "without libfabric: libfabric could not be loaded" in run(str(python), "-c", CHECK)
+    assert "usage: kvsim" in run(str(venv / "bin" / "kvsim"), "--help")
+    assert "usage: kvstore" in run(str(venv / "bin" / "kvstore"), "--help")

@@ -1,0 +1,259 @@
+"""The rules of the house, as functions: each takes the root of a tree and gives the breaches it finds.
+
+What always holds: an exception from a rule stands in a list here, with its reason. A rule reads files and
+imports nothing of what it judges. `tests/test_tidy.py` runs each on this tree, and on a tree with a breach
+planted in it.
+
+What it doesn't do: judge style that ruff and mypy judge already.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+__all__ = ["RULES", "Breach"]
+
+Breach = str
+LINES_MAX = 600
+PACKAGES = ("kvstore", "nic_offload", "sim")
+
+# Who may not import whom: imports run kvstore -> nic_offload -> core, and sim stands alone.
+FORBIDDEN_IMPORTS = {
+    "nic_offload": {"kvstore", "sim", "tests"},
+    "sim": {"kvstore", "nic_offload", "tests"},
+    "kvstore": {"sim", "tests"},
+}
+CLOCK_ALLOWED = {
+    "kvstore/clock.py": "it is the seam",
+    "kvstore/probes.py": "it measures a drive, once, and decides nothing by the time",
+    "kvstore/client/client.py": "its timeouts are its caller's, in real seconds",
+    "kvstore/client/puts.py": "the same: a wait of the caller's on a condition",
+    "kvstore/demo/": "it measures real processes and shows what it measured",
+    "nic_offload/": "it stands below the seam; it waits for its own C threads with a bound",
+}
+ENVIRONMENT_ALLOWED = {
+    "kvstore/config.py": "the one parser of settings",
+    "nic_offload/library.py": "TRIGGERKV_LIBFABRIC and IPATH_NO_BACKTRACE count before there is a config",
+}
+CLOCK_CALLS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"}
+WALL_CALLS = {"now", "utcnow", "today"}
+
+
+def _files(root: Path, *patterns: str) -> Iterator[tuple[str, Path]]:
+    """Tracked-looking files of the tree with their names relative to it; nothing hidden or generated."""
+    for pattern in patterns:
+        for path in sorted(root.glob(pattern)):
+            name = path.relative_to(root).as_posix()
+            generated = "_pb2" in name or name.startswith(("build/", "dist/")) or ".egg-info/" in name
+            hidden = any(part.startswith(".") and part != ".ci" for part in name.split("/"))
+            if path.is_file() and not generated and not hidden and "__pycache__" not in name:
+                yield name, path
+
+
+def _modules(root: Path, *packages: str) -> Iterator[tuple[str, ast.Module]]:
+    for name, path in _files(root, *(f"{package}/**/*.py" for package in packages)):
+        yield name, ast.parse(path.read_text(), name)
+
+
+def _allowed(name: str, allowed: dict[str, str]) -> bool:
+    return any(name == entry or (entry.endswith("/") and name.startswith(entry)) for entry in allowed)
+
+
+def _imported(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that a module imports, wherever in it; relative ones resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(name.split("/")[: -node.level] if node.level else [])
+            yield node.lineno, ".".join(part for part in (base, node.module) if part)
+
+
+def imports_run_one_way(root: Path) -> Iterator[Breach]:
+    """Imports run kvstore -> nic_offload -> core; sim imports neither; nothing imports tests."""
+    for package, forbidden in FORBIDDEN_IMPORTS.items():
+        for name, tree in _modules(root, package):
+            for line, module in _imported(name, tree):
+                if module.split(".")[0] in forbidden:
+                    yield f"{name}:{line}: {package} must not import {module}"
+
+
+def no_pickle(root: Path) -> Iterator[Breach]:
+    """What comes from a peer or a drive is never executed."""
+    banned = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    for name, tree in _modules(root, *PACKAGES, "tests", "tools"):
+        for line, module in _imported(name, tree):
+            if module.split(".")[0] in banned:
+                yield f"{name}:{line}: {module} is banned"
+
+
+def no_builtin_hash(root: Path) -> Iterator[Breach]:
+    """Python's hash() differs between processes. A `__hash__` method may use it: it stays in its process."""
+    for name, tree in _modules(root, *PACKAGES):
+        inside = {
+            id(call)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "__hash__"
+            for call in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or id(node) in inside:
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id == "hash":
+                yield f"{name}:{node.lineno}: hash() is banned; keys are BLAKE2b"
+
+
+def time_only_through_the_clock(root: Path) -> Iterator[Breach]:
+    """The store's time goes through kvstore.clock, so that tests can hold it still."""
+    for name, tree in _modules(root, *PACKAGES):
+        if _allowed(name, CLOCK_ALLOWED):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                yield f"{name}:{node.lineno}: time is taken through kvstore.clock"
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                of_time = node.value.id == "time" and node.attr in CLOCK_CALLS
+                of_wall = node.value.id in {"datetime", "date"} and node.attr in WALL_CALLS
+                if of_time or of_wall:
+                    yield f"{name}:{node.lineno}: {node.value.id}.{node.attr} is taken through kvstore.clock"
+
+
+def no_bare_except(root: Path) -> Iterator[Breach]:
+    """A bare `except` also catches what ends the process."""
+    for name, tree in _modules(root, *PACKAGES, "tests", "tools"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                yield f"{name}:{node.lineno}: bare except"
+
+
+def environment_only_in_config(root: Path) -> Iterator[Breach]:
+    """Settings come from one parser, not from wherever somebody reads the environment."""
+    words = {"environ", "getenv", "putenv", "environb"}
+    for name, tree in _modules(root, *PACKAGES):
+        if _allowed(name, ENVIRONMENT_ALLOWED):
+            continue
+        for node in ast.walk(tree):
+            line = None
+            if isinstance(node, ast.Attribute) and node.attr in words:
+                line = node.lineno
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                line = node.lineno if any(alias.name in words for alias in node.names) else None
+            if line is not None:
+                yield f"{name}:{line}: the environment is read in kvstore/config.py"
+
+
+def nothing_left_undone(root: Path) -> Iterator[Breach]:
+    """What is not done is not there, or stands in the README's status."""
+    words = re.compile("Not" + r"ImplementedError|\bTO" + r"DO\b|\bFIX" + r"ME\b|\bXX" + "X\b")
+    patterns = [
+        f"{top}/**/*.{end}" for top in (*PACKAGES, "tests", "tools") for end in ("py", "c", "h", "sh")
+    ]
+    for name, path in _files(root, *patterns):
+        for line, text in enumerate(path.read_text().splitlines(), 1):
+            if found := words.search(text):
+                yield f"{name}:{line}: {found[0]}"
+
+
+def modules_have_docstrings(root: Path) -> Iterator[Breach]:
+    """A module says what it is; an empty `__init__` has nothing to say."""
+    for name, tree in _modules(root, *PACKAGES, "tests", "tools"):
+        if tree.body and not ast.get_docstring(tree):
+            yield f"{name}: no docstring"
+
+
+def _public_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return _public_names(tree) | {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def all_says_what_is_public(root: Path) -> Iterator[Breach]:
+    """`__all__` names existing things only, and every class and function without an underscore.
+
+    A package's `__init__` with nothing but its docstring needs none; constants may stay unlisted.
+    """
+    for name, tree in _modules(root, *PACKAGES):
+        listed = None
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            named = any(getattr(target, "id", "") == "__all__" for target in targets)
+            if named and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                listed = set(ast.literal_eval(node.value))
+        if listed is None:
+            if len(tree.body) > 1:
+                yield f"{name}: no __all__"
+            continue
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        defined = {node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"}
+        for missing in sorted(defined - listed):
+            yield f"{name}: {missing} is public and not in __all__"
+        for unknown in sorted(listed - _bound_names(tree)):
+            yield f"{name}: __all__ names {unknown}, which is not there"
+
+
+def files_are_short(root: Path) -> Iterator[Breach]:
+    """About 400 lines is the aim; this is where it stops."""
+    patterns = [f"{top}/**/*.py" for top in (*PACKAGES, "tests", "tools")]
+    for name, path in _files(root, *patterns):
+        lines = path.read_text().count("\n")
+        if lines > LINES_MAX:
+            yield f"{name}: {lines} lines, at most {LINES_MAX}"
+
+
+def no_path_of_somebodys_machine(root: Path) -> Iterator[Breach]:
+    """No absolute path of a home or a workspace, in anything that is committed as text."""
+    places = re.compile(r"(?<![\w.$}/])/(?:home|Users|root|work|workspace)/\w")
+    for name, path in _files(root, "**/*"):
+        if path.suffix in {".so", ".png", ".gz", ".whl", ".o"}:
+            continue
+        for line, text in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if found := places.search(text):
+                yield f"{name}:{line}: {found[0]}..."
+
+
+def proto_and_deploy_hold_no_python(root: Path) -> Iterator[Breach]:
+    """A top-level `proto` package would break Google's proto-plus."""
+    for name, _ in _files(root, "proto/**/*.py", "proto/**/*.pyi", "deploy/**/*.py"):
+        yield f"{name}: no Python here"
+
+
+def readme_links_lead_somewhere(root: Path) -> Iterator[Breach]:
+    """Every file that the pages link to exists."""
+    for name, path in _files(root, "*.md", "docs/**/*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+            if "://" not in target and not (path.parent / target).exists():
+                yield f"{name}: links to {target}, which is not there"
+
+
+RULES: tuple[Callable[[Path], Iterator[Breach]], ...] = (
+    imports_run_one_way,
+    no_pickle,
+    no_builtin_hash,
+    time_only_through_the_clock,
+    no_bare_except,
+    environment_only_in_config,
+    nothing_left_undone,
+    modules_have_docstrings,
+    all_says_what_is_public,
+    files_are_short,
+    no_path_of_somebodys_machine,
+    proto_and_deploy_hold_no_python,
+    readme_links_lead_somewhere,
+)
