@@ -16,8 +16,8 @@ __all__ = ["main"]
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from kvstore.config import NodeConfig, parse_listen, parse_size  # noqa: PLC0415
-    from kvstore.node.server import serve  # noqa: PLC0415
+    from kvstore.config import NodeConfig, parse_listen, parse_size
+    from kvstore.node.server import serve
 
     host, port = parse_listen(arguments.listen)
     capacity = None if arguments.capacity is None else parse_size(arguments.capacity)
@@ -29,13 +29,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from kvstore.demo.demo import run  # noqa: PLC0415
+    from kvstore.demo.demo import run
 
     return run(arguments.data)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from kvstore.doctor import run  # noqa: PLC0415
+    from kvstore.doctor import run
 
     return run(arguments.data, as_json=arguments.json)
 
@@ -54,11 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser("demo", help="see the whole path work on this machine")
-    demo.add_argument("--data", type=Path, help="where to keep the demo's data; by default a folder that is removed")
+    demo.add_argument(
+        "--data", type=Path, help="where to keep the demo's data; by default a folder that is removed"
+    )
     demo.set_defaults(run=_demo)
 
     doctor = commands.add_parser("doctor", help="say what this machine can do, and what to do about the rest")
-    doctor.add_argument("--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)")
+    doctor.add_argument(
+        "--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)"
+    )
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
     except KvError as error:
-        print(f"kvstore: {error}", file=sys.stderr)  # noqa: T201
+        print(f"kvstore: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

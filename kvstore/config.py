@@ -49,7 +49,7 @@ class NodeConfig:
 
 
 def parse_size(text: str) -> int:
-    """`4GiB`, `512M`, `1e`-less numbers of bytes; K, M, G, T, P are powers of 1000, with an `i` of 1024."""
+    """`4GiB`, `512M`, or a plain number of bytes; K, M, G, T, P are powers of 1000, with an `i` of 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 512MiB or 4GB.")
@@ -70,10 +70,10 @@ def show_size(size_bytes: int) -> str:
 
 def parse_listen(text: str) -> tuple[str, int]:
     """`HOST:PORT`, with brackets around a host of IPv6."""
-    host, colon, port = text.rpartition(":")
+    host, _, port = text.rpartition(":")
     host = host.strip("[]")
     try:
         return str(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)), int(port)
     except ValueError:
         pass
-    raise ConfigError(f"{text!r} is not an address to listen on; write HOST:PORT, such as 127.0.0.1:7070.{colon[:0]}")
+    raise ConfigError(f"{text!r} is not an address to listen on; write HOST:PORT, such as 127.0.0.1:7070.")

@@ -31,7 +31,9 @@ class Block:
         if len(self.key) != KEY_BYTES:
             raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
-            raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}.")
+            raise ProtocolError(
+                f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}."
+            )
         if not 0 <= self.offset <= self.region.length - self.length:
             raise ProtocolError(
                 f"Bytes {self.offset} to {self.offset + self.length} are not in the registered region,"

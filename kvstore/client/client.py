@@ -23,7 +23,7 @@ import os
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import grpc
 
@@ -70,6 +70,11 @@ _GRPC_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
 )
+
+
+def _message(durability: Durability) -> pb.Durability:
+    """The proto's word for it; the numbers are the same."""
+    return cast("pb.Durability", int(durability))
 
 
 class Client:
@@ -136,7 +141,7 @@ class Client:
                 pb.ReserveBlock(name=self._name(block), ack_word=word)
                 for block, word in zip(blocks, words, strict=True)
             ],
-            durability=pb.Durability.ValueType(durability),
+            durability=_message(durability),
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,
         )
@@ -169,7 +174,7 @@ class Client:
         self.calls += 1
         call = self._stub.Abort.future(request, timeout=RPC_TIMEOUT_MS / 1000)
 
-        def check(answered: grpc.Future) -> None:
+        def check(answered: grpc.Future[pb.AbortResponse]) -> None:
             if answered.exception() is not None:
                 self.lose(link, NodeUnavailable("The node did not take leases back."))
             over.set()
@@ -196,12 +201,12 @@ class Client:
         try:
             self._stub.Fetch(get.request(self._fingerprint), timeout=min(timeout_s, RPC_TIMEOUT_MS / 1000))
         except grpc.RpcError as failure:
-            error = error_from_rpc("Fetching blocks", failure)
-            if isinstance(error, Overloaded):
+            refusal = error_from_rpc("Fetching blocks", failure)
+            if isinstance(refusal, Overloaded):
                 with self.lock:
-                    get.refuse(Miss(MissReason.BUSY, str(error)))
+                    get.refuse(Miss(MissReason.BUSY, str(refusal)))
             else:
-                self.lose(link, error)
+                self.lose(link, refusal)
         finally:
             self.calls += 1
         return get.wait()
@@ -226,7 +231,7 @@ class Client:
                 start=pb.PutStart(
                     tenant=self.tenant,
                     name=name,
-                    durability=pb.Durability.ValueType(durability),
+                    durability=_message(durability),
                     expires_unix_ms=expires_unix_ms,
                 )
             )

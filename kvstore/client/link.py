@@ -7,6 +7,7 @@ is told, each with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import queue
@@ -126,7 +127,9 @@ class Link:
     def take_words(self, count: int) -> list[int]:
         """Acknowledgement words for operations to come."""
         if count > len(self._free_words):
-            raise Overloaded(f"The client has {ACK_WORDS} acknowledgement words and all but a few are in use.")
+            raise Overloaded(
+                f"The client has {ACK_WORDS} acknowledgement words and all but a few are in use."
+            )
         taken, self._free_words = self._free_words[:count], self._free_words[count:]
         return taken
 
@@ -146,10 +149,9 @@ class Link:
         self._hang_up.set()
         self._responses.cancel()
         self._close_memory()
-        try:
+        # Some providers keep a peer's address until the domain is closed.
+        with contextlib.suppress(FabricError):
             self._fabric.remove_peer(self.peer)
-        except FabricError:
-            pass  # some providers keep a peer's address until the domain is closed
         # An operation may have many tags; it is told once.
         told = {id(operation): operation for operation in self.operations.values()}
         self.operations.clear()

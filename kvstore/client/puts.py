@@ -20,7 +20,6 @@ from kvstore.client.blocks import PutResult
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
-from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.client.link import Link
+    from kvstore.wire import kvstore_pb2 as pb
     from nic_offload.fabric import Event
     from nic_offload.flags import FlagWord
 
@@ -87,9 +87,7 @@ class Reservation:
     def arm(self, flag: FlagWord) -> ArmedPuts:
         """Queue the puts: each goes out when `flag` reaches its block's threshold."""
         self._spend()
-        return ArmedPuts(
-            self._client, self._link, self._puts, self.durability, flag, self._deadline_ns
-        )
+        return ArmedPuts(self._client, self._link, self._puts, self.durability, flag, self._deadline_ns)
 
     def give_back(self) -> None:
         """Return the leases: nothing will be put. When this returns, the slots are free again."""
@@ -206,7 +204,9 @@ class ArmedPuts:
 
     def _put_failed(self, put: _Put, status: int) -> None:
         if status == -errno.ETIMEDOUT:
-            error: KvError = DeadlineExceeded("The flag did not reach the put's threshold before the lease ended.")
+            error: KvError = DeadlineExceeded(
+                "The flag did not reach the put's threshold before the lease ended."
+            )
         else:
             error = FabricError.from_code("A put", status)
         self._client.fabric.cancel([put.tag + 1])
@@ -291,5 +291,3 @@ class ArmedPuts:
 def lease_deadline_ns(asked_ns: int, lease_ms: int) -> int:
     """When to give up by ourselves, in our clock, so that the node's lease still stands."""
     return asked_ns + max(lease_ms - LEASE_MARGIN_MS, lease_ms // 2) * 1_000_000
-
-

@@ -79,7 +79,13 @@ class _SharedBuffer:
 
 def _blocks(region: Region, run_id: bytes, name: str) -> list[Block]:
     return [
-        Block(block_key(run_id, name.encode(), i.to_bytes(4)), region, i * _BLOCK_BYTES, _BLOCK_BYTES, threshold=i + 1)
+        Block(
+            block_key(run_id, name.encode(), i.to_bytes(4)),
+            region,
+            i * _BLOCK_BYTES,
+            _BLOCK_BYTES,
+            threshold=i + 1,
+        )
         for i in range(_BLOCKS)
     ]
 
@@ -182,7 +188,11 @@ def _show(figures: _Figures) -> None:
     rows = [
         ("bytes", show_size(_TOTAL), show_size(_TOTAL)),
         ("flag to landed, ms, median / worst", spread(figures.landed_ms), "-"),
-        ("flag (or call) to written, ms, median / worst", spread(figures.written_ms), spread(figures.inline_ms)),
+        (
+            "flag (or call) to written, ms, median / worst",
+            spread(figures.written_ms),
+            spread(figures.inline_ms),
+        ),
         ("put, landed, GB/s", rate(figures.put_landed), "-"),
         ("put, written, GB/s", rate(figures.put_written), rate(figures.put_inline)),
         ("get after the restart, GB/s", rate(figures.get), rate(figures.get_inline)),
@@ -198,14 +208,21 @@ def _story(data: Path) -> None:
     kv = _SharedBuffer()
     back = allocate(_TOTAL)
     say(f"1. a storage node over {data}")
-    with NodeProcess(data) as node, Client(node.target, slots=_BLOCKS, block_bytes_max=_BLOCK_BYTES) as client:
+    with (
+        NodeProcess(data) as node,
+        Client(node.target, slots=_BLOCKS, block_bytes_max=_BLOCK_BYTES) as client,
+    ):
         say(f"   process {node.pid} on {node.target}, fabric {client.fabric.provider}")
         source, target = client.register(kv.memory), client.register(back)
         with FlagWords.create(1) as flags:
-            say(f"2. {_BLOCKS} blocks of {show_size(_BLOCK_BYTES)} armed; a third process writes KV and stores the flag")
+            say(
+                f"2. {_BLOCKS} blocks of {show_size(_BLOCK_BYTES)} armed; a third process writes KV and stores the flag"
+            )
             blocks = _blocks(source, run_id, "tokens")
             digests = _token_by_token(client, kv, blocks, flags, figures)
-            say(f"3. the same bytes again: {_ROUNDS} times by one flag store, {_ROUNDS} times by CPU copy and gRPC")
+            say(
+                f"3. the same bytes again: {_ROUNDS} times by one flag store, {_ROUNDS} times by CPU copy and gRPC"
+            )
             for i in range(_ROUNDS):
                 _all_at_once(client, _blocks(source, run_id, f"fast {i}"), flags, figures)
                 by_cpu = _blocks(source, run_id, f"inline {i}")

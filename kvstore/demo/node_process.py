@@ -28,7 +28,16 @@ class NodeProcess:
     def __init__(
         self, data: Path, *, capacity: str = "1GiB", port: int = 0, provider: str | None = None
     ) -> None:
-        self._command = [sys.executable, "-m", "kvstore", "serve", "--data", str(data), "--capacity", capacity]
+        self._command = [
+            sys.executable,
+            "-m",
+            "kvstore",
+            "serve",
+            "--data",
+            str(data),
+            "--capacity",
+            capacity,
+        ]
         if provider is not None:
             self._command += ["--provider", provider]
         self._log = data.parent / f"{data.name}.log"

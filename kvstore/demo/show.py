@@ -36,8 +36,13 @@ class Progress:
             return
         self._shown_s = now_s
         full = _BAR * ended // self._total
-        line = f"   [{'#' * full}{'.' * (_BAR - full)}] fired {fired:3}  landed {landed:3}  written {ended:3} of {self._total}"
-        print(f"\r{line}" if self._terminal else line, end="" if self._terminal and not last else "\n", flush=True)  # noqa: T201
+        bar = "#" * full + "." * (_BAR - full)
+        line = f"   [{bar}] fired {fired:3}  landed {landed:3}  written {ended:3} of {self._total}"
+        if self._terminal:
+            sys.stdout.write(f"\r{line}" + ("\n" if last else ""))
+        else:
+            sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -47,7 +52,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         first, *others = cells
         return "  ".join(
-            [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            [first.ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         )
 
-    return "\n".join([line(head), "  ".join("-" * width for width in widths), *(line(row) for row in rows)])
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(head), rule, *(line(row) for row in rows)])

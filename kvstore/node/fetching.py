@@ -115,7 +115,7 @@ class Fetches:
 
     def pump(self) -> None:
         """Read ahead as far as staging memory goes."""
-        items = []
+        items: list[GetItem] = []
         while self._queued and len(items) < BATCH_BLOCKS_MAX:
             fetch = self._queued[0]
             if fetch.connection.closed:
@@ -200,7 +200,9 @@ class Fetches:
             self._store.quarantine(fetch.connection.tenant, fetch.request.key, fetch.store_generation)
             put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
         else:
-            log.warning("%s", FabricError.from_code(f"Sending a block to client {fetch.connection.number}", status))
+            log.warning(
+                "%s", FabricError.from_code(f"Sending a block to client {fetch.connection.number}", status)
+            )
 
     def forget(self, connection: Connection) -> None:
         """The connection's endpoint is closed: what was being sent over it is over."""

@@ -11,6 +11,7 @@ flag came before its client went is kept all the same; every wait has an end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.connection import AckArea, BlockRequest
-    from kvstore.node.fetching import FetchRequest
     from kvstore.node.landing import Lease
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
@@ -70,6 +70,7 @@ class Node:
         # an earlier life of this node still has can't be one of ours.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
+        self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.fetches = Fetches(fabric, store, self.staging, self._tags)
@@ -87,7 +88,8 @@ class Node:
         """Open a connection with a landing area of its own."""
         if provider != self.fabric.provider:
             raise ProtocolError(
-                f"The node's fabric is {self.fabric.provider} and the client's is {provider}; start one with the other's."
+                f"The node's fabric is {self.fabric.provider} and the client's is {provider};"
+                " start one with the other's."
             )
         if len(self._connections) >= CLIENTS_MAX:
             raise Overloaded(f"The node has {CLIENTS_MAX} clients attached, which is its bound.")
@@ -131,6 +133,7 @@ class Node:
         busy = connection.slots.in_state(SlotState.WRITING) + connection.slots.in_state(SlotState.LEASED)
         if connection.closed and not busy:
             self._closing.discard(connection)
+            self._freed.set()
             self._landing_bytes -= connection.layout.total_bytes
             connection.free_memory()
 
@@ -138,7 +141,9 @@ class Node:
         """The connection with this number."""
         connection = self._connections.get(number)
         if connection is None:
-            raise ProtocolError(f"There is no connection {number}; attach first, and attach again after a loss.")
+            raise ProtocolError(
+                f"There is no connection {number}; attach first, and attach again after a loss."
+            )
         return connection
 
     # --- puts
@@ -259,9 +264,7 @@ class Node:
         if connection.closed:
             self._free_if_idle(connection)
             return
-        put_words(
-            self.fabric, [connection.word_put(lease.ack_word, lease.generation, AckCode.LEASE_EXPIRED)]
-        )
+        put_words(self.fabric, [connection.word_put(lease.ack_word, lease.generation, AckCode.LEASE_EXPIRED)])
         self._loop.call_later(
             QUARANTINE_TIMEOUT_MS / 1000, self._end_if_quarantined, connection, lease.generation
         )
@@ -273,12 +276,16 @@ class Node:
 
     # --- the end
 
+    async def _all_freed(self) -> None:
+        while self._closing:
+            self._freed.clear()
+            await self._freed.wait()
+
     async def close(self) -> None:
         """Close all connections and wait, not for ever, until the drive has what had landed."""
         for connection in list(self._connections.values()):
             self.detach(connection)
-        deadline_ns = self._clock.monotonic_ns() + QUARANTINE_TIMEOUT_MS * 1_000_000
-        while self._closing and self._clock.monotonic_ns() < deadline_ns:
-            await asyncio.sleep(0.005)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
         self._loop.remove_reader(self.fabric.fileno())
         self._loop.remove_reader(self.store.fileno())

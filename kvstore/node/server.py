@@ -78,7 +78,9 @@ async def _serve(config: NodeConfig) -> None:
         try:
             port = server.add_insecure_port(f"{host}:{config.port}")
         except RuntimeError as error:
-            raise ConfigError(f"The node could not listen on {host}:{config.port}; is the port taken?") from error
+            raise ConfigError(
+                f"The node could not listen on {host}:{config.port}; is the port taken?"
+            ) from error
         await server.start()
         statistics = store.statistics()
         log.info(

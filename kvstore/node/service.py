@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, ProtocolError
@@ -20,7 +19,7 @@ from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import status_of, trailers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncIterator, Coroutine
 
     from grpc.aio import ServicerContext
 
@@ -176,7 +175,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 start.expires_unix_ms,
                 (message.chunk async for message in request_iterator),
             )
-            return pb.PutResponse(durability=pb.Durability.ValueType(durability))
+            return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
         raise AssertionError
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> AsyncIterator[pb.GetResponse]:  # noqa: N802

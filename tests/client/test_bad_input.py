@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from kvstore.client import Block, Client
+from kvstore import errors
+from kvstore.client import Block, Client, PutResult
 from kvstore.config import NodeConfig, parse_listen, parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import (
@@ -75,7 +76,10 @@ def test_a_block_that_no_node_would_take_is_refused_at_once(
 
 def test_memory_that_is_not_registered_is_refused(rig: Rig) -> None:
     block = rig.block(0)
-    with Client(rig.node.target) as other, pytest.raises(ProtocolError, match="not registered with this client"):
+    with (
+        Client(rig.node.target) as other,
+        pytest.raises(ProtocolError, match="not registered with this client"),
+    ):
         other.reserve([block])
     rig.from_region.close()
     with pytest.raises(ProtocolError, match="or no longer"):
@@ -129,16 +133,24 @@ BAD_RESERVES = [
     (pb.ReserveRequest(connection=999, blocks=[pb.ReserveBlock(name=name())]), "no connection 999"),
     (pb.ReserveRequest(connection=1), "1 to 1024 blocks, not 0"),
     (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(key=b""))]), "32 bytes, not 0"),
-    (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(fingerprint=b"x"))]), "16 bytes, not 1"),
+    (
+        pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(fingerprint=b"x"))]),
+        "16 bytes, not 1",
+    ),
     (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=0))]), "bytes, not 0"),
     (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "bytes, not"),
-    (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=2 * MIB))]), "was attached for"),
+    (
+        pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=2 * MIB))]),
+        "was attached for",
+    ),
     (
         pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(), ack_word=ACK_WORDS)]),
         "not one of the client's",
     ),
     (
-        pb.ReserveRequest(connection=1, lease_ms=LEASE_TIMEOUT_MS_MAX + 1, blocks=[pb.ReserveBlock(name=name())]),
+        pb.ReserveRequest(
+            connection=1, lease_ms=LEASE_TIMEOUT_MS_MAX + 1, blocks=[pb.ReserveBlock(name=name())]
+        ),
         "A lease lasts",
     ),
     (
@@ -154,8 +166,10 @@ def test_the_node_refuses_a_bad_reserve_in_one_sentence(
 ) -> None:
     with pytest.raises(grpc.RpcError, match=says) as caught:
         stub.Reserve(request_, timeout=WAIT_S)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
-    assert (ERROR_NAME, "ProtocolError") in caught.value.trailing_metadata()  # type: ignore[attr-defined]
+    failure = caught.value
+    assert isinstance(failure, grpc.Call)
+    assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(failure.trailing_metadata() or ())[ERROR_NAME] == "ProtocolError"
     assert rig.client.status().connections == 1
 
 
@@ -206,9 +220,9 @@ def test_an_absent_node_is_an_error_for_a_put_and_a_miss_for_a_get(nobody: str) 
         assert outcome.reason is MissReason.NODE_AWAY
         with pytest.raises(NodeUnavailable):
             client.put_inline(block.key, b"x")
-        outcome = client.get_inline(block.key, 1)
-        assert isinstance(outcome, Miss)
-        assert outcome.reason is MissReason.NODE_AWAY
+        inline = client.get_inline(block.key, 1)
+        assert isinstance(inline, Miss)
+        assert inline.reason is MissReason.NODE_AWAY
         with pytest.raises(NodeUnavailable):
             client.status()
         assert time.monotonic() - begun_s < WAIT_S
@@ -234,12 +248,11 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
 def test_a_full_drive_is_no_space_and_loses_nothing(tmp_path: Path) -> None:
     with NodeProcess(tmp_path / "node", capacity="24MiB") as node:
         rig = Rig(node, slots=8)
-        kept, refused = [], []
+        kept: list[tuple[Block, PutResult]] = []
+        refused: list[tuple[Block, PutResult]] = []
         for start in range(0, 32, 8):
             rig.flags[0].store(0)
-            blocks = [
-                Block(rig.key(start + i), rig.from_region, i * MIB, MIB, threshold=1) for i in range(8)
-            ]
+            blocks = [Block(rig.key(start + i), rig.from_region, i * MIB, MIB, threshold=1) for i in range(8)]
             puts = rig.client.reserve(blocks).arm(rig.flags[0])
             rig.flags[0].store(1)
             for block, result in zip(blocks, puts.wait(WAIT_S), strict=True):
@@ -347,7 +360,5 @@ def test_errors_of_the_command_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_every_error_of_the_tree_is_a_kverror() -> None:
-    from kvstore import errors
-
     for error in errors.__all__:
         assert issubclass(getattr(errors, error), KvError)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Client, Hit
-from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, FabricError
-from kvstore.miss import Miss, MissReason
-from tests.conftest import MIB, SMALL_DRIVE, Rig
-
+from kvstore.client import Block, Client, Hit
 from kvstore.demo.node_process import NodeProcess
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, FabricError, Overloaded
+from kvstore.miss import Miss, MissReason
+from nic_offload.library import load
+from tests.conftest import MIB, SMALL_DRIVE, Rig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,7 +61,10 @@ def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Ri
     block = rig.block(0)
     puts = rig.client.reserve([block]).arm(rig.flags[0])
     before = rig.client.calls
-    store = "import sys; from nic_offload.flags import FlagWords\nwith FlagWords.open(sys.argv[1]) as f: f[0].store(1)"
+    store = (
+        "import sys\nfrom nic_offload.flags import FlagWords\n"
+        "with FlagWords.open(sys.argv[1]) as f: f[0].store(1)"
+    )
     subprocess.run([sys.executable, "-c", store, rig.flags.path], check=True, timeout=WAIT_S)
     (result,) = puts.wait(WAIT_S)
     assert result.error is None
@@ -105,8 +108,6 @@ def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodePro
 
 
 def _until_a_slot_is_free(rig: Rig) -> None:
-    from kvstore.errors import Overloaded
-
     for _ in range(1000):
         try:
             rig.client.reserve([rig.block(1)]).give_back()
@@ -166,29 +167,26 @@ def test_inline_and_fabric_see_the_same_blocks(rig: Rig) -> None:
 
 def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
     length = 64 * MIB
-    with NodeProcess(tmp_path / "node", capacity="256MiB") as node:
-        with Client(node.target, slots=1, block_bytes_max=length) as client:
-            rig = Rig(node)
-            data = bytearray(rig.source[:] * 4)
-            into = bytearray(length)
-            from kvstore.client import Block
-
-            source = client.register(data)
-            block = Block(rig.key(0), source, 0, length, threshold=1)
-            puts = client.reserve([block]).arm(rig.flags[0])
-            rig.flags[0].store(1)
-            assert puts.wait(WAIT_S)[0].error is None
-            target = client.register(into)
-            assert client.get([Block(block.key, target, 0, length)], timeout_s=WAIT_S) == [Hit(block.key)]
-            assert into == data
-            rig.close()
+    with (
+        NodeProcess(tmp_path / "node", capacity="256MiB") as node,
+        Client(node.target, slots=1, block_bytes_max=length) as client,
+    ):
+        rig = Rig(node)
+        data = bytearray(rig.source[:] * 4)
+        into = bytearray(length)
+        source = client.register(data)
+        block = Block(rig.key(0), source, 0, length, threshold=1)
+        puts = client.reserve([block]).arm(rig.flags[0])
+        rig.flags[0].store(1)
+        assert puts.wait(WAIT_S)[0].error is None
+        target = client.register(into)
+        assert client.get([Block(block.key, target, 0, length)], timeout_s=WAIT_S) == [Hit(block.key)]
+        assert into == data
+        rig.close()
 
 
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm", "sockets"])
 def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> None:
-    from kvstore.client import Block
-    from nic_offload.library import load
-
     if provider not in {info.name for info in load().providers() if info.rma}:
         pytest.skip(f"this libfabric offers no {provider}")
     with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, provider=provider) as node:

@@ -17,6 +17,7 @@ from kvstore.errors import KvError
 from tests.conftest import MIB, Rig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ROUNDS = int(os.environ.get("TRIGGERKV_KILL_ROUNDS", "30"))
@@ -25,9 +26,11 @@ WAIT_S = 30.0
 
 
 @pytest.mark.timeout(120 + 10 * ROUNDS)
-def test_every_block_acknowledged_as_written_survives_sigkill(tmp_path: Path) -> None:
+def test_every_block_acknowledged_as_written_survives_sigkill(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     seed = int(os.environ.get("TRIGGERKV_SEED", str(secrets.randbits(32))))
-    print(f"TRIGGERKV_SEED={seed}")
+    record_property("TRIGGERKV_SEED", seed)
     rng = random.Random(seed)
     node = NodeProcess(tmp_path / "node", capacity="1GiB")
     try:
@@ -50,7 +53,8 @@ def test_every_block_acknowledged_as_written_survives_sigkill(tmp_path: Path) ->
             sample = [block.key for block in blocks] + rng.sample(sorted(tried), min(8, len(tried)))
             check(rig, {key: tried[key] for key in sample}, acked)
         check(rig, tried, acked)
-        print(f"{ROUNDS} kills: {written} blocks acknowledged, {killed_in_mid_put} not")
+        record_property("acknowledged", written)
+        record_property("not acknowledged", killed_in_mid_put)
         assert written
         rig.close()
     finally:
@@ -72,7 +76,9 @@ def one_round(
         for i in range(BLOCKS)
     ]
     rig.flags[0].store(0)
-    puts = rig.client.reserve(blocks, durability=rng.choice([Durability.WRITTEN, Durability.SYNCED])).arm(rig.flags[0])
+    puts = rig.client.reserve(blocks, durability=rng.choice([Durability.WRITTEN, Durability.SYNCED])).arm(
+        rig.flags[0]
+    )
     killer = threading.Timer(rng.choice([0.002, 0.01, 0.02, 0.04, 0.06]) * rng.random(), node.kill)
     killer.start()
     for i in range(BLOCKS):
@@ -91,7 +97,9 @@ def check(rig: Rig, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tup
         for block, outcome in zip(wanted, rig.client.get(wanted, timeout_s=WAIT_S), strict=True):
             offset, length = blocks[block.key]
             if isinstance(outcome, Hit):
-                assert rig.target[block.offset : block.offset + length] == rig.source[offset : offset + length]
+                assert (
+                    rig.target[block.offset : block.offset + length] == rig.source[offset : offset + length]
+                )
             else:
                 assert block.key not in acked, f"an acknowledged block is gone: {outcome}"
                 assert rig.target[block.offset : block.offset + length] == b"\x5a" * length
