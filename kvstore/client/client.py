@@ -8,10 +8,10 @@
         results = puts.wait(timeout_s=10)
         outcomes = client.get(blocks, timeout_s=10)
 
-Calls may come from any thread. A client attaches to its node at the first call that needs it, and again after a
-loss. What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason,
-and never raises because a node is away; a reserve that can't be had raises one typed error; once a call has ended
-nothing of it writes to the caller's memory.
+Calls may come from any thread. A client attaches to its node at the first call that needs it, and again
+after a loss. What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss
+with its reason, and never raises because a node is away; a reserve that can't be had raises one typed
+error; once a call has ended nothing of it writes to the caller's memory.
 
 It doesn't know sessions, tokens or layouts beyond their fingerprint, and talks to one node.
 """

@@ -1,7 +1,8 @@
 """Gets: the node writes into our region and then into an acknowledgement word; here we wait for the words.
 
-What always holds: when a get returns, nothing of it is under way any more. Words that don't come in time end the
-link, because only that makes sure that no late bytes come into memory which the caller uses for something else.
+What always holds: when a get returns, nothing of it is under way any more. Words that don't come in time
+end the link, because only that makes sure that no late bytes come into memory which the caller uses for
+something else.
 """
 
 from __future__ import annotations

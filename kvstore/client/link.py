@@ -1,8 +1,8 @@
 """A link: one attachment to one node, from attach to loss.
 
-What always holds: a link is lost once, for good; when `lose` returns, no byte of the node's comes into our memory
-any more and none of our puts is under way, so whoever waited may use his buffers. Everything that was under way
-is told, each with the reason.
+What always holds: a link is lost once, for good; when `lose` returns, no byte of the node's comes into
+our memory any more and none of our puts is under way, so whoever waited may use his buffers. Everything
+that was under way is told, each with the reason.
 """
 
 from __future__ import annotations

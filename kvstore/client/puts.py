@@ -1,11 +1,11 @@
 """Puts from a reservation to their last acknowledgement.
 
-`Client.reserve` leases a slot for each block; `Reservation.arm` queues the puts; from there to the acknowledgement
-nobody calls anything: a store to the flag word is all.
+`Client.reserve` leases a slot for each block; `Reservation.arm` queues the puts; from there to the
+acknowledgement nobody calls anything: a store to the flag word is all.
 
-What always holds: each put ends, by its acknowledgement, by its deadline or by the link's loss; a lease is only
-given back when its put will certainly never go out; the source may be written again once the put has landed
-or failed.
+What always holds: each put ends, by its acknowledgement, by its deadline or by the link's loss; a lease
+is only given back when its put will certainly never go out; the source may be written again once the put
+has landed or failed.
 """
 
 from __future__ import annotations

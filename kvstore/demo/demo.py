@@ -1,4 +1,5 @@
-"""The demo's story: node, client, token process; flag, landed, written; SIGKILL; everything back, byte for byte."""
+"""The demo's story: node, client, token process; flag, landed, written; SIGKILL; everything back, byte for
+byte."""
 
 from __future__ import annotations
 

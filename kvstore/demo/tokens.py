@@ -1,8 +1,10 @@
-"""The process that stands in for a GPU: it writes a block's bytes, then stores the flag; it knows nothing else.
+"""The process that stands in for a GPU: it writes a block's bytes, then stores the flag; it knows nothing
+else.
 
     python -m kvstore.demo.tokens FLAGS KV BLOCKS BLOCK_BYTES INTERVAL_MS
 
-It prints the nanosecond of each store (CLOCK_MONOTONIC, which all processes share) and the digest of each block.
+It prints the nanosecond of each store (CLOCK_MONOTONIC, which all processes share) and the digest of each
+block.
 """
 
 from __future__ import annotations

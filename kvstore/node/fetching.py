@@ -4,8 +4,8 @@ A fetch's life: queued (bounded) -> reading (a piece of staging memory is taken,
 sending (the C core checks the payload's CRC and, only if it holds, puts the bytes and chains the
 acknowledgement word to them) -> over, the piece free again.
 
-What always holds: no byte leaves whose record failed a check; a client is told of a miss by the same word that
-would have told of the bytes; staging memory is not used again while the drive or the fabric has it.
+What always holds: no byte leaves whose record failed a check; a client is told of a miss by the same word
+that would have told of the bytes; staging memory is not used again while the drive or the fabric has it.
 """
 
 from __future__ import annotations

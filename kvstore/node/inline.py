@@ -1,7 +1,7 @@
 """Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the same staging memory.
 
-Memory is bounded by the staging area: a put that finds no room is Overloaded before its first byte is taken.
-A get checks the whole payload before it sends the first chunk.
+Memory is bounded by the staging area: a put that finds no room is Overloaded before its first byte is
+taken. A get checks the whole payload before it sends the first chunk.
 """
 
 from __future__ import annotations

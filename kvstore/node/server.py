@@ -1,7 +1,8 @@
 """`kvstore serve`: opens the store and the fabric, serves until it is told to stop, closes in order.
 
-The first line on standard output is `ready HOST:PORT` and comes when the node takes calls; everything else goes
-to standard error. SIGTERM and SIGINT stop it cleanly; SIGKILL is survived by what was acknowledged as written.
+The first line on standard output is `ready HOST:PORT` and comes when the node takes calls; everything
+else goes to standard error. SIGTERM and SIGINT stop it cleanly; SIGKILL is survived by what was
+acknowledged as written.
 """
 
 from __future__ import annotations

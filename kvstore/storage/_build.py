@@ -30,6 +30,7 @@ ffi.cdef("""
 ffi.set_source(
     "kvstore.storage._uring",
     "typedef struct store_ring store_ring;\n" + _SOURCE.read_text(encoding="utf-8"),
+    depends=["kvstore/storage/uring.c"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
     extra_link_args=["-l:liburing.a"],
     py_limited_api=True,

@@ -210,6 +210,8 @@ class Store:
         ready = select.poll()
         ready.register(self.fileno(), select.POLLIN)
         while self._puts.outbox.promised or self._gets.outbox.promised:
+            if not (self._traffic.in_flight or self._puts.outbox or self._gets.outbox):
+                raise StorageError("The store lost track of what it accepted, after an earlier exception.")
             ready.poll()
             self.poll()
 

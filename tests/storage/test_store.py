@@ -20,6 +20,7 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import MissReason
+from kvstore.storage.index import Index
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk
@@ -265,3 +266,19 @@ def test_statistics_are_plain_values(fake: Rig) -> None:
     statistics = dataclasses.asdict(fake.store.statistics())
     assert statistics["blocks"] == 1
     assert statistics["takes_puts"] is True
+
+
+def test_close_does_not_wait_for_what_an_exception_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    with monkeypatch.context() as broken:
+        broken.delattr(Index, "publish")
+        with pytest.raises(AttributeError):
+            rig.put(1, b"x")
+    with pytest.raises(StorageError, match="lost track"):
+        rig.store.close()
+    rig.disk = FakeDisk(rig.disk.pages if rig.disk else None)
+    rig.open()
+    rig.store.close()

@@ -1,0 +1,76 @@
+"""The index by itself: growing, failing, and the callbacks that hear of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.errors import ReadOnly, StorageError
+from kvstore.storage import index as index_module
+from kvstore.storage.index import Entry, Index
+from kvstore.storage.outbox import Outbox
+from tests.storage.rig import FINGERPRINT, TENANT, Rig, key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def entry(number: int) -> Entry:
+    return Entry(number * 4096, 1, 0, number, 0, FINGERPRINT)
+
+
+def test_a_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_MAP_BYTES_MIN", 256 << 10)
+    index = Index.empty(tmp_path / "index", 1)
+    for first in range(0, 10_000, 500):
+        index.publish(((TENANT, key(number)), entry(number)) for number in range(first, first + 500))
+    assert len(index) == 10_000
+    assert index.lookup([(TENANT, key(9_999)), (TENANT, key(10_000))]) == [entry(9_999), None]
+    index.abandon()
+
+
+def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "_MAP_BYTES_MIN", 64 << 10)
+    index = Index.empty(tmp_path / "index", 1)
+    with pytest.raises(StorageError, match="does not fit"):
+        index.publish(((TENANT, key(number)), entry(number)) for number in range(20_000))
+    assert len(index) == 0
+    index.abandon()
+
+
+def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
+    fake: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.put(1, b"before")
+
+    def fail(*_: object) -> None:
+        raise StorageError("The index could not be written.")
+
+    monkeypatch.setattr(Index, "publish", fail)
+    monkeypatch.setattr(Index, "_write", fail)
+    assert isinstance(fake.put(2, b"during").error, ReadOnly)
+    assert isinstance(fake.put(3, b"after").error, ReadOnly)
+    assert fake.get(1)[1] == b"before"
+    fake.store.quarantine(TENANT, key(1), fake.get(1)[0].generation)  # cannot be recorded, and doesn't raise
+
+
+def test_a_callback_that_raises_does_not_take_the_results_of_others_with_it() -> None:
+    outbox: Outbox[int] = Outbox()
+    heard: list[int] = []
+
+    def raising(_: object) -> None:
+        raise RuntimeError("the callback's own fault")
+
+    outbox.promised = 3
+    outbox.add(raising, 1)
+    outbox.add(heard.extend, 2)
+    outbox.add(heard.extend, 3)
+    with pytest.raises(RuntimeError):
+        outbox.deliver()
+    outbox.deliver()
+    assert heard == [2, 3]
+    assert outbox.promised == 0
+    assert not outbox
