@@ -20,10 +20,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kvstore.node.server import serve
 
     host, port = parse_listen(arguments.listen)
-    capacity = None if arguments.capacity is None else parse_size(arguments.capacity)
     return serve(
         NodeConfig(
-            data=arguments.data, host=host, port=port, capacity_bytes=capacity, provider=arguments.provider
+            data=arguments.data,
+            drive=arguments.drive,
+            host=host,
+            port=port,
+            capacity_bytes=parse_size(arguments.capacity),
+            provider=arguments.provider,
         )
     )
 
@@ -47,9 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="run a storage node", description="Run a storage node.")
-    serve.add_argument("--data", type=Path, required=True, help="a folder, or a raw block device")
+    serve.add_argument("--data", type=Path, required=True, help="the node's folder")
+    serve.add_argument("--drive", type=Path, help="a raw block device to keep the blocks on")
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
-    serve.add_argument("--capacity", help="size of the drive file of a new folder, such as 64GiB")
+    serve.add_argument("--capacity", default="1GiB", help="size of a new folder's drive file (%(default)s)")
     serve.add_argument("--provider", help="libfabric provider; by default the best there is")
     serve.set_defaults(run=_serve)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN
+from kvstore.limits import DRIVE_CAPACITY_BYTES_DEFAULT, DRIVE_CAPACITY_BYTES_MIN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,10 +26,11 @@ _PORT_MAX = 65535
 class NodeConfig:
     """What `kvstore serve` was asked to do."""
 
-    data: Path  # a folder, or a raw block device
+    data: Path  # the folder with the index and, unless `drive` is given, the drive's file
+    drive: Path | None = None  # a raw block device
     host: str = "127.0.0.1"
     port: int = 7070  # 0: any free one
-    capacity_bytes: int | None = None  # None: keep what is there, or the default for a new drive
+    capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     provider: str | None = None  # None: the best that libfabric offers
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class NodeConfig:
             )
         if not 0 <= self.port <= _PORT_MAX:
             raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {self.port} does not.")
-        if self.capacity_bytes is not None and self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
+        if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
                 f" {show_size(self.capacity_bytes)} is too small."

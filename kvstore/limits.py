@@ -12,6 +12,7 @@ __all__ = [
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
     "CLIENTS_MAX",
+    "DRIVE_CAPACITY_BYTES_DEFAULT",
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
     "DRIVE_INFLIGHT_OPS_MIN",
@@ -62,6 +63,7 @@ LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node end
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
+DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX

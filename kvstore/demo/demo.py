@@ -1,5 +1,4 @@
-"""The demo's story: node, client, token process; flag, landed, written; SIGKILL; everything back, byte for
-byte."""
+"""The demo's story: flag, landed, written; SIGKILL; everything back, byte for byte."""
 
 from __future__ import annotations
 

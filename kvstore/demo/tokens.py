@@ -1,5 +1,4 @@
-"""The process that stands in for a GPU: it writes a block's bytes, then stores the flag; it knows nothing
-else.
+"""The process that stands in for a GPU: it writes a block's bytes, then stores the flag.
 
     python -m kvstore.demo.tokens FLAGS KV BLOCKS BLOCK_BYTES INTERVAL_MS
 

@@ -20,6 +20,7 @@ from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
+from kvstore.storage.folder import use_device
 from kvstore.storage.store import Store
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.fabric import Fabric
@@ -63,6 +64,8 @@ async def _serve(config: NodeConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if config.drive is not None:
+        use_device(config.data, config.drive)
     with (
         Store.open(
             config.data,

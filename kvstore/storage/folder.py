@@ -20,7 +20,7 @@ from kvstore.storage.uring import UringDisk
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["DRIVE_NAME", "INDEX_NAME", "FolderLock", "open_drive_in", "sync_folder"]
+__all__ = ["DRIVE_NAME", "INDEX_NAME", "FolderLock", "open_drive_in", "sync_folder", "use_device"]
 
 DRIVE_NAME: Final = "drive-0.kv"
 INDEX_NAME: Final = "index"
@@ -50,9 +50,25 @@ class FolderLock:
 def open_drive_in(data: Path, capacity_bytes: int | None) -> UringDisk:
     """Open the folder's drive; make it with this capacity if there is none. The default `DiskFactory`."""
     path = data / DRIVE_NAME
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         _preallocate(path, capacity_bytes)
     return UringDisk(path)
+
+
+def use_device(data: Path, device: Path) -> None:
+    """Make a raw block device the folder's drive; ConfigError if it is none, or the folder has another drive."""
+    if not device.is_block_device():
+        raise ConfigError(
+            f"{device} is not a block device; without one the drive is a file in the data folder."
+        )
+    path = data / DRIVE_NAME
+    if path.is_symlink() and path.resolve() == device.resolve():
+        return
+    if path.is_symlink() or path.exists():
+        raise ConfigError(f"The data folder {data} has a drive already, and it is not {device}.")
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.symlink_to(device.resolve())
+    sync_folder(data)
 
 
 def sync_folder(folder: Path) -> None:

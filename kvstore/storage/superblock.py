@@ -1,7 +1,7 @@
 """The superblock on a drive: reading it, formatting a new drive, and counting openings.
 
 Always holds: at every moment of a rewrite one of the two copies is whole, and the newer whole one counts;
-a drive that holds anything at all in its first pages is never formatted over; formatting writes the
+a drive that holds anything at all in its first mebibyte is never formatted over; formatting writes the
 superblock last, so a crash in the middle leaves a drive that is formatted anew.
 
 The fill with zeros is done here, once, and only up to `ZERO_FILL_BYTES_MAX`: it turns unwritten extents
@@ -34,6 +34,7 @@ __all__ = ["EPOCH_FORMATTED", "RECORDS_BEGIN", "open_superblock", "write_superbl
 EPOCH_FORMATTED: Final = 1  # the first opening makes it 2 before any record is written
 RECORDS_BEGIN: Final = SUPERBLOCK_COPIES * PAGE_BYTES
 _FILL_BYTES: Final = 1 << 20
+_BLANK_BYTES: Final = 1 << 20
 
 
 def open_superblock(disk: Disk, clock: Clock, progress: Progress | None = None) -> Superblock:
@@ -45,7 +46,7 @@ def open_superblock(disk: Disk, clock: Clock, progress: Progress | None = None) 
         )
     pages = [disk.read_at(copy * PAGE_BYTES, PAGE_BYTES) for copy in range(SUPERBLOCK_COPIES)]
     superblock = _newest(pages)
-    if superblock is None and not any(any(page) for page in pages):
+    if superblock is None and _is_blank(disk):
         superblock = _format(disk, clock, progress)
     if superblock is None:
         raise _unreadable(pages)
@@ -68,6 +69,11 @@ def write_superblock(disk: Disk, superblock: Superblock) -> None:
 def _newest(pages: list[bytes]) -> Superblock | None:
     valid = [parsed for parsed in map(parse_superblock, pages) if isinstance(parsed, Superblock)]
     return max(valid, key=lambda superblock: superblock.epoch, default=None)
+
+
+def _is_blank(disk: Disk) -> bool:
+    """Look further than our own pages: other people's file systems begin later."""
+    return not any(disk.read_at(0, _BLANK_BYTES))
 
 
 def _unreadable(pages: list[bytes]) -> StorageError:

@@ -155,9 +155,14 @@ class UringDisk:
 
 
 def _open_direct(path: Path) -> int:
+    # On a block device O_EXCL asks that nobody else has it, a file system included; on a file it asks nothing.
     try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_EXCL)
     except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise StorageError(
+                f"The drive {path} is in use: it is mounted, or another process has it."
+            ) from error
         if error.errno == errno.EINVAL:
             raise StorageError(
                 f"The file system of {path} refuses O_DIRECT; "

@@ -1,0 +1,78 @@
+"""A raw block device as the drive: a loop device stands in for it, where this machine lets us have one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.errors import ConfigError, Corrupt, StorageError
+from kvstore.storage.folder import use_device
+from kvstore.storage.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZE = 32 << 20
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Path]:
+    backing = tmp_path / "backing"
+    backing.write_bytes(bytes(SIZE))
+    try:
+        made = subprocess.run(
+            ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine gives no loop device: {getattr(error, 'stderr', '') or error}")
+    path = Path(made.stdout.strip())
+    yield path
+    subprocess.run(["losetup", "--detach", str(path)], check=True)
+
+
+def open_over(data: Path, device: Path) -> Store:
+    use_device(data, device)
+    return Store.open(data, capacity_bytes=None, clock=SystemClock())
+
+
+def test_a_device_is_formatted_once_and_known_again(tmp_path: Path, device: Path) -> None:
+    with open_over(tmp_path / "node", device) as store:
+        assert store.statistics().capacity_bytes == SIZE
+        name = store.name
+    with open_over(tmp_path / "node", device) as store:
+        assert store.name == name
+
+
+def test_a_device_with_something_on_it_is_left_alone(tmp_path: Path, device: Path) -> None:
+    mark = b"_BHRfS_M"  # where one kind of file system begins: 64 KiB in
+    with device.open("r+b") as raw:
+        raw.seek(65536 + 64)
+        raw.write(mark)
+    with pytest.raises(Corrupt, match="holds something else"):
+        open_over(tmp_path / "node", device)
+    with device.open("rb") as raw:
+        raw.seek(65536 + 64)
+        assert raw.read(len(mark)) == mark
+
+
+def test_two_folders_do_not_share_a_device(tmp_path: Path, device: Path) -> None:
+    with open_over(tmp_path / "node", device), pytest.raises(StorageError, match="is in use"):
+        open_over(tmp_path / "other", device)
+
+
+def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_bytes(bytes(10))
+    with pytest.raises(ConfigError, match="not a block device"):
+        use_device(tmp_path / "node", plain)
+
+
+def test_a_folder_keeps_the_drive_it_has(tmp_path: Path, device: Path) -> None:
+    with Store.open(tmp_path / "node", capacity_bytes=SIZE, clock=SystemClock()):
+        pass
+    with pytest.raises(ConfigError, match="has a drive already"):
+        use_device(tmp_path / "node", device)
