@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.storage.items import GetDone, PutDone
     from kvstore.storage.store import Store
 
-__all__ = ["InlineBlocks"]
+__all__ = ["InlineBlocks", "InlineRead"]
 
 
 class InlineBlocks:
