@@ -29,6 +29,10 @@ demo: setup ## a storage node and a client on this machine, blocks put by a flag
 test: setup ## all tests
 	@$(py) -m pytest $(PYTEST_ARGS)
 
+.PHONY: crash
+crash: setup ## SIGKILL at unkind moments; every acknowledged block has to survive
+	@$(py) -m pytest tests/crash $(PYTEST_ARGS)
+
 .PHONY: check
 check: setup ## ruff, its formatter, mypy --strict
 	@$(py) -m ruff check .

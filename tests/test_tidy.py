@@ -51,7 +51,7 @@ HARMLESS = [
     ("time_only_through_the_clock", "kvstore/clock.py", "import time\ntime.time()"),
     ("time_only_through_the_clock", "tests/a.py", "import time\ntime.time()"),
     ("environment_only_in_config", "kvstore/config.py", "import os\nos.environ"),
-    ("no_path_of_somebodys_machine", "docs/a.md", "net/work/x and $HOME/work/x and /proc/root/x"),
+    ("no_path_of_somebodys_machine", "docs/a.md", "net/home/x and $HOME/home/x and /proc/root/x"),
     (
         "all_says_what_is_public",
         "kvstore/a.py",
