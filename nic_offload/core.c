@@ -22,6 +22,8 @@
 #define COMPLETIONS_A_ROUND 64
 #define CRC_BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting by arithmetic */
 #define SPIN_NS 50000u
+#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
+#define NAP_SHARE 16   /* a nap is this part of the idleness before it */
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 1000000u
 #define ACK_CODE_BITS 8
@@ -423,10 +425,15 @@ static void completed(struct tk_fabric *fabric, struct work *work, int status)
 	finish_put(fabric, work, status);
 }
 
+/* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
+ * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
+ * not nap now, or the peer's writes would advance by one socket buffer a nap. */
 static int drain_completions(struct tk_fabric *fabric)
 {
 	struct fi_cq_entry entries[COMPLETIONS_A_ROUND];
+	uint64_t before_ns = tk_now_ns();
 	ssize_t count = fi_cq_read(fabric->cq, entries, COMPLETIONS_A_ROUND);
+	int moved = tk_now_ns() - before_ns > MOVED_NS;
 	if (count == -FI_EAVAIL) {
 		struct fi_cq_err_entry error = {0};
 		if (fi_cq_readerr(fabric->cq, &error, 0) == 1 && error.op_context)
@@ -436,7 +443,7 @@ static int drain_completions(struct tk_fabric *fabric)
 	for (ssize_t i = 0; i < count; i++)
 		if (entries[i].op_context)
 			completed(fabric, entries[i].op_context, 0);
-	return count > 0;
+	return count > 0 || moved;
 }
 
 /* --- watches ---------------------------------------------------------------------------------------- */
@@ -748,7 +755,7 @@ static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 		sched_yield(); /* a spin that does not yield starves the application on few cores */
 		return;
 	}
-	uint64_t nap_ns = idle_ns / 4;
+	uint64_t nap_ns = idle_ns / NAP_SHARE;
 	if (nap_ns < NAP_NS_MIN)
 		nap_ns = NAP_NS_MIN;
 	if (nap_ns > NAP_NS_MAX)
