@@ -11,8 +11,9 @@ What it doesn't do: reads (the side that has the bytes writes them), memory of a
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
@@ -28,6 +29,8 @@ __all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
 
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
+_EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
+assert _EVENT.size == ffi.sizeof("struct tk_event")
 
 
 class EventKind(enum.IntEnum):
@@ -41,15 +44,14 @@ class EventKind(enum.IntEnum):
     WATCH_FAILED = lib.TK_WATCH_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One thing that happened to a put or a watch; the fields' meaning is in `core.h`."""
 
-    kind: int
     tag: int
     value: int
-    status: int
     time_ns: int
+    kind: int
+    status: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class Fabric:
         self.regions: set[Region] = set()
         self.endpoints: set[Endpoint] = set()
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
+        self._events_view = memoryview(ffi.buffer(self._events))
         name = ffi.new("char[]", lib.TK_PROVIDER_NAME_BYTES)
         self.flag_in_message = bool(lib.tk_fabric_provider(self.handle, name))
         self.provider: str = ffi.string(name).decode()
@@ -205,10 +208,8 @@ class Fabric:
         count = lib.tk_fabric_reap(self.handle, self._events, _REAP_MAX)
         if count < 0:
             raise FabricError.from_code("Taking events", count)
-        events = self._events
         return [
-            Event(event.kind, event.tag, event.value, event.status, event.time_ns)
-            for event in (events[i] for i in range(count))
+            Event._make(fields) for fields in _EVENT.iter_unpack(self._events_view[: count * _EVENT.size])
         ]
 
     def register(self, memory: Buffer, *, remote_write: bool = True) -> Region:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["clean_copy", "commands", "environment"]
 
+_BUILT_FOLDERS = {".venv", ".git", "build", "dist", "__pycache__", ".cache"}
+_BUILT_SUFFIXES = {".so", ".o", ".pyc"}
+_BUILT_FILES = {"nic_offload/_core.c", "kvstore/storage/_uring.c"}
 _FENCE = re.compile(r"^```(console|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,19 +37,33 @@ def commands(text: str) -> list[str]:
 
 def clean_copy(root: Path, copy: Path) -> Path:
     """What git would check out of this work tree, with the changes in it, and nothing that was built."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    for name in sorted(set(listed.stdout.decode().split("\0")) - {""}):
+    for name in _listed_by_git(root) or _found(root):
         source, target = root / name, copy / name
         if source.is_file():  # a file that was deleted and not committed is still in the index
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)
     return copy
+
+
+def _listed_by_git(root: Path) -> list[str]:
+    """The files git knows or would take; none where there is no git or no work tree of it."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return sorted(set(listed.stdout.decode().split("\0")) - {""})
+
+
+def _found(root: Path) -> list[str]:
+    """The files of an unpacked archive, without what a build or a test has put there."""
+    names = []
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root)
+        built = _BUILT_FOLDERS.intersection(name.parts) or name.suffix in _BUILT_SUFFIXES
+        if path.is_file() and not built and name.as_posix() not in _BUILT_FILES:
+            names.append(name.as_posix())
+    return names
 
 
 def environment(copy: Path) -> dict[str, str]:

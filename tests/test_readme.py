@@ -8,13 +8,18 @@ The slow ones come last, whatever their file is called: `tests/conftest.py` sees
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.readme import clean_copy, commands, environment
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 INSIDE = "TRIGGERKV_INSIDE_README"
@@ -46,6 +51,33 @@ def test_a_clean_copy_holds_what_git_would_and_nothing_built(tmp_path: Path) -> 
     (tree / "gone").unlink()
     copy = clean_copy(tree, tmp_path / "copy")
     assert sorted(path.name for path in copy.iterdir()) == [".gitignore", "kept", "new"]
+
+
+def test_an_unpacked_archive_is_copied_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name in ("kept", "built.so", ".venv/bin/python", "build/x", "a/kept"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(name)
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
+    copy = clean_copy(tree, tmp_path / "copy")
+    files = [path.relative_to(copy).as_posix() for path in sorted(copy.rglob("*")) if path.is_file()]
+    assert files == ["a/kept", "kept"]
+
+
+def test_the_client_example_of_the_readme_runs_as_printed(node: NodeProcess) -> None:
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace("127.0.0.1:7070", node.target)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("WRITTEN") == 3
+    assert done.stdout.count("Hit(") == 3
 
 
 def test_the_copy_does_not_see_the_venv_around_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
-"""What goes into the store and what comes out of it: plain values, no behaviour."""
+"""What goes into the store and what comes out of it: plain values, no behaviour.
+
+Those that are made once a block are named tuples, which Python makes several times faster than data classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
@@ -14,8 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["GetDone", "GetItem", "GetsDone", "PutDone", "PutItem", "PutsDone", "Statistics"]
 
 
-@dataclass(frozen=True, slots=True)
-class PutItem:
+class PutItem(NamedTuple):
     """A block in a page-aligned slot: `[header page | payload | room to the page's end]`.
 
     The slot is the store's until the put is reported.
@@ -32,8 +34,7 @@ class PutItem:
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class PutDone:
+class PutDone(NamedTuple):
     """A put has ended. Without an error, the first block of its name is as durable as asked.
 
     That first block's bytes and expiry are the ones that count: names are written once.
@@ -44,8 +45,7 @@ class PutDone:
     durability: Durability
 
 
-@dataclass(frozen=True, slots=True)
-class GetItem:
+class GetItem(NamedTuple):
     """A block wanted in a slot of the same shape; `length` 0 takes whatever length is stored."""
 
     tenant: bytes
@@ -57,8 +57,7 @@ class GetItem:
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class GetDone:
+class GetDone(NamedTuple):
     """A get has ended: a miss, or a block whose header has been checked and **whose payload has not**.
 
     Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page
