@@ -1,0 +1,157 @@
+"""What is promised beyond the plain path: damage is seen, late bytes don't come, landed blocks outlive their client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.miss import Miss, MissReason
+from tests.conftest import MIB, Rig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+WAIT_S = 20.0
+
+
+def put(rig: Rig, blocks: list[Block]) -> None:
+    rig.flags[0].store(0)
+    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(max(block.threshold for block in blocks))
+    assert all(result.error is None for result in puts.wait(WAIT_S))
+
+
+def flip_a_bit_of(drive: Path, content: bytes, at: int) -> None:
+    """Damage the record whose payload this is, where it lies on the drive."""
+    with drive.open("r+b") as file:
+        whole = file.read()
+        begin = whole.find(content[:4096])
+        assert begin > 0
+        assert whole.find(content[:4096], begin + 1) < 0
+        file.seek(begin + at)
+        file.write(bytes([whole[begin + at] ^ 1]))
+
+
+@pytest.mark.parametrize("at", [0, 5000, 99_999, -1, -4096])
+def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
+    tmp_path: Path, rig: Rig, at: int
+) -> None:
+    """Offsets below 0 are in the header page."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    at = at if at != -1 else -4096 + 100  # in the fields that the header's tag covers
+    flip_a_bit_of(tmp_path / "node" / "drive-0.kv", rig.source[:100_000], at)
+    rig.target[:] = b"\x5a" * len(rig.target)
+    (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=WAIT_S)
+    assert isinstance(outcome, Miss)
+    assert outcome.reason is MissReason.CORRUPT
+    assert rig.target[:] == b"\x5a" * len(rig.target)
+    assert rig.client.status().corrupt_found == 1
+    put(rig, [block])  # it is forgotten, so it can be put again
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    assert rig.is_exact(block)
+
+
+def test_an_inline_get_sees_the_damage_too(tmp_path: Path, rig: Rig) -> None:
+    data = rig.source[:100_000]
+    rig.client.put_inline(rig.key(0), data)
+    flip_a_bit_of(tmp_path / "node" / "drive-0.kv", data, 77_777)
+    outcome = rig.client.get_inline(rig.key(0), len(data))
+    assert isinstance(outcome, Miss)
+    assert outcome.reason is MissReason.CORRUPT
+
+
+def test_after_a_get_has_given_up_no_late_byte_comes(node: NodeProcess) -> None:
+    rig = Rig(node)
+    blocks = [rig.block(i) for i in range(8)]
+    put(rig, blocks)
+    canary = b"\x5a" * len(rig.target)
+    missed = 0
+    for wait_s in (0.0, 0.001, 0.002, 0.004, 0.006):
+        rig.target[:] = canary
+        stopper = threading.Timer(wait_s, os.kill, (node.pid, signal.SIGSTOP))
+        stopper.start()
+        if wait_s == 0.0:
+            stopper.join()
+        outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=1.0)
+        stopper.join()
+        after = rig.target[:]
+        for block, outcome in zip(blocks, outcomes, strict=True):
+            if isinstance(outcome, Hit):
+                assert rig.is_exact(block)
+            else:
+                missed += 1
+        os.kill(node.pid, signal.SIGCONT)
+        # The node goes on with whatever it had queued; a later connection's answer is behind all of that.
+        rig.client.status(wait_s=WAIT_S)
+        assert rig.client.get_inline(blocks[0].key, MIB) == rig.source[:MIB]
+        assert rig.target[:] == after
+    assert missed
+    rig.close()
+
+
+def test_a_landed_block_outlives_its_client(node: NodeProcess) -> None:
+    script = (
+        "import os, sys\n"
+        "from kvstore.client import Block, Client\n"
+        "from kvstore.durability import Durability\n"
+        "from nic_offload.flags import FlagWords\n"
+        "client = Client(sys.argv[1], slots=16, block_bytes_max=1 << 20)\n"
+        "flags = FlagWords.create(1)\n"
+        "region = client.register(bytearray(range(256)) * 4096)\n"
+        "blocks = [Block(bytes([i]) * 32, region, 0, 1 << 20) for i in range(16)]\n"
+        "puts = client.reserve(blocks, durability=Durability.LANDED).arm(flags[0])\n"
+        "flags[0].store(1)\n"
+        "assert all(result.error is None for result in puts.wait(10))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, node.target], check=False, timeout=WAIT_S)
+    assert ended.returncode == -9
+    with Client(node.target) as client:
+        into = bytearray(MIB)
+        region = client.register(into)
+        for i in range(16):
+            block = Block(bytes([i]) * 32, region, 0, MIB)
+            until_s = time.monotonic() + WAIT_S
+            while client.get([block]) != [Hit(block.key)]:
+                assert time.monotonic() < until_s, f"block {i} was acknowledged as landed and is not there"
+            assert into == bytearray(range(256)) * 4096
+
+
+def test_many_clients_put_and_get_at_once(node: NodeProcess) -> None:
+    script = (
+        "import sys\n"
+        "from kvstore.client import Block, Client, Hit\n"
+        "from nic_offload.flags import FlagWords\n"
+        "me = int(sys.argv[2])\n"
+        "with Client(sys.argv[1], slots=4, block_bytes_max=1 << 18) as client, FlagWords.create(1) as flags:\n"
+        "    data, into = bytearray([me]) * (1 << 20), bytearray(1 << 20)\n"
+        "    source, target = client.register(data), client.register(into)\n"
+        "    for turn in range(5):\n"
+        "        flags[0].store(0)\n"
+        "        keys = [bytes([me, turn, i]) + bytes(29) for i in range(4)]\n"
+        "        blocks = [Block(key, source, i << 18, 1 << 18) for i, key in enumerate(keys)]\n"
+        "        puts = client.reserve(blocks).arm(flags[0])\n"
+        "        flags[0].store(1)\n"
+        "        assert all(result.error is None for result in puts.wait(30))\n"
+        "        into[:] = bytes(1 << 20)\n"
+        "        wanted = [Block(key, target, i << 18, 1 << 18) for i, key in enumerate(keys)]\n"
+        "        assert client.get(wanted) == [Hit(key) for key in keys]\n"
+        "        assert into == data\n"
+    )
+    clients = [subprocess.Popen([sys.executable, "-c", script, node.target, str(i + 1)]) for i in range(6)]
+    try:
+        assert [client.wait(60) for client in clients] == [0] * len(clients)
+    finally:
+        for client in clients:
+            client.kill()
