@@ -132,7 +132,7 @@ class Client:
         self._check_batch(blocks)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
-        link = self._attached()
+        link = self._attached(RPC_TIMEOUT_MS / 1000)
         with self.lock:
             words = link.take_words(len(blocks))
         request = pb.ReserveRequest(
@@ -189,7 +189,7 @@ class Client:
         self._check_batch(blocks)
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         try:
-            link = self._attached()
+            link = self._attached(timeout_s)
             with self.lock:
                 if link.error is not None:
                     raise link.error
@@ -198,8 +198,9 @@ class Client:
             return [Miss(MissReason.BUSY, str(error))] * len(blocks)
         except KvError as error:
             return [Miss(MissReason.NODE_AWAY, str(error))] * len(blocks)
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
-            self._stub.Fetch(get.request(self._fingerprint), timeout=min(timeout_s, RPC_TIMEOUT_MS / 1000))
+            self._stub.Fetch(get.request(self._fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000))
         except grpc.RpcError as failure:
             refusal = error_from_rpc("Fetching blocks", failure)
             if isinstance(refusal, Overloaded):
@@ -289,21 +290,28 @@ class Client:
             if self._link is link:
                 self._link = None
 
-    def _attached(self) -> Link:
-        with self._attaching:
+    def _attached(self, timeout_s: float) -> Link:
+        """The link there is, or a new one, within this time."""
+        until_s = time.monotonic() + timeout_s
+        if not self._attaching.acquire(timeout=max(0.0, timeout_s)):
+            raise DeadlineExceeded("Another call was still attaching to the node.")
+        try:
             with self.lock:
                 if self.fabric.closed:
                     raise ProtocolError("The client is closed.")
                 if self._link is not None:
                     return self._link
             self.calls += 1
-            link = Link(self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max)
+            left_s = max(0.0, until_s - time.monotonic())
+            link = Link(self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s)
             with self.lock:
                 self._link = link
             link.watch_for_loss(
                 lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}."))
             )
             return link
+        finally:
+            self._attaching.release()
 
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:

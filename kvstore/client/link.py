@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvstore.errors import FabricError, KvError, NodeUnavailable, Overloaded
-from kvstore.limits import ACK_WORDS, RPC_TIMEOUT_MS
+from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc
 
@@ -49,7 +49,13 @@ class Link:
     """One attachment. All methods are called with the client's lock held."""
 
     def __init__(
-        self, stub: KvStoreStub, fabric: Fabric, tenant: str, slots: int, block_bytes_max: int
+        self,
+        stub: KvStoreStub,
+        fabric: Fabric,
+        tenant: str,
+        slots: int,
+        block_bytes_max: int,
+        timeout_s: float,
     ) -> None:
         self.stub = stub
         self.error: KvError | None = None
@@ -73,7 +79,7 @@ class Link:
         )
         try:
             self._responses = stub.Attach(self._requests(request))
-            answer = self._first_answer()
+            answer = self._first_answer(timeout_s)
             self.peer = fabric.add_peer(answer.fabric_address)
         except KvError:
             self._close_memory()
@@ -86,7 +92,7 @@ class Link:
         yield first
         self._hang_up.wait()  # the stream is open for as long as this has not ended
 
-    def _first_answer(self) -> pb.AttachResponse:
+    def _first_answer(self, timeout_s: float) -> pb.AttachResponse:
         answers: queue.SimpleQueue[pb.AttachResponse | grpc.RpcError | None] = queue.SimpleQueue()
 
         def read() -> None:
@@ -97,11 +103,11 @@ class Link:
 
         threading.Thread(target=read, name="kvstore-attach", daemon=True).start()
         try:
-            answer = answers.get(timeout=RPC_TIMEOUT_MS / 1000)
+            answer = answers.get(timeout=timeout_s)
         except queue.Empty:
             self._hang_up.set()
             self._responses.cancel()
-            raise NodeUnavailable(f"The node did not answer an attach within {RPC_TIMEOUT_MS} ms.") from None
+            raise NodeUnavailable(f"The node did not answer an attach within {timeout_s:.1f} s.") from None
         if isinstance(answer, grpc.RpcError):
             self._hang_up.set()
             raise error_from_rpc("Attaching", answer)

@@ -238,6 +238,10 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
         assert isinstance(outcome, Miss)
         assert outcome.reason is MissReason.NODE_AWAY
         assert time.monotonic() - begun_s < 5.0
+        begun_s = time.monotonic()  # and again where the client has to attach first
+        (outcome,) = rig.client.get([rig.wanted(rig.block(0))], timeout_s=1.0)
+        assert isinstance(outcome, Miss)
+        assert time.monotonic() - begun_s < 5.0
     finally:
         subprocess.run(["kill", "-CONT", str(node.pid)], check=True)
     # The link was ended, because a late write could not be ruled out otherwise; the next call makes a new one.
