@@ -316,21 +316,29 @@ static void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns)
 	}
 }
 
+static void fire_reached(struct tk_fabric *fabric, struct trigger *trigger, uint64_t value)
+{
+	uint64_t now_ns = tk_now_ns();
+	do {
+		struct work *work = trigger->heap[0];
+		heap_remove(trigger, 0);
+		fabric->statistics.puts_waiting--;
+		fire(fabric, work, now_ns);
+	} while (trigger->count && trigger->heap[0]->put.threshold <= value);
+}
+
+/* A word for which no put waits is not even read: its owner may have unmapped it. */
 static int poll_flags(struct tk_fabric *fabric)
 {
 	int busy = 0;
 	for (uint32_t t = 0; t < fabric->triggers_count; t++) {
 		struct trigger *trigger = &fabric->triggers[t];
-		uint64_t value = tk_word_load(trigger->word);
-		if (trigger->count && trigger->heap[0]->put.threshold <= value) {
-			uint64_t now_ns = tk_now_ns();
-			do {
-				struct work *work = trigger->heap[0];
-				heap_remove(trigger, 0);
-				fabric->statistics.puts_waiting--;
-				fire(fabric, work, now_ns);
-			} while (trigger->count && trigger->heap[0]->put.threshold <= value);
-			busy = 1;
+		if (trigger->count) {
+			uint64_t value = tk_word_load(trigger->word);
+			if (trigger->heap[0]->put.threshold <= value) {
+				fire_reached(fabric, trigger, value);
+				busy = 1;
+			}
 		}
 		if (!trigger->count) {
 			free(trigger->heap);
