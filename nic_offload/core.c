@@ -642,6 +642,20 @@ static int cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 	return cancelled;
 }
 
+/* Here, because a provider (shm) may look for messages through an endpoint that is not enabled yet, and a thread
+ * that is opening one can't be reading the completion queue. */
+static int open_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	if (status)
+		return status;
+	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
+	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
+	    (status = fi_enable(endpoint->fid)))
+		fi_close(&endpoint->fid->fid);
+	return status;
+}
+
 /* Of the endpoint's puts nothing is reported: who closes it knows that all of them are over. Landed blocks are
  * in our memory and stay landed. The provider may still have put completions into the queue before the endpoint
  * went, so those are taken before the items go. */
@@ -698,6 +712,18 @@ static int expire(struct tk_fabric *fabric)
 	return 1;
 }
 
+static int obey(struct tk_fabric *fabric, const struct command *command)
+{
+	switch (command->kind) {
+	case COMMAND_OPEN:
+		return open_endpoint(fabric, command->endpoint);
+	case COMMAND_CLOSE:
+		return close_endpoint(fabric, command->endpoint);
+	default:
+		return cancel(fabric, command->tags, command->tags_count);
+	}
+}
+
 /* Returns whether there was anything; -1 when the fabric is being closed. */
 static int take_inbox(struct tk_fabric *fabric)
 {
@@ -715,8 +741,7 @@ static int take_inbox(struct tk_fabric *fabric)
 		accept(fabric, work);
 	}
 	if (command) {
-		command->result = command->tags ? cancel(fabric, command->tags, command->tags_count)
-						: close_endpoint(fabric, command->endpoint);
+		command->result = obey(fabric, command);
 		publish(fabric);
 		pthread_mutex_lock(&fabric->inbox_lock);
 		command->done = 1;

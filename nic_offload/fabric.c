@@ -205,6 +205,25 @@ int tk_fabric_provider(struct tk_fabric *fabric, char *out)
 	return fabric->ordered;
 }
 
+static int run_command(struct tk_fabric *fabric, struct command *command)
+{
+	if (!is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->inbox_lock);
+	while (fabric->command && !fabric->stop)
+		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
+	if (fabric->stop) {
+		pthread_mutex_unlock(&fabric->inbox_lock);
+		return -ESHUTDOWN;
+	}
+	fabric->command = command;
+	wake(fabric);
+	while (!command->done)
+		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	return command->result;
+}
+
 int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message)
 {
 	message[0] = 0;
@@ -214,17 +233,11 @@ int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *m
 	if (!endpoint)
 		return -ENOMEM;
 	endpoint->fabric = fabric;
-	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	struct command command = {.kind = COMMAND_OPEN, .endpoint = endpoint};
+	int status = run_command(fabric, &command);
 	if (status) {
 		free(endpoint);
 		return refused(message, "opening the endpoint", status);
-	}
-	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
-	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
-	    (status = fi_enable(endpoint->fid))) {
-		fi_close(&endpoint->fid->fid);
-		free(endpoint);
-		return refused(message, "enabling the endpoint", status);
 	}
 	pthread_mutex_lock(&fabric->handle_lock);
 	endpoint->next = fabric->endpoints;
@@ -462,28 +475,9 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 	return status;
 }
 
-static int run_command(struct tk_fabric *fabric, struct command *command)
-{
-	if (!is_ours(fabric))
-		return -ECHILD;
-	pthread_mutex_lock(&fabric->inbox_lock);
-	while (fabric->command && !fabric->stop)
-		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
-	if (fabric->stop) {
-		pthread_mutex_unlock(&fabric->inbox_lock);
-		return -ESHUTDOWN;
-	}
-	fabric->command = command;
-	wake(fabric);
-	while (!command->done)
-		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
-	pthread_mutex_unlock(&fabric->inbox_lock);
-	return command->result;
-}
-
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 {
-	struct command command = {.tags = tags, .tags_count = count};
+	struct command command = {.kind = COMMAND_CANCEL, .tags = tags, .tags_count = count};
 	return count > 0 ? run_command(fabric, &command) : 0;
 }
 
@@ -499,7 +493,7 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 			break;
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
-	struct command command = {.endpoint = endpoint};
+	struct command command = {.kind = COMMAND_CLOSE, .endpoint = endpoint};
 	int status = run_command(fabric, &command);
 	free(endpoint);
 	return status;

@@ -73,11 +73,14 @@ struct watches {
 	uint32_t count, capacity;
 };
 
+enum command_kind { COMMAND_CANCEL, COMMAND_OPEN, COMMAND_CLOSE };
+
 /* A call that waits for the progress thread to do it. */
 struct command {
+	enum command_kind kind;
 	const uint64_t *tags;
 	int tags_count;
-	struct tk_endpoint *endpoint; /* not NULL: close it */
+	struct tk_endpoint *endpoint;
 	int result;
 	int done;
 };
