@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from nic_offload.fabric import Endpoint, Fabric, Region
 
-__all__ = ["AckWatch", "Landing", "TriggeredPut", "WordPut", "arm", "put_words", "watch_acks", "watch_landings"]
+__all__ = [
+    "AckWatch",
+    "Landing",
+    "TriggeredPut",
+    "WordPut",
+    "arm",
+    "put_words",
+    "watch_acks",
+    "watch_landings",
+]
 
 
 class TriggeredPut(NamedTuple):
