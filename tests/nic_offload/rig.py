@@ -159,7 +159,7 @@ class Way:
         fires: tuple[FlagWord, int] | None = None,
         **more: Any,
     ) -> TriggeredPut:
-        """A put of `length` bytes; `flag` is a word's index and value, `fires` a flag word and a threshold."""
+        """A put of `length` bytes; `flag` is a word's index and value, `fires` a word and a threshold."""
         fields: dict[str, Any] = {
             "tag": tag,
             "endpoint": self.endpoint,

@@ -13,8 +13,18 @@ import pytest
 from nic_offload.errors import KvError
 from nic_offload.flags import FlagWords
 
-MAKER = "from nic_offload.flags import FlagWords as F; w = F.create(2); print(w.path, flush=True); input()"
-SWAP = "import sys; from nic_offload.flags import FlagWords as F; w = F.open(sys.argv[1]); w[1].store(w[0].load() + 1)"
+MAKER = """
+from nic_offload.flags import FlagWords
+words = FlagWords.create(2)
+print(words.path, flush=True)
+input()
+"""
+NEXT = """
+import sys
+from nic_offload.flags import FlagWords
+words = FlagWords.open(sys.argv[1])
+words[1].store(words[0].load() + 1)
+"""
 
 
 def test_words_are_zero_and_hold_64_bits() -> None:
@@ -29,7 +39,7 @@ def test_words_are_zero_and_hold_64_bits() -> None:
 def test_two_processes_see_one_anothers_stores() -> None:
     with FlagWords.create(2) as words:
         words[0].store(41)
-        subprocess.run([sys.executable, "-c", SWAP, words.path], check=True, timeout=30)
+        subprocess.run([sys.executable, "-c", NEXT, words.path], check=True, timeout=30)
         assert words[1].load() == 42
 
 
@@ -64,13 +74,15 @@ def test_a_path_that_has_become_another_file_is_refused(tmp_path: Path) -> None:
     words.close()
     other = tmp_path / "other"
     other.write_bytes(b"somebody's data")
-    with other.open("r+b") as file:
-        os.dup2(file.fileno(), number)
-        try:
-            with pytest.raises(KvError, match="not a set of flag words"):
-                FlagWords.open(path)
-        finally:
-            os.close(number)
+    opened = os.open(other, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    try:
+        with pytest.raises(KvError, match="not a set of flag words"):
+            FlagWords.open(path)
+    finally:
+        os.close(number)
     assert other.read_bytes() == b"somebody's data"
 
 
