@@ -6,6 +6,7 @@ of memory, and every wait has a deadline after which the test fails.
 
 from __future__ import annotations
 
+import copy
 import os
 import select
 import time
@@ -66,6 +67,13 @@ class Side:
         self.events: list[Event] = []
         self._poll = select.poll()
         self._poll.register(self.fabric.fileno(), select.POLLIN)
+
+    @classmethod
+    def more(cls, side: Side) -> Side:
+        """The same side through one more endpoint."""
+        another = copy.copy(side)
+        another.endpoint = side.fabric.open_endpoint()
+        return another
 
     def word_offset(self, index: int) -> int:
         """Where word `index` of the last page is; the last one is the fence's."""
