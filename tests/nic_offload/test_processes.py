@@ -13,7 +13,7 @@ from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import arm
 from tests.nic_offload.far import SLOT_BYTES, Far, about, slot_block, way_to
-from tests.nic_offload.rig import Pair, Side, wait_until
+from tests.nic_offload.rig import PAGE, Pair, Side, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +63,26 @@ def test_a_source_killed_in_a_stream_leaves_no_flag_without_its_bytes(provider: 
                 here.word(slot).store(0)
             another.tell(**about(here), slots=3)
             wait_until(lambda: all(here.word(slot).load() for slot in range(3)), "the next one's blocks")
+
+
+def test_closing_the_target_ends_what_another_process_puts(provider: str) -> None:
+    with Side(provider, SLOTS * SLOT_BYTES) as here, Far(provider, 4 << 20) as far:
+        far.tell(**about(here), slots=SLOTS)
+        word = here.word(20)
+        wait_until(lambda: word.load() != 0, "a flag")
+        here.endpoint.close()
+        check_slots(here)
+        here.fill(0, bytes(here.length + PAGE))
+        here.endpoint = here.fabric.open_endpoint()
+        with Far(provider, 4 << 20) as another:  # takes a while, and all of the fabric
+            another.tell(**about(here), slots=1)
+            first = here.word(0)
+            wait_until(lambda: first.load() != 0, "the next one's block")
+        block = slot_block(0)
+        assert here.bytes_at(0, len(block)) == block
+        rest = here.bytes_at(len(block), here.length - len(block))
+        assert not any(rest)
+        assert not any(here.word(slot).load() for slot in range(1, SLOTS))
 
 
 def test_a_target_killed_in_a_stream_ends_every_put(provider: str) -> None:
