@@ -27,6 +27,7 @@
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 1000000u
 #define ACK_CODE_BITS 8
+#define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
 
 /* --- lists ------------------------------------------------------------------------------------------ */
 
@@ -436,8 +437,27 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 {
 	if (work->kind == WORK_LANDING)
 		return post_landed(fabric, work);
+	if (work->state == WORK_READY && work->put.deadline_ns && tk_now_ns() >= work->put.deadline_ns)
+		return TOO_LATE;
 	int only_flag = !work->put.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
+}
+
+/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late
+ * and a differing CRC all mean that nothing did, and callers build upon that. */
+static int status_of_provider(int error)
+{
+	switch (error) {
+	case 0:
+		return -EIO;
+	case FI_ECANCELED:
+	case FI_ETIMEDOUT:
+		return -ECONNABORTED;
+	case EBADMSG:
+		return -EIO;
+	default:
+		return error > 0 ? -error : error;
+	}
 }
 
 /* What became of the first item of an endpoint's queue. */
@@ -447,10 +467,14 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 		landed(fabric, work);
 		return;
 	}
+	if (status == TOO_LATE) {
+		finish_put(fabric, work, -ETIMEDOUT);
+		return;
+	}
 	if (!work->posted_ns)
 		work->posted_ns = tk_now_ns();
 	if (status < 0) {
-		finish_put(fabric, work, status);
+		finish_put(fabric, work, status_of_provider(-status));
 	} else if (status == 1) {
 		finish_put(fabric, work, 0);
 	} else {
@@ -517,7 +541,7 @@ static int drain_completions(struct tk_fabric *fabric)
 	if (count == -FI_EAVAIL) {
 		struct fi_cq_err_entry error = {0};
 		if (fi_cq_readerr(fabric->cq, &error, 0) == 1 && error.op_context)
-			completed(fabric, error.op_context, error.err ? -error.err : -EIO);
+			completed(fabric, error.op_context, status_of_provider(error.err));
 		return 1;
 	}
 	for (ssize_t i = 0; i < count; i++)
@@ -811,6 +835,13 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 	return status;
 }
 
+/* Bytes on the wire can't be called back, and landed bytes are only being summed. */
+static int may_expire(const struct work *work)
+{
+	return work->state == WORK_WAITING ||
+	       (work->kind == WORK_PUT && (work->state == WORK_SUMMING || work->state == WORK_READY));
+}
+
 static int expire(struct tk_fabric *fabric)
 {
 	uint64_t now_ns = tk_now_ns();
@@ -825,8 +856,7 @@ static int expire(struct tk_fabric *fabric)
 		if (now_ns < deadline_ns) {
 			if (deadline_ns < fabric->next_deadline_ns)
 				fabric->next_deadline_ns = deadline_ns;
-		} else if (work->state == WORK_WAITING || (work->kind == WORK_PUT && work->state == WORK_READY)) {
-			/* Bytes on the wire can't be called back, and landed bytes are only being summed. */
+		} else if (may_expire(work)) {
 			withdraw(fabric, work);
 			fail(fabric, work, -ETIMEDOUT);
 		}

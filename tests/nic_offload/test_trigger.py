@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWords
-from tests.nic_offload.rig import after_ms, wait_until
+from nic_offload.memory import allocate
+from tests.nic_offload.rig import PAGE, Pair, after_ms, wait_until
 
 if TYPE_CHECKING:
     from nic_offload.flags import FlagWord
-    from tests.nic_offload.rig import Pair
 
 STORE = """
 import sys
@@ -220,3 +220,19 @@ def test_a_deadline_already_over_lets_nothing_out(pair: Pair, flag: FlagWord) ->
     pair.there.fence()
     assert {pair.near.final(tag).status for tag in (1, 2)} == {-errno.ETIMEDOUT}
     assert pair.far.bytes_at(0, 5) == bytes(5)
+
+
+def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: str) -> None:
+    """The flag comes in time, the sum of 256 MiB does not."""
+    length = 256 << 20
+    with Pair(provider, PAGE) as pair:
+        source = allocate(length)
+        with pair.near.fabric.register(source) as region:
+            pair.far.fill(0, b"canary")
+            at = region.address
+            small = pair.there.put(1, length, flag=(0, 7), crc32c=1, deadline_ns=after_ms(5))
+            pair.there.arm(small._replace(region=region, source=at))
+            event = pair.near.final(1)
+            assert (event.kind, event.status) == (EventKind.PUT_FAILED, -errno.ETIMEDOUT)
+            assert pair.far.bytes_at(0, 6) == b"canary"
+        source.close()
