@@ -18,15 +18,18 @@
 #include <time.h>
 #include <unistd.h>
 
-#define POSTED_MAX 64u		 /* puts on the wire at a time */
+#define POSTED_MAX 64u		 /* puts of one endpoint on the wire at a time */
 #define COMPLETIONS_A_ROUND 64
 #define CRC_BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting by arithmetic */
 #define SPIN_NS 50000u
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
 #define NAP_SHARE 16   /* a nap is this part of the idleness before it */
+#define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
+#define DRAIN_NS 20000000u	  /* for what is on the wire when an endpoint is closed */
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 1000000u
 #define ACK_CODE_BITS 8
+#define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
 
 /* --- lists ------------------------------------------------------------------------------------------ */
 
@@ -94,6 +97,8 @@ static void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t t
 
 static void publish(struct tk_fabric *fabric)
 {
+	fabric->statistics.puts_in_flight = fabric->in_flight;
+	fabric->statistics.watches = fabric->landings.count + fabric->acks.count;
 	if (!fabric->pending_count)
 		return;
 	pthread_mutex_lock(&fabric->event_lock);
@@ -168,9 +173,7 @@ static void adopt(struct tk_fabric *fabric, struct work *work)
 		fabric->next_deadline_ns = deadline_ns;
 }
 
-/* The end of an item. It returns to the free list after the round, so nothing else in the round that
- * still holds its address can meet it in a new life. */
-static void release(struct tk_fabric *fabric, struct work *work)
+static void disown(struct tk_fabric *fabric, struct work *work)
 {
 	if (work->before)
 		work->before->after = work->after;
@@ -180,14 +183,27 @@ static void release(struct tk_fabric *fabric, struct work *work)
 		work->after->before = work->before;
 	if (work->kind == WORK_PUT && work->put.region)
 		__atomic_sub_fetch(&work->put.region->uses, 1, __ATOMIC_RELEASE);
+}
+
+/* An item returns to the free list after the round, so nothing else in the round that still holds its address
+ * can meet it in a new life. */
+static void recycle(struct tk_fabric *fabric, struct work *work)
+{
 	work->next = fabric->finished;
 	fabric->finished = work;
+}
+
+static void release(struct tk_fabric *fabric, struct work *work)
+{
+	disown(fabric, work);
+	recycle(fabric, work);
 }
 
 static void finish_put(struct tk_fabric *fabric, struct work *work, int status)
 {
 	if (!status) {
 		fabric->statistics.done++;
+		fabric->statistics.acks_sent += !work->put.length;
 		fabric->statistics.put_bytes += work->put.length;
 	} else if (status == -ECANCELED) {
 		fabric->statistics.cancelled++;
@@ -209,6 +225,33 @@ static void fail(struct tk_fabric *fabric, struct work *work, int status)
 	}
 	report(fabric, TK_WATCH_FAILED, tag_of(work), 0, status, tk_now_ns());
 	release(fabric, work);
+}
+
+static void landed(struct tk_fabric *fabric, struct work *work)
+{
+	report(fabric, TK_LANDED, work->landing.tag, work->crc, 0, work->fired_ns);
+	release(fabric, work);
+}
+
+static void list_ready(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	if (endpoint->is_ready)
+		return;
+	endpoint->is_ready = 1;
+	endpoint->next_ready = NULL;
+	if (fabric->ready_last)
+		fabric->ready_last->next_ready = endpoint;
+	else
+		fabric->ready_first = endpoint;
+	fabric->ready_last = endpoint;
+}
+
+static void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state state)
+{
+	struct tk_endpoint *endpoint = endpoint_of(work);
+	work->state = state;
+	queue_push(&endpoint->ready, work);
+	list_ready(fabric, endpoint);
 }
 
 /* --- triggers --------------------------------------------------------------------------------------- */
@@ -313,26 +356,33 @@ static void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns)
 		work->state = WORK_SUMMING;
 		queue_push(&fabric->summing, work);
 	} else {
-		work->state = WORK_READY;
-		queue_push(&fabric->ready, work);
+		get_ready(fabric, work, WORK_READY);
 	}
 }
 
+static void fire_reached(struct tk_fabric *fabric, struct trigger *trigger, uint64_t value)
+{
+	uint64_t now_ns = tk_now_ns();
+	do {
+		struct work *work = trigger->heap[0];
+		heap_remove(trigger, 0);
+		fabric->statistics.puts_waiting--;
+		fire(fabric, work, now_ns);
+	} while (trigger->count && trigger->heap[0]->put.threshold <= value);
+}
+
+/* A word for which no put waits is not even read: its owner may have unmapped it. */
 static int poll_flags(struct tk_fabric *fabric)
 {
 	int busy = 0;
 	for (uint32_t t = 0; t < fabric->triggers_count; t++) {
 		struct trigger *trigger = &fabric->triggers[t];
-		uint64_t value = tk_word_load(trigger->word);
-		if (trigger->count && trigger->heap[0]->put.threshold <= value) {
-			uint64_t now_ns = tk_now_ns();
-			do {
-				struct work *work = trigger->heap[0];
-				heap_remove(trigger, 0);
-				fabric->statistics.puts_waiting--;
-				fire(fabric, work, now_ns);
-			} while (trigger->count && trigger->heap[0]->put.threshold <= value);
-			busy = 1;
+		if (trigger->count) {
+			uint64_t value = tk_word_load(trigger->word);
+			if (trigger->heap[0]->put.threshold <= value) {
+				fire_reached(fabric, trigger, value);
+				busy = 1;
+			}
 		}
 		if (!trigger->count) {
 			free(trigger->heap);
@@ -345,13 +395,14 @@ static int poll_flags(struct tk_fabric *fabric)
 
 /* --- posting ---------------------------------------------------------------------------------------- */
 
+/* 1: it is out, and no completion follows. */
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_put *put = &work->put;
 	if (put->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
 		int status = (int)fi_inject_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, put->peer,
 						  put->flag_target, put->flag_key);
-		return status ? status : 1; /* an injected write gives no completion */
+		return status ? status : 1;
 	}
 	return (int)fi_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, NULL, put->peer,
 			     put->flag_target, put->flag_key, &work->context);
@@ -382,68 +433,133 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	return (int)fi_writemsg(put->endpoint->fid, &message, flags);
 }
 
+static int post_landed(struct tk_fabric *fabric, struct work *work);
+
 static int post_one(struct tk_fabric *fabric, struct work *work)
 {
+	if (work->kind == WORK_LANDING)
+		return post_landed(fabric, work);
+	if (work->state == WORK_READY && work->put.deadline_ns && tk_now_ns() >= work->put.deadline_ns)
+		return TOO_LATE;
 	int only_flag = !work->put.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
 
+/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late
+ * and a differing CRC all mean that nothing did, and callers build upon that. */
+static int status_of_provider(int error)
+{
+	switch (error) {
+	case 0:
+		return -EIO;
+	case FI_ECANCELED:
+	case FI_ETIMEDOUT:
+		return -ECONNABORTED;
+	case EBADMSG:
+		return -EIO;
+	default:
+		return error > 0 ? -error : error;
+	}
+}
+
+/* What became of the first item of an endpoint's queue. */
+static void posted(struct tk_fabric *fabric, struct work *work, int status)
+{
+	if (work->kind == WORK_LANDING) {
+		landed(fabric, work);
+		return;
+	}
+	if (status == TOO_LATE) {
+		finish_put(fabric, work, -ETIMEDOUT);
+		return;
+	}
+	if (!work->posted_ns)
+		work->posted_ns = tk_now_ns();
+	if (status < 0) {
+		finish_put(fabric, work, status_of_provider(-status));
+	} else if (status == 1) {
+		finish_put(fabric, work, 0);
+	} else {
+		work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
+		work->put.endpoint->in_flight++;
+		fabric->in_flight++;
+	}
+}
+
+static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	int busy = 0;
+	for (uint32_t count = 0; count < POSTED_MAX && endpoint->ready.head; count++) {
+		if (endpoint->in_flight == POSTED_MAX)
+			break;
+		struct work *work = endpoint->ready.head;
+		int status = post_one(fabric, work);
+		endpoint->stalled = status == -FI_EAGAIN;
+		if (endpoint->stalled)
+			break;
+		queue_pop(&endpoint->ready);
+		posted(fabric, work, status);
+		busy = 1;
+	}
+	return busy;
+}
+
+/* Every endpoint has its turn in every round. */
 static int post_ready(struct tk_fabric *fabric)
 {
 	int busy = 0;
-	while (fabric->ready.head && fabric->in_flight < POSTED_MAX) {
-		struct work *work = fabric->ready.head;
-		int status = post_one(fabric, work);
-		if (status == -FI_EAGAIN)
-			break;
-		queue_pop(&fabric->ready);
-		busy = 1;
-		if (!work->posted_ns)
-			work->posted_ns = tk_now_ns();
-		if (status < 0) {
-			finish_put(fabric, work, status);
-		} else if (status == 1) {
-			fabric->statistics.acks_sent += !work->put.length;
-			finish_put(fabric, work, 0);
-		} else {
-			work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
-			fabric->in_flight++;
-		}
+	struct tk_endpoint *endpoint = fabric->ready_first;
+	fabric->ready_first = fabric->ready_last = NULL;
+	for (struct tk_endpoint *next; endpoint; endpoint = next) {
+		next = endpoint->next_ready;
+		endpoint->is_ready = 0;
+		busy |= post_ready_of(fabric, endpoint);
+		if (endpoint->ready.head)
+			list_ready(fabric, endpoint);
 	}
 	return busy;
 }
 
 static void completed(struct tk_fabric *fabric, struct work *work, int status)
 {
+	if (work->state == WORK_STRANDED) {
+		recycle(fabric, work);
+		return;
+	}
 	fabric->in_flight--;
+	work->put.endpoint->in_flight--;
 	int chained = work->put.length && work->put.flags & TK_FLAG_PUT && !fabric->ordered;
 	if (!status && chained && work->state == WORK_POSTED) {
-		work->state = WORK_FLAG_READY;
-		queue_push(&fabric->ready, work);
+		get_ready(fabric, work, WORK_FLAG_READY);
 		return;
 	}
 	finish_put(fabric, work, status);
 }
 
-/* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
- * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
- * not nap now, or the peer's writes would advance by one socket buffer a nap. */
 static int drain_completions(struct tk_fabric *fabric)
 {
 	struct fi_cq_entry entries[COMPLETIONS_A_ROUND];
-	uint64_t before_ns = tk_now_ns();
 	ssize_t count = fi_cq_read(fabric->cq, entries, COMPLETIONS_A_ROUND);
-	int moved = tk_now_ns() - before_ns > MOVED_NS;
 	if (count == -FI_EAVAIL) {
 		struct fi_cq_err_entry error = {0};
 		if (fi_cq_readerr(fabric->cq, &error, 0) == 1 && error.op_context)
-			completed(fabric, error.op_context, error.err ? -error.err : -EIO);
+			completed(fabric, error.op_context, status_of_provider(error.err));
 		return 1;
 	}
 	for (ssize_t i = 0; i < count; i++)
 		if (entries[i].op_context)
 			completed(fabric, entries[i].op_context, 0);
-	return count > 0 || moved;
+	return count > 0;
+}
+
+/* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
+ * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
+ * not nap now, or the peer's writes would advance by one socket buffer a nap. */
+static int progress_wire(struct tk_fabric *fabric)
+{
+	uint64_t before_ns = tk_now_ns();
+	int drained = drain_completions(fabric);
+	return drained || tk_now_ns() - before_ns > MOVED_NS;
 }
 
 /* --- watches ---------------------------------------------------------------------------------------- */
@@ -466,17 +582,20 @@ static void watch_remove(struct watches *watches, const struct work *work)
 		}
 }
 
-static void send_landed(struct tk_fabric *fabric, struct work *work)
+/* Says `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that gave a word it has no right to, or is gone,
+ * is told nothing: the block has landed all the same. */
+static int post_landed(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_landing *landing = &work->landing;
 	if (work->acked)
-		return;
+		return 0;
 	ssize_t status = fi_inject_write(landing->endpoint->fid, &landing->ack_value, sizeof landing->ack_value,
 					 landing->peer, landing->ack_target, landing->ack_key);
 	if (status == -FI_EAGAIN)
-		return; /* tried again when the CRC is made */
+		return -FI_EAGAIN;
 	work->acked = 1;
 	fabric->statistics.acks_sent++;
+	return 0;
 }
 
 static int poll_landings(struct tk_fabric *fabric)
@@ -498,7 +617,7 @@ static int poll_landings(struct tk_fabric *fabric)
 		i--;
 		work->fired_ns = tk_now_ns();
 		fabric->statistics.landed++;
-		send_landed(fabric, work);
+		post_landed(fabric, work);
 		work->state = WORK_SUMMING;
 		queue_push(&fabric->summing, work);
 		busy = 1;
@@ -530,11 +649,14 @@ static int poll_acks(struct tk_fabric *fabric)
 
 /* --- checksums -------------------------------------------------------------------------------------- */
 
+/* `landed` goes to the peer before the event that lets the application say more. */
 static void summed_landing(struct tk_fabric *fabric, struct work *work)
 {
 	queue_pop(&fabric->summing);
-	report(fabric, TK_LANDED, work->landing.tag, work->crc, 0, work->fired_ns);
-	release(fabric, work);
+	if (post_landed(fabric, work))
+		get_ready(fabric, work, WORK_READY);
+	else
+		landed(fabric, work);
 }
 
 static void summed_put(struct tk_fabric *fabric, struct work *work)
@@ -544,8 +666,7 @@ static void summed_put(struct tk_fabric *fabric, struct work *work)
 		finish_put(fabric, work, -EBADMSG);
 		return;
 	}
-	work->state = WORK_READY;
-	queue_push(&fabric->ready, work);
+	get_ready(fabric, work, WORK_READY);
 }
 
 static int make_checksums(struct tk_fabric *fabric)
@@ -564,14 +685,10 @@ static int make_checksums(struct tk_fabric *fabric)
 		busy = 1;
 		if (work->summed < length)
 			continue;
-		if (!landing) {
+		if (landing)
+			summed_landing(fabric, work);
+		else
 			summed_put(fabric, work);
-			continue;
-		}
-		send_landed(fabric, work);
-		if (!work->acked)
-			break; /* the transmit queue is full: `landed` goes before everything that follows it */
-		summed_landing(fabric, work);
 	}
 	return busy;
 }
@@ -619,7 +736,7 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 		return 1;
 	case WORK_READY:
 	case WORK_FLAG_READY:
-		queue_remove(&fabric->ready, work);
+		queue_remove(&endpoint_of(work)->ready, work);
 		return 1;
 	default:
 		return 0;
@@ -642,12 +759,9 @@ int core_cancel(struct tk_fabric *fabric, void *argument)
 	return cancelled;
 }
 
-/* Of the endpoint's puts nothing is reported: who closes it knows that all of them are over. Landed blocks are
- * in our memory and stay landed. The provider may still have put completions into the queue before the endpoint
- * went, so those are taken before the items go. */
-int core_close_endpoint(struct tk_fabric *fabric, void *argument)
+/* What the endpoint still has to do is dropped. Landed blocks are in our memory and stay landed. */
+static void withdraw_all(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
-	struct tk_endpoint *endpoint = argument;
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
 		if (endpoint_of(work) != endpoint)
@@ -655,6 +769,10 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 		if (work->kind == WORK_LANDING && work->state == WORK_SUMMING) {
 			work->landing.endpoint = NULL;
 			work->acked = 1; /* or nobody is there to be told */
+		} else if (work->kind == WORK_LANDING && work->state == WORK_READY) {
+			landed(fabric, work);
+		} else if (work->state == WORK_READY || work->state == WORK_FLAG_READY) {
+			release(fabric, work);
 		} else if (withdraw(fabric, work)) {
 			if (work->kind == WORK_LANDING)
 				fail(fabric, work, -ECANCELED);
@@ -662,18 +780,66 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 				release(fabric, work);
 		}
 	}
+	endpoint->ready = (struct queue){0};
+}
+
+static void unlist_ready(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
+{
+	struct tk_endpoint *at = fabric->ready_first;
+	fabric->ready_first = fabric->ready_last = NULL;
+	for (struct tk_endpoint *next; at; at = next) {
+		next = at->next_ready;
+		at->is_ready = 0;
+		if (at != endpoint)
+			list_ready(fabric, at);
+	}
+}
+
+/* What is on the wire gets a moment to arrive. Not every provider takes back what it was given when its endpoint
+ * is closed: a peer of shm may read it later, and crashes if it can't find who introduced himself; one of sockets
+ * is left with half a message. */
+static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	uint64_t until_ns = tk_now_ns() + DRAIN_NS;
+	while ((endpoint->in_flight || endpoint->stalled) && tk_now_ns() < until_ns) {
+		if (!drain_completions(fabric))
+			sched_yield();
+	}
+}
+
+/* Of the endpoint's puts nothing is reported: who closes it knows that all of them are over. The provider may have
+ * put completions into the queue before the endpoint went, and those are taken before the items go; one whose
+ * completions may come later still (it has a thread of its own) keeps the items until they come. */
+int core_close_endpoint(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_endpoint *endpoint = argument;
+	withdraw_all(fabric, endpoint);
+	if (!fabric->ordered)
+		drain_endpoint(fabric, endpoint);
 	int status = fi_close(&endpoint->fid->fid);
 	while (drain_completions(fabric))
 		;
+	withdraw_all(fabric, endpoint);
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
 		if (endpoint_of(work) != endpoint)
 			continue;
-		if (!withdraw(fabric, work))
-			fabric->in_flight--;
-		release(fabric, work);
+		fabric->in_flight--;
+		disown(fabric, work);
+		if (fabric->ordered)
+			recycle(fabric, work);
+		else
+			work->state = WORK_STRANDED;
 	}
+	unlist_ready(fabric, endpoint);
 	return status;
+}
+
+/* Bytes on the wire can't be called back, and landed bytes are only being summed. */
+static int may_expire(const struct work *work)
+{
+	return work->state == WORK_WAITING ||
+	       (work->kind == WORK_PUT && (work->state == WORK_SUMMING || work->state == WORK_READY));
 }
 
 static int expire(struct tk_fabric *fabric)
@@ -690,8 +856,7 @@ static int expire(struct tk_fabric *fabric)
 		if (now_ns < deadline_ns) {
 			if (deadline_ns < fabric->next_deadline_ns)
 				fabric->next_deadline_ns = deadline_ns;
-		} else if (work->state == WORK_WAITING || (work->kind == WORK_PUT && work->state == WORK_READY)) {
-			/* Bytes on the wire can't be called back, and landed bytes are only being summed. */
+		} else if (may_expire(work)) {
 			withdraw(fabric, work);
 			fail(fabric, work, -ETIMEDOUT);
 		}
@@ -746,17 +911,18 @@ static void give_back_finished(struct tk_fabric *fabric)
 
 static int is_working(const struct tk_fabric *fabric)
 {
-	return fabric->in_flight || fabric->ready.head || fabric->summing.head;
+	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
 static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
-	if (idle_ns < SPIN_NS || is_working(fabric)) {
+	int working = is_working(fabric);
+	if (idle_ns < (working ? SPIN_WORKING_NS : SPIN_NS)) {
 		sched_yield(); /* a spin that does not yield starves the application on few cores */
 		return;
 	}
 	uint64_t nap_ns = idle_ns / NAP_SHARE;
-	if (nap_ns < NAP_NS_MIN)
+	if (nap_ns < NAP_NS_MIN || working)
 		nap_ns = NAP_NS_MIN;
 	if (nap_ns > NAP_NS_MAX)
 		nap_ns = NAP_NS_MAX;
@@ -783,8 +949,8 @@ void *core_progress(void *argument)
 	for (;;) {
 		int busy = take_inbox(fabric);
 		if (busy < 0)
-			return NULL;
-		busy |= drain_completions(fabric);
+			break;
+		busy |= progress_wire(fabric);
 		busy |= poll_flags(fabric);
 		busy |= post_ready(fabric);
 		busy |= poll_landings(fabric);
@@ -794,11 +960,12 @@ void *core_progress(void *argument)
 		publish(fabric);
 		give_back_finished(fabric);
 		fabric->statistics.loops++;
-		fabric->statistics.puts_in_flight = fabric->in_flight;
-		fabric->statistics.watches = fabric->landings.count + fabric->acks.count;
 		if (busy)
 			busy_ns = tk_now_ns();
 		else
 			rest(fabric, tk_now_ns() - busy_ns);
 	}
+	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
+		core_close_endpoint(fabric, endpoint);
+	return NULL;
 }

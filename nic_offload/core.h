@@ -43,7 +43,8 @@ struct tk_region;
 enum tk_event_kind {
 	TK_PUT_FIRED,	/* value: the nanosecond at which the flag was seen; only with TK_REPORT_FIRED */
 	TK_PUT_DONE,	/* the source may be used again; value: the nanosecond at which the put was posted */
-	TK_PUT_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EBADMSG (CRC differs) or the provider's */
+	TK_PUT_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EBADMSG (CRC differs): nothing went out, nor will;
+			 * any other is the provider's, and bytes may have arrived, in whole or in part */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
 	TK_WATCH_FAILED /* status: -ETIMEDOUT, or -ECANCELED */

@@ -63,7 +63,8 @@ static void close_fid(struct fid *fid)
 
 static void free_fabric(struct tk_fabric *fabric)
 {
-	/* The order matters: regions, endpoints, queue, addresses, domain, fabric. */
+	/* The order matters: endpoints (the progress thread has closed them), regions, queue, addresses, domain,
+	 * fabric. */
 	while (fabric->regions) {
 		struct tk_region *region = fabric->regions;
 		fabric->regions = region->next;
@@ -73,7 +74,6 @@ static void free_fabric(struct tk_fabric *fabric)
 	while (fabric->endpoints) {
 		struct tk_endpoint *endpoint = fabric->endpoints;
 		fabric->endpoints = endpoint->next;
-		fi_close(&endpoint->fid->fid);
 		free(endpoint);
 	}
 	close_fid(fabric->cq ? &fabric->cq->fid : NULL);
@@ -241,6 +241,8 @@ static int open_endpoint(struct tk_fabric *fabric, void *argument)
 int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message)
 {
 	message[0] = 0;
+	if (!is_ours(fabric))
+		return -ECHILD;
 	struct tk_endpoint *endpoint = calloc(1, sizeof *endpoint);
 	if (!endpoint)
 		return -ENOMEM;

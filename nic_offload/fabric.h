@@ -28,6 +28,7 @@ enum work_state {
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
 	WORK_FLAG_POSTED, /* the chained flag put is on its way */
+	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
 
 struct work {
@@ -86,6 +87,14 @@ struct tk_endpoint {
 	struct tk_fabric *fabric;
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
+
+	/* The progress thread's own. Each endpoint has its own queue and its own share of the wire, so that a
+	 * peer that takes nothing, or can't be reached, holds up nobody else. */
+	struct queue ready;
+	struct tk_endpoint *next_ready;
+	int is_ready; /* it is in the fabric's list */
+	uint32_t in_flight;
+	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
 };
 
 struct tk_region {
@@ -133,7 +142,8 @@ struct tk_fabric {
 
 	/* The progress thread's own. */
 	struct work *all;
-	struct queue ready, summing;
+	struct queue summing;
+	struct tk_endpoint *ready_first, *ready_last; /* endpoints that have something to post */
 	struct trigger *triggers;
 	uint32_t triggers_count, triggers_capacity;
 	struct watches landings, acks;

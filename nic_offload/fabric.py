@@ -256,11 +256,13 @@ class Fabric:
         if self.handle is None:
             return
         handle, self.handle = self.handle, None
-        lib.tk_fabric_close(handle)
+        code = lib.tk_fabric_close(handle)
         for endpoint in tuple(self.endpoints):
             endpoint.detach()
         for region in tuple(self.regions):
             region.detach()
+        if code:  # a forked child has neither the thread nor the connections, and must leave both alone
+            raise FabricError.from_code("Closing a fabric", code)
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from nic_offload._core import ffi, lib
@@ -26,15 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["FlagWord", "FlagWords"]
 
 _WORD_BYTES = 8
+_NAME = "triggerkv-flags"
+_MEMORY_FILE = f"/memfd:{_NAME} "
 
 
 class FlagWord:
-    """One word. Keep its `FlagWords` open while using it."""
+    """One word. It keeps its memory (`owner`) alive, and is of no use once its `FlagWords` is closed."""
 
-    __slots__ = ("_pointer", "address")
+    __slots__ = ("_owner", "_pointer", "address")
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, owner: object = None) -> None:
         self.address = address
+        self._owner = owner
         self._pointer = ffi.cast("void *", address)
 
     def load(self) -> int:
@@ -55,14 +59,14 @@ class FlagWords:
         self._map = mmap.mmap(fd, count * _WORD_BYTES)
         self._pin = ffi.from_buffer(self._map)
         base = int(ffi.cast("uintptr_t", self._pin))
-        self._words = [FlagWord(base + i * _WORD_BYTES) for i in range(count)]
+        self._words = [FlagWord(base + i * _WORD_BYTES, self._pin) for i in range(count)]
 
     @classmethod
     def create(cls, count: int) -> Self:
         """Make `count` words, all zero."""
         if count < 1:
             raise KvError(f"A set of flag words needs at least one word, not {count}.")
-        fd = os.memfd_create("triggerkv-flags", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, count * _WORD_BYTES)
         return cls(fd, count, f"/proc/{os.getpid()}/fd/{fd}")
 
@@ -73,6 +77,9 @@ class FlagWords:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise KvError(f"The flag words at {path} could not be opened: {error.strerror}.") from error
+        if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
+            os.close(fd)  # the maker has closed its words and something else has taken the number
+            raise KvError(f"{path} is not a set of flag words, or no longer.")
         return cls(fd, os.fstat(fd).st_size // _WORD_BYTES, path)
 
     def __len__(self) -> int:

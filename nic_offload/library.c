@@ -91,6 +91,10 @@ struct fi_info *library_hints(const char *provider)
 	hints->ep_attr->type = FI_EP_RDM;
 	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 	hints->domain_attr->threading = FI_THREAD_SAFE;
+	/* Without an order asked for, shm writes straight into the other process, where neither a key nor the end of
+	 * a region stops it, nor a closed endpoint. */
+	if (provider && !strcmp(provider, "shm"))
+		hints->tx_attr->msg_order = FI_ORDER_WAW;
 	if (provider && !(hints->fabric_attr->prov_name = strdup(provider))) {
 		library.freeinfo(hints);
 		return NULL;

@@ -1,0 +1,39 @@
+"""Every provider that this machine has; the others are skipped, and say why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.errors import FabricUnavailable
+from nic_offload.library import load
+from tests.nic_offload.rig import PROVIDERS, Pair, offered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nic_offload.flags import FlagWord
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    try:
+        version, names = load().version, offered()
+    except FabricUnavailable as error:
+        pytest.skip(str(error))
+    if name not in names:
+        pytest.skip(f"provider {name} not offered by this libfabric ({version})")
+    return name
+
+
+@pytest.fixture
+def pair(provider: str) -> Iterator[Pair]:
+    with Pair(provider) as both:
+        yield both
+
+
+@pytest.fixture
+def flag(pair: Pair) -> FlagWord:
+    return pair.flags[0]

@@ -1,0 +1,93 @@
+"""A second process, `python -m tests.nic_offload.far PROVIDER LENGTH`: it does as it is told.
+
+It prints one line of JSON about itself, reads one about its peer, and if that names slots it puts every one
+of them once, over and over nothing else. Then it waits until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Self
+
+from tests.nic_offload.rig import PAGE, Side, Way
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SLOT_BYTES = 64 << 10
+
+
+def slot_block(slot: int) -> bytes:
+    """What a far process puts into a slot: of a length and with bytes that follow from its number."""
+    rng = random.Random(slot)
+    return rng.randbytes(rng.randrange(1, SLOT_BYTES))
+
+
+def about(side: Side) -> dict[str, Any]:
+    return {
+        "address": side.endpoint.address().hex(),
+        "base": side.region.base,
+        "key": side.region.key,
+        "length": side.length,
+        "memory": side.region.address,
+    }
+
+
+def way_to(near: Side, said: dict[str, Any]) -> Way:
+    return Way(near, bytes.fromhex(said["address"]), said["base"], said["key"], said["length"])
+
+
+class Far:
+    """The other process, seen from here."""
+
+    def __init__(self, provider: str, length: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nic_offload.far", provider, str(length)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.said = json.loads(self.process.stdout.readline())
+
+    def tell(self, **what: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    provider, length = arguments
+    with Side(provider, int(length)) as side:
+        print(json.dumps(about(side)), flush=True)  # noqa: T201 - this is how it talks
+        for line in sys.stdin:
+            told = json.loads(line)
+            way = way_to(side, told)
+            for slot in range(told.get("slots", 0)):
+                block = slot_block(slot)
+                at = slot * SLOT_BYTES % side.length
+                if slot * SLOT_BYTES >= side.length:
+                    side.final(slot - side.length // SLOT_BYTES)
+                side.fill(at, block)
+                way.arm(way.put(slot, len(block), source=at, target=slot * SLOT_BYTES, flag=(slot, slot + 1)))
+
+
+if __name__ == "__main__":
+    assert PAGE // 8 > 1
+    main(sys.argv[1:])

@@ -1,0 +1,217 @@
+"""Two sides of a fabric for tests, and ways to wait that end.
+
+What always holds: nothing here sleeps to let something happen. Waits are on the fabric's eventfd or on a word
+of memory, and every wait has a deadline after which the test fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import select
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from nic_offload.fabric import WORK_MAX, Event, EventKind, Fabric
+from nic_offload.flags import FlagWord, FlagWords
+from nic_offload.library import load
+from nic_offload.memory import allocate
+from nic_offload.trigger import TriggeredPut, arm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from nic_offload.fabric import Endpoint
+
+PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
+WAIT_S = 20.0
+PAGE = 4096
+FENCE_TAG = 1 << 62
+FINAL = {EventKind.PUT_DONE, EventKind.PUT_FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
+
+
+def offered() -> set[str]:
+    """The providers with remote writes that this machine's libfabric has."""
+    return {provider.name for provider in load().providers() if provider.rma}
+
+
+def open_fabric(provider: str, work_max: int = WORK_MAX) -> Fabric:
+    """A fabric that stays on this machine."""
+    return Fabric(provider, address="127.0.0.1", work_max=work_max)
+
+
+def after_ms(milliseconds: float) -> int:
+    """A deadline for the C core."""
+    return time.monotonic_ns() + int(milliseconds * 1e6)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
+    """Spin, letting others run, until the condition holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        os.sched_yield()
+
+
+class Side:
+    """A fabric with one endpoint and one registered piece of memory. Its last page is for words."""
+
+    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX) -> None:
+        assert length % PAGE == 0
+        self.fabric = open_fabric(provider, work_max)
+        self.endpoint = self.fabric.open_endpoint()
+        self.memory = allocate(length + PAGE)
+        self.region = self.fabric.register(self.memory)
+        self.length = length
+        self.events: list[Event] = []
+        self._poll = select.poll()
+        self._poll.register(self.fabric.fileno(), select.POLLIN)
+
+    @classmethod
+    def more(cls, side: Side) -> Side:
+        """The same side through one more endpoint."""
+        another = copy.copy(side)
+        another.endpoint = side.fabric.open_endpoint()
+        return another
+
+    def word_offset(self, index: int) -> int:
+        """Where word `index` of the last page is; the last one is the fence's."""
+        return self.length + 8 * index
+
+    def word(self, index: int) -> FlagWord:
+        return FlagWord(self.region.address + self.word_offset(index))
+
+    def reap(self) -> None:
+        """Take what there is, without waiting."""
+        while batch := self.fabric.reap():
+            self.events += batch
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
+        """Take events until the condition holds."""
+        until = time.monotonic() + seconds
+        self.reap()
+        while not condition():
+            left_ms = (until - time.monotonic()) * 1e3
+            if left_ms <= 0:
+                raise AssertionError(f"not within {seconds} s: {what}; events: {self.events[-10:]}")
+            self._poll.poll(left_ms)
+            self.reap()
+
+    def of(self, tag: int) -> list[Event]:
+        """All events so far of one put or watch."""
+        return [event for event in self.events if event.tag == tag]
+
+    def kinds(self, tag: int) -> list[EventKind]:
+        return [EventKind(event.kind) for event in self.of(tag)]
+
+    def finals(self) -> dict[int, Event]:
+        """The final events so far, by tag."""
+        return {event.tag: event for event in self.events if event.kind in FINAL}
+
+    def final(self, tag: int, seconds: float = WAIT_S) -> Event:
+        """Wait for the final event of one put or watch."""
+        self.wait(lambda: tag in self.finals(), f"the end of {tag}", seconds)
+        return self.finals()[tag]
+
+    def all_final(self, tags: Iterable[int], seconds: float = WAIT_S) -> dict[int, Event]:
+        """Wait for the final events of all of these."""
+        wanted = set(tags)
+        self.wait(lambda: wanted <= self.finals().keys(), "the end of all", seconds)
+        return self.finals()
+
+    def fill(self, offset: int, data: bytes) -> None:
+        self.memory[offset : offset + len(data)] = data
+
+    def bytes_at(self, offset: int, length: int) -> bytes:
+        return self.memory[offset : offset + length]
+
+    def close(self) -> None:
+        self.fabric.close()
+        self.memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Way:
+    """From one side's endpoint into memory of another."""
+
+    def __init__(self, near: Side, address: bytes, base: int, key: int, length: int) -> None:
+        self.near = near
+        self.endpoint: Endpoint = near.endpoint
+        self.peer = near.fabric.add_peer(address)
+        self.base = base
+        self.key = key
+        self.length = length
+        self._fences = FENCE_TAG
+
+    @classmethod
+    def between(cls, near: Side, far: Side) -> Self:
+        return cls(near, far.endpoint.address(), far.region.base, far.region.key, far.length)
+
+    def word_target(self, index: int) -> int:
+        return self.base + self.length + 8 * index
+
+    def put(
+        self,
+        tag: int,
+        length: int,
+        *,
+        source: int = 0,
+        target: int = 0,
+        flag: tuple[int, int] | None = None,
+        fires: tuple[FlagWord, int] | None = None,
+        **more: Any,
+    ) -> TriggeredPut:
+        """A put of `length` bytes; `flag` is a word's index and value, `fires` a word and a threshold."""
+        fields: dict[str, Any] = {
+            "tag": tag,
+            "endpoint": self.endpoint,
+            "peer": self.peer,
+            "region": self.near.region,
+            "source": self.near.region.address + source,
+            "length": length,
+            "target": self.base + target,
+            "target_key": self.key,
+        }
+        if flag is not None:
+            fields |= {"flag_target": self.word_target(flag[0]), "flag_key": self.key, "flag_value": flag[1]}
+        if fires is not None:
+            fields |= {"trigger_address": fires[0].address, "threshold": fires[1]}
+        return TriggeredPut(**(fields | more))
+
+    def arm(self, *puts: TriggeredPut) -> None:
+        arm(self.near.fabric, puts)
+
+    def fence(self) -> None:
+        """A put at once, and its end: by then the agent has looked at every flag word once more."""
+        self._fences += 1
+        self.arm(self.put(self._fences, 0, flag=(PAGE // 8 - 1, self._fences)))
+        assert self.near.final(self._fences).kind == EventKind.PUT_DONE
+
+
+class Pair:
+    """Two fabrics of this process that know each other, and flag words that outlive both."""
+
+    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX) -> None:
+        self.provider = provider
+        self.flags = FlagWords.create(64)
+        self.near = Side(provider, length, work_max)
+        self.far = Side(provider, length)
+        self.there = Way.between(self.near, self.far)
+        self.back = Way.between(self.far, self.near)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+        self.flags.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

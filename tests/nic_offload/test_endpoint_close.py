@@ -1,0 +1,187 @@
+"""Closing an endpoint ends, for certain, everything that goes through it, in both directions."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from nic_offload.checksum import crc32c
+from nic_offload.fabric import EventKind
+from nic_offload.trigger import AckWatch, Landing, watch_acks, watch_landings
+from tests.nic_offload.rig import PAGE, Pair, Side, Way, after_ms, wait_until
+
+CYCLES = 30
+PUTS = 300
+
+
+def needs_ends_of_their_own(provider: str) -> None:
+    """In two processes shm is tested by `test_processes`."""
+    if provider == "shm":
+        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
+
+
+def test_closing_the_source_with_hundreds_in_flight_frees_it(provider: str) -> None:
+    """After the close the source may be scribbled upon: not a byte of that arrives."""
+    with Pair(provider) as pair:
+        near, far, flag = pair.near, pair.far, pair.flags[0]
+        for cycle in range(CYCLES):
+            side = Side.more(near)
+            way = Way.between(side, far)
+            length = (3, 5000, 40_000)[cycle % 3]
+            span = length * (near.length // length)
+            near.fill(0, bytes([cycle + 1]) * near.length)
+            flag.store(cycle)
+            way.arm(
+                *(
+                    way.put(
+                        tag,
+                        length,
+                        target=tag * length % span,
+                        flag=(tag, cycle + 1),
+                        fires=(flag, cycle + 1 + tag // 200),
+                    )
+                    for tag in range(PUTS)
+                )
+            )
+            flag.store(cycle + 1)  # 100 of them still wait
+            near.wait(lambda: bool(near.events), "the first event")
+            side.endpoint.close()
+            near.fill(0, b"\xff" * near.length)
+            assert near.fabric.statistics().puts_waiting == 0
+            pair.there.fence()
+            near.reap()
+            count = len(near.events)
+            assert b"\xff" not in far.bytes_at(0, far.length)
+            flag.store(1000 + cycle)
+            pair.there.fence()
+            pair.there.fence()
+            near.reap()
+            assert len(near.events) == count + 2  # the fences: of a closed endpoint nothing more is told
+            assert b"\xff" not in far.bytes_at(0, far.length)
+            for tag in range(PUTS):
+                assert far.word(tag).load() <= cycle + 1
+            near.events.clear()
+        near.region.close()  # nothing uses it
+        near.endpoint.close()
+        assert near.fabric.statistics().puts_in_flight == 0
+
+
+def test_closing_the_target_ends_what_comes_in(provider: str) -> None:
+    """The source goes on sending; after the close the target does not change, on any page."""
+    needs_ends_of_their_own(provider)
+    with Pair(provider) as pair:
+        near, far = pair.near, pair.far
+        near.fill(0, b"\xaa" * near.length)
+        for cycle in range(CYCLES):
+            side = Side.more(far)
+            sender = Side.more(near)
+            way = Way.between(sender, side)
+            length = (8, 5000, 40_000)[cycle % 3]
+            span = length * (far.length // length)
+            base = PUTS * cycle
+            way.arm(
+                *(
+                    way.put(base + i, length, target=i * length % span, flag=(i, base + i + 1))
+                    for i in range(PUTS)
+                )
+            )
+            wait_until(lambda: far.word(0).load() != 0, "the first flag")
+            side.endpoint.close()
+            far.fill(0, bytes(far.length + PAGE))
+            way.arm(*(way.put(base + i, length, flag=(i, 1)) for i in range(20)))
+            pair.there.fence()
+            pair.back.fence()
+            pair.there.fence()
+            clean = far.bytes_at(0, far.length + PAGE - 8)  # the last word is the fence's
+            assert clean == bytes(len(clean))
+            sender.endpoint.close()
+        near.region.close()
+        far.region.close()
+
+
+def test_the_ends_of_two_endpoints_do_not_mix(pair: Pair) -> None:
+    """What goes through one endpoint goes on when the other is closed."""
+    near, flag = pair.near, pair.flags[0]
+    other = Side.more(near)
+    way = Way.between(other, pair.far)
+    way.arm(*(way.put(tag, 4000, fires=(flag, 1)) for tag in range(0, 200, 2)))
+    pair.there.arm(*(pair.there.put(tag, 4000, flag=(0, 7), fires=(flag, 1)) for tag in range(1, 200, 2)))
+    flag.store(1)
+    other.endpoint.close()
+    finals = near.all_final(range(1, 200, 2))
+    assert {finals[tag].kind for tag in range(1, 200, 2)} == {EventKind.PUT_DONE}
+
+
+def slot_watch(pair: Pair, slot: int, length: int, deadline_ns: int = 0) -> Landing:
+    return Landing(
+        tag=slot,
+        endpoint=pair.far.endpoint,
+        word=pair.far.word(slot).address,
+        generation=7,
+        payload=pair.far.region.address,
+        length=length,
+        peer=pair.back.peer,
+        ack_target=pair.back.word_target(slot),
+        ack_key=pair.back.key,
+        ack_value=7 << 8 | 1,
+        deadline_ns=deadline_ns,
+    )
+
+
+def test_what_has_landed_stays_landed_and_what_has_not_fails(provider: str) -> None:
+    """Twenty blocks of 8 MiB to sum up: few are done when the endpoint is closed right after their flags."""
+    needs_ends_of_their_own(provider)
+    length = 8 << 20
+    with Pair(provider, length) as pair:
+        far = pair.far
+        block = os.urandom(length)
+        far.fill(0, block)
+        for slot in range(20):
+            far.word(slot).store(7)
+        watch_landings(far.fabric, [slot_watch(pair, slot, length) for slot in range(40)])
+        wait_until(lambda: far.fabric.statistics().landed == 20, "twenty flags seen")
+        far.endpoint.close()
+        far.reap()
+        assert len([event for event in far.events if event.kind == EventKind.LANDED]) < 20
+        finals = far.all_final(range(40))
+        assert {(finals[i].kind, finals[i].value) for i in range(20)} == {(EventKind.LANDED, crc32c(block))}
+        assert {(finals[i].kind, finals[i].status) for i in range(20, 40)} == {
+            (EventKind.WATCH_FAILED, -errno.ECANCELED)
+        }
+        assert len(far.events) == 40
+        far.region.close()
+
+
+def test_ack_watches_of_a_closed_endpoint_are_dropped(pair: Pair) -> None:
+    near = pair.near
+    watches = [
+        AckWatch(tag, near.endpoint, near.word(tag).address, 7, 3, after_ms(60_000)) for tag in range(50)
+    ]
+    watch_acks(near.fabric, watches)
+    other = Side.more(near)
+    near.endpoint.close()
+    near.word(3).store(7 << 8 | 3)
+    Way.between(other, pair.far).fence()
+    assert near.fabric.statistics().watches == 0
+    assert not [event for event in near.events if event.tag < 50]
+
+
+def test_a_closed_handle_is_refused(pair: Pair) -> None:
+    put = pair.there.put(1, 8)
+    pair.near.endpoint.close()
+    pair.near.endpoint.close()
+    with pytest.raises((TypeError, AttributeError)):
+        pair.there.arm(put)
+
+
+def test_a_fabric_closes_with_everything_in_flight(provider: str) -> None:
+    for _ in range(5):
+        with Pair(provider) as pair:
+            flag = pair.flags[0]
+            put, fires = pair.there.put, (flag, 2)
+            pair.there.arm(*(put(tag, 30_000, flag=(tag % 400, 1)) for tag in range(400)))
+            pair.there.arm(*(put(tag, 30_000, fires=fires) for tag in range(400, 500)))
+            watch_landings(pair.far.fabric, [slot_watch(pair, slot, 30_000) for slot in range(100)])
+            pair.near.wait(lambda pair=pair: bool(pair.near.events), "the first event")  # type: ignore[misc]

@@ -1,0 +1,98 @@
+"""Flag words: shared by path, gone with their maker."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nic_offload.errors import KvError
+from nic_offload.flags import FlagWords
+
+MAKER = """
+from nic_offload.flags import FlagWords
+words = FlagWords.create(2)
+print(words.path, flush=True)
+input()
+"""
+NEXT = """
+import sys
+from nic_offload.flags import FlagWords
+words = FlagWords.open(sys.argv[1])
+words[1].store(words[0].load() + 1)
+"""
+
+
+def test_words_are_zero_and_hold_64_bits() -> None:
+    with FlagWords.create(3) as words:
+        assert len(words) == 3
+        assert [words[i].load() for i in range(3)] == [0, 0, 0]
+        words[1].store((1 << 64) - 1)
+        assert [words[i].load() for i in range(3)] == [0, (1 << 64) - 1, 0]
+        assert all(words[i].address % 8 == 0 for i in range(3))
+
+
+def test_two_processes_see_one_anothers_stores() -> None:
+    with FlagWords.create(2) as words:
+        words[0].store(41)
+        subprocess.run([sys.executable, "-c", NEXT, words.path], check=True, timeout=30)
+        assert words[1].load() == 42
+
+
+def test_the_words_vanish_when_closed() -> None:
+    words = FlagWords.create(1)
+    path = words.path
+    assert os.path.exists(path)  # noqa: PTH110 - Path.exists follows the link to a name without a file
+    words.close()
+    words.close()
+    with pytest.raises(KvError):
+        FlagWords.open(path)
+
+
+def test_the_words_vanish_with_a_killed_maker() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as maker:
+        assert maker.stdout is not None
+        path = maker.stdout.readline().strip()
+        with FlagWords.open(path) as words:
+            maker.kill()
+            maker.wait(30)
+            words[0].store(1)  # who has them mapped keeps them
+            assert words[0].load() == 1
+        with pytest.raises(KvError):
+            FlagWords.open(path)
+
+
+def test_a_path_that_has_become_another_file_is_refused(tmp_path: Path) -> None:
+    words = FlagWords.create(1)
+    path, number = words.path, int(Path(words.path).name)
+    words.close()
+    other = tmp_path / "other"
+    other.write_bytes(b"somebody's data")
+    opened = os.open(other, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    try:
+        with pytest.raises(KvError, match="not a set of flag words"):
+            FlagWords.open(path)
+    finally:
+        os.close(number)
+    assert other.read_bytes() == b"somebody's data"
+
+
+def test_a_word_keeps_its_memory_alive() -> None:
+    word = FlagWords.create(1)[0]
+    gc.collect()
+    word.store(7)
+    assert word.load() == 7
+
+
+def test_a_set_without_words_is_refused() -> None:
+    with pytest.raises(KvError):
+        FlagWords.create(0)

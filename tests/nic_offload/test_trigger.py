@@ -1,0 +1,238 @@
+"""When a put fires: at its threshold, once, without anybody's help, and not at all once it is taken back."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nic_offload.fabric import EventKind
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from tests.nic_offload.rig import PAGE, Pair, after_ms, wait_until
+
+if TYPE_CHECKING:
+    from nic_offload.flags import FlagWord
+
+STORE = """
+import sys
+from nic_offload.flags import FlagWords
+FlagWords.open(sys.argv[1])[0].store(int(sys.argv[2]))
+"""
+
+
+def test_fires_never_early_and_never_twice(pair: Pair, flag: FlagWord) -> None:
+    near, there = pair.near, pair.there
+    near.fill(0, b"block")
+    there.arm(there.put(1, 5, flag=(0, 7), fires=(flag, 3), report_fired=True))
+    flag.store(2)
+    there.fence()
+    assert near.fabric.statistics().fired == 1  # the fence
+    assert near.fabric.statistics().puts_waiting == 1
+    assert not near.of(1)
+    assert pair.far.bytes_at(0, 5) == bytes(5)
+
+    flag.store(3)
+    assert near.final(1).kind == EventKind.PUT_DONE
+    wait_until(lambda: pair.far.word(0).load() == 7, "the flag")
+    assert pair.far.bytes_at(0, 5) == b"block"
+    pair.far.fill(0, b"taken")
+    pair.far.word(0).store(0)
+    for value in range(4, 50):
+        flag.store(value)
+        if value % 10 == 0:
+            there.fence()
+    there.fence()
+    assert near.kinds(1) == [EventKind.PUT_FIRED, EventKind.PUT_DONE]
+    assert near.fabric.statistics().fired == 2 + 5  # the put and the fences
+    assert (pair.far.bytes_at(0, 5), pair.far.word(0).load()) == (b"taken", 0)
+
+
+def test_a_word_already_past_the_threshold_fires_at_once(pair: Pair, flag: FlagWord) -> None:
+    flag.store(100)
+    pair.there.arm(pair.there.put(1, 9, fires=(flag, 3)))
+    assert pair.near.final(1).kind == EventKind.PUT_DONE
+
+
+def test_a_word_that_goes_back_un_fires_nothing(pair: Pair, flag: FlagWord) -> None:
+    pair.there.arm(*(pair.there.put(tag, 9, fires=(flag, tag)) for tag in (1, 2)))
+    flag.store(1)
+    assert pair.near.final(1).kind == EventKind.PUT_DONE
+    flag.store(0)
+    pair.there.fence()
+    flag.store(2)
+    pair.near.final(2)
+    assert pair.near.fabric.statistics().fired == 3
+
+
+def test_thresholds_of_64_bits_are_compared_as_such(pair: Pair, flag: FlagWord) -> None:
+    high = 1 << 63
+    pair.there.arm(pair.there.put(1, 9, fires=(flag, high)))
+    flag.store(high - 1)
+    pair.there.fence()
+    assert pair.near.fabric.statistics().fired == 1
+    flag.store(high)
+    assert pair.near.final(1).kind == EventKind.PUT_DONE
+
+
+def test_a_store_in_another_process_fires_without_a_call_in_this_one(pair: Pair) -> None:
+    pair.near.fill(0, b"from afar")
+    pair.there.arm(pair.there.put(1, 9, flag=(0, 5), fires=(pair.flags[0], 3)))
+    subprocess.run([sys.executable, "-c", STORE, pair.flags.path, "2"], check=True, timeout=30)
+    pair.there.fence()
+    assert pair.near.fabric.statistics().fired == 1
+    subprocess.run([sys.executable, "-c", STORE, pair.flags.path, "3"], check=True, timeout=30)
+    # Memory alone is looked at: no call into the arming fabric.
+    wait_until(lambda: pair.far.word(0).load() == 5, "the flag")
+    assert pair.far.bytes_at(0, 9) == b"from afar"
+    pair.near.final(1)
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+)
+@given(thresholds=st.lists(st.integers(1, 12), min_size=1, max_size=24), steps=st.sets(st.integers(1, 12)))
+def test_puts_armed_in_any_order_fire_exactly_when_reached(
+    pair: Pair, thresholds: list[int], steps: set[int]
+) -> None:
+    near, there, flag = pair.near, pair.there, pair.flags[0]
+    near.events.clear()
+    flag.store(0)
+    tags = range(len(thresholds))
+    there.arm(*(there.put(tag, 1 + tag, fires=(flag, thresholds[tag]), report_fired=True) for tag in tags))
+    for value in sorted(steps | {12}):
+        flag.store(value)
+        there.fence()
+        near.reap()
+        fired = {event.tag for event in near.events if event.kind == EventKind.PUT_FIRED}
+        assert {tag for tag in fired if tag in tags} == {tag for tag in tags if thresholds[tag] <= value}
+    near.all_final(tags)
+    for tag in tags:
+        assert near.kinds(tag) == [EventKind.PUT_FIRED, EventKind.PUT_DONE]
+
+
+def test_waiting_on_many_words_fires_only_what_each_word_says(pair: Pair) -> None:
+    words = pair.flags
+    pair.there.arm(*(pair.there.put(i, 8, fires=(words[i], 1)) for i in range(64)))
+    for i in range(0, 64, 3):
+        words[i].store(1)
+    pair.near.all_final(range(0, 64, 3))
+    pair.there.fence()
+    assert {tag for tag in pair.near.finals() if tag < 64} == set(range(0, 64, 3))
+    assert pair.near.fabric.statistics().puts_waiting == 64 - 22
+    for i in range(64):
+        words[i].store(1)
+    pair.near.all_final(range(64))
+
+
+def test_a_word_may_be_unmapped_once_no_put_waits_for_it(pair: Pair) -> None:
+    for tag in range(0, 200, 2):
+        with FlagWords.create(1) as words:
+            pair.there.arm(*(pair.there.put(tag + i, 8, fires=(words[0], 1)) for i in range(2)))
+            assert pair.near.fabric.cancel([tag, tag + 1]) == 2
+    pair.there.fence()
+    with FlagWords.create(1) as words:
+        pair.there.arm(pair.there.put(200, 8, fires=(words[0], 1), deadline_ns=after_ms(5)))
+        assert pair.near.final(200).status == -errno.ETIMEDOUT
+    pair.there.fence()
+
+
+def test_cancel_is_exact(pair: Pair, flag: FlagWord) -> None:
+    near, there = pair.near, pair.there
+    near.fill(0, b"never")
+    there.arm(*(there.put(tag, 5, flag=(0, 7), fires=(flag, 3), report_fired=True) for tag in range(1, 11)))
+    assert near.fabric.cancel(range(1, 10)) == 9
+    near.reap()
+    for tag in range(1, 10):  # the final event is there when cancel returns
+        assert [(event.kind, event.status) for event in near.of(tag)] == [
+            (EventKind.PUT_FAILED, -errno.ECANCELED)
+        ]
+    there.fence()
+    flag.store(3)
+    assert near.final(10).kind == EventKind.PUT_DONE
+    there.fence()
+    assert near.fabric.statistics().fired == 3  # the tenth and two fences
+    assert near.fabric.statistics().cancelled == 9
+    assert near.fabric.cancel([10]) == 0
+    assert near.fabric.cancel(range(1, 11)) == 0
+    assert near.fabric.cancel([]) == 0
+
+
+def test_cancelled_puts_leave_nothing_behind_when_the_word_is_raised(pair: Pair, flag: FlagWord) -> None:
+    pair.near.fill(0, b"never")
+    pair.there.arm(pair.there.put(1, 5, flag=(0, 7), fires=(flag, 3)))
+    assert pair.near.fabric.cancel([1]) == 1
+    flag.store(99)
+    pair.there.fence()
+    pair.there.fence()
+    assert pair.near.fabric.statistics().fired == 2
+    assert pair.far.bytes_at(0, 5) == bytes(5)
+    assert pair.far.word(0).load() == 0
+
+
+@pytest.mark.parametrize("withdrawn", [(0,), (1, 2), (0, 5, 9), (7, 8)])
+def test_cancelling_some_leaves_the_others_in_order(withdrawn: tuple[int, ...], pair: Pair) -> None:
+    near, there, flag = pair.near, pair.there, pair.flags[0]
+    thresholds = [5, 1, 9, 3, 7, 2, 8, 4, 6, 10]
+    there.arm(*(there.put(tag, 8, fires=(flag, thresholds[tag])) for tag in range(10)))
+    assert near.fabric.cancel(withdrawn) == len(withdrawn)
+    for value in range(1, 11):
+        flag.store(value)
+        there.fence()
+        left = [tag for tag in range(10) if thresholds[tag] > value and tag not in withdrawn]
+        assert near.fabric.statistics().puts_waiting == len(left)
+    near.all_final(range(10))
+    failed = {event.tag for event in near.events if event.kind == EventKind.PUT_FAILED}
+    assert failed == set(withdrawn)
+
+
+def test_a_put_whose_flag_never_comes_ends_at_its_deadline(pair: Pair, flag: FlagWord) -> None:
+    near, there = pair.near, pair.there
+    near.fill(0, b"never")
+    deadline_ns = after_ms(30)
+    there.arm(there.put(1, 5, flag=(0, 7), fires=(flag, 3), deadline_ns=deadline_ns))
+    event = near.final(1)
+    assert (event.kind, event.status) == (EventKind.PUT_FAILED, -errno.ETIMEDOUT)
+    assert event.time_ns >= deadline_ns
+    flag.store(3)
+    there.fence()
+    there.fence()
+    statistics = near.fabric.statistics()
+    assert (statistics.fired, statistics.expired, statistics.puts_waiting) == (2, 1, 0)
+    assert pair.far.bytes_at(0, 5) == bytes(5)
+    assert pair.far.word(0).load() == 0
+
+
+def test_a_deadline_already_over_lets_nothing_out(pair: Pair, flag: FlagWord) -> None:
+    flag.store(3)
+    over_ns = after_ms(-1)
+    pair.near.fill(0, b"never")
+    pair.there.arm(
+        pair.there.put(1, 5, deadline_ns=over_ns),
+        pair.there.put(2, 5, fires=(flag, 3), deadline_ns=over_ns),
+    )
+    pair.near.all_final([1, 2])
+    pair.there.fence()
+    assert {pair.near.final(tag).status for tag in (1, 2)} == {-errno.ETIMEDOUT}
+    assert pair.far.bytes_at(0, 5) == bytes(5)
+
+
+def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: str) -> None:
+    """The flag comes in time, the sum of 256 MiB does not."""
+    length = 256 << 20
+    with Pair(provider, PAGE) as pair:
+        source = allocate(length)
+        with pair.near.fabric.register(source) as region:
+            pair.far.fill(0, b"canary")
+            at = region.address
+            small = pair.there.put(1, length, flag=(0, 7), crc32c=1, deadline_ns=after_ms(5))
+            pair.there.arm(small._replace(region=region, source=at))
+            event = pair.near.final(1)
+            assert (event.kind, event.status) == (EventKind.PUT_FAILED, -errno.ETIMEDOUT)
+            assert pair.far.bytes_at(0, 6) == b"canary"
+        source.close()
