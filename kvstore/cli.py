@@ -28,6 +28,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             port=port,
             capacity_bytes=parse_size(arguments.capacity),
             provider=arguments.provider,
+            tied=arguments.tied,
         )
     )
 
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
     serve.add_argument("--capacity", default="1GiB", help="size of a new folder's drive file (%(default)s)")
     serve.add_argument("--provider", help="libfabric provider; by default the best there is")
+    serve.add_argument(
+        "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"
+    )
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser("demo", help="see the whole path work on this machine")

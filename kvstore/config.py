@@ -32,6 +32,7 @@ class NodeConfig:
     port: int = 7070  # 0: any free one
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     provider: str | None = None  # None: the best that libfabric offers
+    tied: bool = False  # to standard input: the node stops when it ends
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""

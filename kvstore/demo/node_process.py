@@ -1,4 +1,7 @@
-"""A storage node as a child process: started, waited for, stopped or killed by its id."""
+"""A storage node as a child process: started, waited for, stopped or killed by its id.
+
+The child is tied to a pipe of its starter's, so it stops when the starter dies, however that comes about.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ class NodeProcess:
             "-m",
             "kvstore",
             "serve",
+            "--tied",
             "--data",
             str(data),
             "--capacity",
@@ -64,7 +68,11 @@ class NodeProcess:
         """Start it, and wait until it takes calls."""
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--listen", self.target], stdout=subprocess.PIPE, stderr=log, text=True
+                [*self._command, "--listen", self.target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         line = self._first_line(self._process)
         if not line.startswith(_READY):
@@ -101,8 +109,9 @@ class NodeProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
         return status
 
     def __enter__(self) -> Self:

@@ -64,6 +64,8 @@ async def _serve(config: NodeConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if config.tied:
+        loop.add_reader(sys.stdin.fileno(), stop.set)
     if config.drive is not None:
         use_device(config.data, config.drive)
     with (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,8 +18,6 @@ from kvstore.miss import Miss, MissReason
 from tests.conftest import MIB, Rig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
@@ -156,3 +155,24 @@ def test_many_clients_put_and_get_at_once(node: NodeProcess) -> None:
     finally:
         for client in clients:
             client.kill()
+
+
+def test_a_node_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from kvstore.demo.node_process import NodeProcess\n"
+        "print(NodeProcess(Path(sys.argv[1]), capacity='16MiB').pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "node")],
+        stdout=subprocess.PIPE,
+        check=False,
+        timeout=WAIT_S,
+    )
+    pid = int(ended.stdout)
+    until_s = time.monotonic() + WAIT_S
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
