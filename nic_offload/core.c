@@ -201,7 +201,7 @@ static void finish_put(struct tk_fabric *fabric, struct work *work, int status)
 {
 	if (!status) {
 		fabric->statistics.done++;
-		fabric->statistics.acks_sent += !work->put.length;
+		fabric->statistics.acks_sent += !work->put.length && work->put.flags & TK_QUIET;
 		fabric->statistics.put_bytes += work->put.length;
 	} else if (status == -ECANCELED) {
 		fabric->statistics.cancelled++;

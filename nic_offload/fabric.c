@@ -17,6 +17,7 @@
 
 #define CQ_ENTRIES 4096
 #define KEY_TRIES 8
+#define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
 
 uint64_t tk_now_ns(void)
 {
@@ -370,6 +371,8 @@ static int reserve_work(struct tk_fabric *fabric, uint32_t count)
 		return -ESHUTDOWN;
 	if (count > fabric->free_count + (fabric->work_max - fabric->work_count))
 		return -EAGAIN;
+	if (__atomic_load_n(&fabric->events_count, __ATOMIC_RELAXED) > EVENTS_FOR_EACH * fabric->work_max)
+		return -EAGAIN; /* nobody takes the events */
 	while (fabric->free_count < count) {
 		uint32_t left = fabric->work_max - fabric->work_count;
 		uint32_t more = left < WORK_CHUNK ? left : WORK_CHUNK;
