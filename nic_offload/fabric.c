@@ -510,7 +510,8 @@ int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max)
 	uint32_t count = fabric->events_count;
 	if (count > (uint32_t)out_max)
 		count = (uint32_t)out_max;
-	memcpy(out, fabric->events + fabric->events_first, count * sizeof *out);
+	if (count)
+		memcpy(out, fabric->events + fabric->events_first, count * sizeof *out);
 	fabric->events_first += count;
 	fabric->events_count -= count;
 	if (!fabric->events_count) {
