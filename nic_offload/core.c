@@ -93,10 +93,20 @@ static void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t t
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
 
-static void publish(struct tk_fabric *fabric)
+/* Word by word, so that readers need no lock; before the events, so that who has one finds it counted. */
+static void show_statistics(struct tk_fabric *fabric)
 {
 	fabric->statistics.puts_in_flight = fabric->in_flight;
 	fabric->statistics.watches = fabric->landings.count + fabric->acks.count;
+	const uint64_t *from = (const uint64_t *)&fabric->statistics;
+	uint64_t *to = (uint64_t *)&fabric->shown;
+	for (size_t i = 0; i < sizeof fabric->shown / sizeof *to; i++)
+		__atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
+}
+
+static void publish(struct tk_fabric *fabric)
+{
+	show_statistics(fabric);
 	if (!fabric->pending_count)
 		return;
 	pthread_mutex_lock(&fabric->event_lock);

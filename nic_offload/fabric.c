@@ -259,7 +259,10 @@ int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out)
 {
 	if (!is_ours(fabric))
 		return -ECHILD;
-	*out = fabric->statistics;
+	const uint64_t *from = (const uint64_t *)&fabric->shown;
+	uint64_t *to = (uint64_t *)out;
+	for (size_t i = 0; i < sizeof *out / sizeof *to; i++)
+		to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 	out->alive_ns = tk_now_ns() - fabric->started_ns;
 	return 0;
 }

@@ -156,7 +156,9 @@ struct tk_fabric {
 	struct work *finished;
 	struct tk_event *pending;
 	uint32_t pending_count, pending_capacity;
-	struct tk_statistics statistics; /* read by others without a lock: each field is one word */
+	struct tk_statistics statistics;
+
+	struct tk_statistics shown; /* atomic, each field by itself: the statistics as of the last round */
 };
 
 void *core_progress(void *fabric);
