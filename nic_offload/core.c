@@ -122,7 +122,7 @@ static void publish(struct tk_fabric *fabric)
 			abort();
 	memcpy(fabric->events + fabric->events_count, fabric->pending,
 	       fabric->pending_count * sizeof *fabric->pending);
-	fabric->events_count = wanted;
+	__atomic_store_n(&fabric->events_count, wanted, __ATOMIC_RELAXED);
 	fabric->pending_count = 0;
 	if (!fabric->signalled) {
 		uint64_t one = 1;

@@ -516,7 +516,7 @@ int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max)
 	if (count)
 		memcpy(out, fabric->events + fabric->events_first, count * sizeof *out);
 	fabric->events_first += count;
-	fabric->events_count -= count;
+	__atomic_store_n(&fabric->events_count, fabric->events_count - count, __ATOMIC_RELAXED);
 	if (!fabric->events_count) {
 		fabric->events_first = 0;
 		if (fabric->signalled) {

@@ -140,7 +140,8 @@ struct tk_fabric {
 
 	pthread_mutex_t event_lock;
 	struct tk_event *events;
-	uint32_t events_count, events_first, events_capacity;
+	uint32_t events_count; /* written under the lock, and atomic: it is read without */
+	uint32_t events_first, events_capacity;
 	int signalled;
 
 	/* The progress thread's own. */
