@@ -95,10 +95,20 @@ static void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t t
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
 
-static void publish(struct tk_fabric *fabric)
+/* Word by word, so that readers need no lock; before the events, so that who has one finds it counted. */
+static void show_statistics(struct tk_fabric *fabric)
 {
 	fabric->statistics.puts_in_flight = fabric->in_flight;
 	fabric->statistics.watches = fabric->landings.count + fabric->acks.count;
+	const uint64_t *from = (const uint64_t *)&fabric->statistics;
+	uint64_t *to = (uint64_t *)&fabric->shown;
+	for (size_t i = 0; i < sizeof fabric->shown / sizeof *to; i++)
+		__atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
+}
+
+static void publish(struct tk_fabric *fabric)
+{
+	show_statistics(fabric);
 	if (!fabric->pending_count)
 		return;
 	pthread_mutex_lock(&fabric->event_lock);
@@ -114,7 +124,7 @@ static void publish(struct tk_fabric *fabric)
 			abort();
 	memcpy(fabric->events + fabric->events_count, fabric->pending,
 	       fabric->pending_count * sizeof *fabric->pending);
-	fabric->events_count = wanted;
+	__atomic_store_n(&fabric->events_count, wanted, __ATOMIC_RELAXED);
 	fabric->pending_count = 0;
 	if (!fabric->signalled) {
 		uint64_t one = 1;
@@ -203,7 +213,7 @@ static void finish_put(struct tk_fabric *fabric, struct work *work, int status)
 {
 	if (!status) {
 		fabric->statistics.done++;
-		fabric->statistics.acks_sent += !work->put.length;
+		fabric->statistics.acks_sent += !work->put.length && work->put.flags & TK_QUIET;
 		fabric->statistics.put_bytes += work->put.length;
 	} else if (status == -ECANCELED) {
 		fabric->statistics.cancelled++;

@@ -17,6 +17,7 @@
 
 #define CQ_ENTRIES 4096
 #define KEY_TRIES 8
+#define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
 
 uint64_t tk_now_ns(void)
 {
@@ -271,7 +272,10 @@ int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out)
 {
 	if (!is_ours(fabric))
 		return -ECHILD;
-	*out = fabric->statistics;
+	const uint64_t *from = (const uint64_t *)&fabric->shown;
+	uint64_t *to = (uint64_t *)out;
+	for (size_t i = 0; i < sizeof *out / sizeof *to; i++)
+		to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 	out->alive_ns = tk_now_ns() - fabric->started_ns;
 	return 0;
 }
@@ -394,6 +398,8 @@ static int reserve_work(struct tk_fabric *fabric, uint32_t count)
 		return -ESHUTDOWN;
 	if (count > fabric->free_count + (fabric->work_max - fabric->work_count))
 		return -EAGAIN;
+	if (__atomic_load_n(&fabric->events_count, __ATOMIC_RELAXED) > EVENTS_FOR_EACH * fabric->work_max)
+		return -EAGAIN; /* nobody takes the events */
 	while (fabric->free_count < count) {
 		uint32_t left = fabric->work_max - fabric->work_count;
 		uint32_t more = left < WORK_CHUNK ? left : WORK_CHUNK;
@@ -530,9 +536,10 @@ int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max)
 	uint32_t count = fabric->events_count;
 	if (count > (uint32_t)out_max)
 		count = (uint32_t)out_max;
-	memcpy(out, fabric->events + fabric->events_first, count * sizeof *out);
+	if (count)
+		memcpy(out, fabric->events + fabric->events_first, count * sizeof *out);
 	fabric->events_first += count;
-	fabric->events_count -= count;
+	__atomic_store_n(&fabric->events_count, fabric->events_count - count, __ATOMIC_RELAXED);
 	if (!fabric->events_count) {
 		fabric->events_first = 0;
 		if (fabric->signalled) {

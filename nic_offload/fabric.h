@@ -137,7 +137,8 @@ struct tk_fabric {
 
 	pthread_mutex_t event_lock;
 	struct tk_event *events;
-	uint32_t events_count, events_first, events_capacity;
+	uint32_t events_count; /* written under the lock, and atomic: it is read without */
+	uint32_t events_first, events_capacity;
 	int signalled;
 
 	/* The progress thread's own. */
@@ -153,7 +154,9 @@ struct tk_fabric {
 	struct work *finished;
 	struct tk_event *pending;
 	uint32_t pending_count, pending_capacity;
-	struct tk_statistics statistics; /* read by others without a lock: each field is one word */
+	struct tk_statistics statistics;
+
+	struct tk_statistics shown; /* atomic, each field by itself: the statistics as of the last round */
 };
 
 void *core_progress(void *fabric);

@@ -10,6 +10,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.nic_offload.rig import PAGE, Side, Way
@@ -61,6 +62,8 @@ class Far:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(30)
+        for left in Path("/dev/shm").glob(f"{self.process.pid}:*"):  # a killed process can't remove its own
+            left.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,71 @@
+"""CRC32C: ours, by instruction and by table, against another's and the standard's values."""
+
+from __future__ import annotations
+
+import random
+
+import crc32c as other
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nic_offload._core import ffi, lib
+
+from nic_offload.checksum import crc32c, crc32c_at
+
+LANES = 3 * 2048  # what the hardware variant takes at a time
+
+
+def by_table(data: bytes, seed: int = 0) -> int:
+    return int(lib.tk_crc32c_table(ffi.from_buffer(data), len(data), seed))
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),  # RFC 3720, B.4
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+    ],
+)
+def test_known_values(data: bytes, value: int) -> None:
+    assert (crc32c(data), by_table(data)) == (value, value)
+
+
+@settings(deadline=None, max_examples=200, database=None)
+@given(
+    length=st.one_of(
+        st.integers(0, 100), st.integers(0, 4 * LANES), st.integers(-8, 8).map(lambda i: LANES + i)
+    ),
+    offset=st.integers(0, 15),
+    seed=st.integers(0, (1 << 32) - 1),
+    content=st.integers(0, 1 << 32),
+)
+def test_equals_another_implementation(length: int, offset: int, seed: int, content: int) -> None:
+    data = random.Random(content).randbytes(offset + length)
+    view = ffi.from_buffer(data)
+    address = int(ffi.cast("uintptr_t", view)) + offset
+    wanted = other.crc32c(data[offset:], seed)
+    assert crc32c_at(address, length, seed) == wanted
+    assert by_table(data[offset:], seed) == wanted
+    assert crc32c(memoryview(data)[offset:], seed) == wanted
+
+
+def test_a_long_one_in_pieces_equals_the_whole() -> None:
+    data = random.Random(1).randbytes((4 << 20) + 5)
+    whole = crc32c(data)
+    assert whole == other.crc32c(data)
+    assert by_table(data) == whole
+    for cut in (1, 4096, LANES, len(data) - 1):
+        assert crc32c(data[cut:], crc32c(data[:cut])) == whole
+
+
+def test_every_bit_counts() -> None:
+    data = bytearray(random.Random(2).randbytes(LANES + 9))
+    whole = crc32c(data)
+    for at in (0, 1, 2047, 2048, 4096, LANES - 1, LANES, LANES + 8):
+        data[at] ^= 0x10
+        assert crc32c(data) != whole
+        data[at] ^= 0x10
+    assert crc32c(data) == whole

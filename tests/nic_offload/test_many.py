@@ -1,0 +1,156 @@
+"""Many of everything: endpoints, peers, events; and nothing at all, when the fabric should sleep."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.errors import FabricError
+from nic_offload.fabric import EventKind
+from nic_offload.trigger import WordPut, put_words
+from tests.nic_offload.rig import PAGE, Pair, Side, Way, wait_until
+
+if TYPE_CHECKING:
+    from nic_offload.flags import FlagWord
+
+ENDPOINTS = 16
+
+
+def holds(word: FlagWord, value: int) -> bool:
+    return word.load() == value
+
+
+def test_one_fabric_serves_16_endpoints_each_with_its_own_peer(provider: str) -> None:
+    length, puts = 4001, 20
+    node = Side(provider)
+    endpoints = 4 if provider == "tcp;ofi_rxm" else ENDPOINTS  # each takes it a sixth of a second
+    peers = [Side(provider, 32 * PAGE) for _ in range(endpoints)]
+    sides = [Side.more(node) for _ in peers]
+    try:
+        blocks = [os.urandom(length) for _ in peers]
+        ways = [Way.between(side, peer) for side, peer in zip(sides, peers, strict=True)]
+        for i, (way, block) in enumerate(zip(ways, blocks, strict=True)):
+            node.fill(i * PAGE, block)
+            way.arm(
+                *(
+                    way.put(100 * i + j, length, source=i * PAGE, target=j * length, flag=(j, i + 1))
+                    for j in range(puts)
+                )
+            )
+        finals = node.all_final(100 * i + j for i in range(endpoints) for j in range(puts))
+        assert {event.kind for event in finals.values()} == {EventKind.PUT_DONE}
+        for i, (peer, block) in enumerate(zip(peers, blocks, strict=True)):
+            for j in range(puts):
+                wait_until(partial(holds, peer.word(j), i + 1), "a flag")
+                assert peer.bytes_at(j * length, length) == block
+    finally:
+        node.close()
+        for peer in peers:
+            peer.close()
+
+
+def test_both_ways_at_once(pair: Pair) -> None:
+    blocks = os.urandom(30_000), os.urandom(30_000)
+    pair.near.fill(0, blocks[0])
+    pair.far.fill(0, blocks[1])
+    half = pair.near.length // 2
+    for way in (pair.there, pair.back):
+        way.arm(*(way.put(tag, 30_000, target=half, flag=(0, 7)) for tag in range(100)))
+    pair.near.all_final(range(100))
+    pair.far.all_final(range(100))
+    wait_until(lambda: pair.near.word(0).load() == pair.far.word(0).load() == 7, "both flags")
+    assert pair.far.bytes_at(half, 30_000) == blocks[0]
+    assert pair.near.bytes_at(half, 30_000) == blocks[1]
+
+
+def test_an_idle_fabric_sleeps(provider: str) -> None:
+    """It has a put that waits, so that it has something to look at."""
+    with Pair(provider) as pair:
+        pair.there.fence()
+        pair.there.arm(pair.there.put(1, 8, fires=(pair.flags[0], 1)))
+        sides = (pair.near, pair.far)
+        for _ in range(3):  # a machine that is busy with others may spoil one
+            before = [side.fabric.statistics() for side in sides]
+            select.select([pair.near.fabric, pair.far.fabric], [], [], 0.5)  # nothing comes
+            after = [side.fabric.statistics() for side in sides]
+            asleep = [
+                (b.asleep_ns - a.asleep_ns) / (b.alive_ns - a.alive_ns)
+                for a, b in zip(before, after, strict=True)
+            ]
+            if min(asleep) > 0.9:
+                break
+        assert min(asleep) > 0.9
+        assert after[0].sleeps - before[0].sleeps > 50  # it looks, at least every few milliseconds
+        assert not pair.near.of(1)
+
+
+def test_a_sleeping_fabric_wakes_for_new_work(pair: Pair) -> None:
+    pair.there.fence()
+    took_ns = []
+    for tag in range(20):
+        asleep = pair.near.fabric.statistics().sleeps
+        wait_until(lambda asleep=asleep: pair.near.fabric.statistics().sleeps > asleep + 3, "sleep")  # type: ignore[misc]
+        before = time.monotonic_ns()
+        pair.there.arm(pair.there.put(tag, 0, flag=(0, 7)))
+        took_ns.append(pair.near.final(tag).value - before)  # until it was posted
+    assert sorted(took_ns)[10] < 5_000_000
+
+
+def test_events_come_in_order_and_in_batches(pair: Pair) -> None:
+    total = 3000
+    flag = pair.flags[0]
+    for start in range(0, total, 500):
+        pair.there.arm(*(pair.there.put(start + i, 8, fires=(flag, start + i + 1)) for i in range(500)))
+    flag.store(total)
+    pair.near.all_final(range(total))
+    assert [event.kind for event in pair.near.events] == [EventKind.PUT_DONE] * total
+    times = [event.time_ns for event in pair.near.events]
+    assert times == sorted(times)
+    assert not pair.near.fabric.reap()
+    assert not select.select([pair.near.fabric], [], [], 0)[0]
+
+
+def test_events_that_nobody_takes_are_bounded(provider: str) -> None:
+    with Pair(provider, work_max=64) as pair:
+        put = pair.there.put(1, 8)
+        armed = 0
+
+        def no_room_at_rest() -> bool:
+            nonlocal armed
+            try:
+                pair.there.arm(put)
+            except FabricError as error:
+                if str(-errno.EAGAIN) not in str(error):
+                    raise
+                return armed > 4 * 64 and pair.near.fabric.statistics().done == armed
+            armed += 1
+            return False
+
+        wait_until(no_room_at_rest, "a refusal")
+        assert armed <= 5 * 64 + 1
+        pair.near.wait(lambda: len(pair.near.events) == armed, "all events")
+        pair.there.fence()
+
+
+def test_words_put_quietly_report_nothing(pair: Pair) -> None:
+    near, there = pair.near, pair.there
+    for i in range(100):
+        word = WordPut(near.endpoint, there.peer, there.word_target(i), there.key, i + 1)
+        put_words(near.fabric, [word])
+    wait_until(lambda: all(pair.far.word(i).load() == i + 1 for i in range(100)), "all words")
+    there.fence()
+    near.reap()
+    assert [event.tag for event in near.events if event.tag < 1 << 60] == []
+    assert near.fabric.statistics().acks_sent == 100
+
+
+@pytest.mark.parametrize("length", [0, 257])
+def test_an_address_of_no_length_is_refused(pair: Pair, length: int) -> None:
+    with pytest.raises(FabricError):
+        pair.near.fabric.add_peer(b"x" * length)

@@ -1,0 +1,54 @@
+#!/bin/bash
+# Builds the fabric's C core with a sanitizer and runs its tests on it: address (with undefined, the default)
+# or thread. The build lies in build/sanitize-NAME; the extension that the tree runs with is left alone.
+#
+#   tools/sanitize.sh [address|thread] [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+name=address
+if [[ ${1:-} == address || ${1:-} == thread ]]; then
+	name=$1
+	shift
+fi
+python=${PYTHON:-.venv/bin/python}
+out=build/sanitize-$name
+
+case $name in
+address)
+	flags="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+	libraries="libasan.so libubsan.so"
+	# Python gives back little of what it takes; use after free and overruns are what is looked for.
+	export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1
+	export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+	;;
+thread)
+	flags="-fsanitize=thread"
+	libraries="libtsan.so"
+	# libfabric and Python are not built with it: what happens inside of them is not judged.
+	export TSAN_OPTIONS="suppressions=$PWD/tools/tsan.supp ignore_noninstrumented_modules=1 exitcode=66 history_size=4"
+	;;
+esac
+
+mkdir -p "$out"
+cp -r nic_offload tests "$out"/
+rm -f "$out"/nic_offload/*.so "$out"/pyproject.toml
+cat >"$out/setup.py" <<'SETUP'
+from setuptools import setup
+
+setup(name="sanitized", packages=[], cffi_modules=["nic_offload/_build.py:ffi"])
+SETUP
+(cd "$out" && CFLAGS="$flags -fno-omit-frame-pointer -O1" LDFLAGS="$flags" "$OLDPWD/$python" setup.py -q build_ext --inplace --force)
+
+preload=
+for library in $libraries; do
+	preload+="$(gcc -print-file-name="$library") "
+done
+cp pyproject.toml "$out"/
+cd "$out"
+run=("$OLDPWD/$python" -m pytest tests/nic_offload --timeout 300 -p no:cacheprovider --capture=sys "$@")
+export PYTHONMALLOC=malloc PYTHONPATH=$PWD LD_PRELOAD=${preload% }
+if [[ $name == thread ]]; then
+	exec setarch -R "${run[@]}" # its shadow memory needs addresses where they are expected
+fi
+exec "${run[@]}"
