@@ -221,7 +221,7 @@ static void finish_put(struct tk_fabric *fabric, struct work *work, int status)
 		fabric->statistics.failed++;
 		fabric->statistics.expired += status == -ETIMEDOUT;
 	}
-	if (!(work->put.flags & TK_QUIET))
+	if (!(work->put.flags & (status ? TK_QUIET : TK_QUIET | TK_ACKED_PUT)))
 		report(fabric, status ? TK_PUT_FAILED : TK_PUT_DONE, work->put.tag, work->posted_ns, status,
 		       tk_now_ns());
 	release(fabric, work);

@@ -42,7 +42,7 @@ struct tk_region;
 
 enum tk_event_kind {
 	TK_PUT_FIRED,	/* value: the nanosecond at which the flag was seen; only with TK_REPORT_FIRED */
-	TK_PUT_DONE,	/* the source may be used again; value: the nanosecond at which the put was posted */
+	TK_PUT_DONE,	/* the source may be used again; value: the nanosecond at which the put was posted; not with TK_ACKED_PUT */
 	TK_PUT_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EBADMSG (CRC differs): nothing went out, nor will;
 			 * any other is the provider's, and bytes may have arrived, in whole or in part */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload */
@@ -54,6 +54,7 @@ enum tk_event_kind {
 #define TK_VERIFY_CRC 1   /* send only if the source's CRC32C is the expected one */
 #define TK_QUIET 2        /* report nothing, not even a failure */
 #define TK_REPORT_FIRED 4 /* one more event when the flag was seen */
+#define TK_ACKED_PUT 16   /* its end, if it is a good one, is seen from an ack watch; only failures are reported */
 #define TK_FLAG_PUT 8     /* an 8-byte flag put is chained to the bytes, or stands alone if length is 0 */
 
 struct tk_provider_info {

@@ -91,6 +91,7 @@ class Region:
         if code:
             raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
         self.handle: Any = out[0]
+        self.pointer = int(ffi.cast("uintptr_t", self.handle))
         self.key = int(lib.tk_region_key(self.handle))
         self.base = int(lib.tk_region_base(self.handle))
         fabric.regions.add(self)
@@ -106,7 +107,7 @@ class Region:
 
     def detach(self) -> None:
         """Forget the handle: the fabric that owned it is closed, or is closing it."""
-        self.handle = None
+        self.handle, self.pointer = None, 0
         self._fabric.regions.discard(self)
         ffi.release(self._pin)
 
@@ -131,6 +132,7 @@ class Endpoint:
             why = ffi.string(message).decode() or f"code {code}"
             raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
         self.handle: Any = out[0]
+        self.pointer = int(ffi.cast("uintptr_t", self.handle))
         fabric.endpoints.add(self)
 
     def address(self) -> bytes:
@@ -153,7 +155,7 @@ class Endpoint:
 
     def detach(self) -> None:
         """Forget the handle: the fabric that owned it is closed, or is closing it."""
-        self.handle = None
+        self.handle, self.pointer = None, 0
         self._fabric.endpoints.discard(self)
 
     def __enter__(self) -> Self:

@@ -17,7 +17,8 @@ What it doesn't do yet: libfabric's own deferred work (`sockets`, `cxi`), reads,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import struct
+from typing import TYPE_CHECKING, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
@@ -58,6 +59,7 @@ class TriggeredPut(NamedTuple):
     deadline_ns: int = 0  # CLOCK_MONOTONIC; 0: none
     crc32c: int | None = None  # send only if the bytes still have this checksum
     report_fired: bool = False
+    acked: bool = False  # an ack watch tells of its success: report only its failure
 
 
 class WordPut(NamedTuple):
@@ -78,12 +80,12 @@ class Landing(NamedTuple):
     word: int
     generation: int
     payload: int
-    length: int
     peer: int
     ack_target: int
     ack_key: int
     ack_value: int
     deadline_ns: int
+    length: int
 
 
 class AckWatch(NamedTuple):
@@ -93,15 +95,17 @@ class AckWatch(NamedTuple):
     endpoint: Endpoint
     word: int
     generation: int
-    final_code: int
     deadline_ns: int
+    final_code: int
 
 
-def _fill(row: Any, fields: Landing | AckWatch) -> None:
-    values = fields._asdict()
-    values["endpoint"] = fields.endpoint.handle
-    for name, value in values.items():
-        setattr(row, name, value)
+# The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
+_PUT = struct.Struct("=13Q3I4x")
+_LANDING = struct.Struct("=10QI4x")
+_ACK = struct.Struct("=5QI4x")
+assert _PUT.size == ffi.sizeof("struct tk_put")
+assert _LANDING.size == ffi.sizeof("struct tk_landing")
+assert _ACK.size == ffi.sizeof("struct tk_ack_watch")
 
 
 def _check(code: int, doing: str) -> None:
@@ -109,62 +113,60 @@ def _check(code: int, doing: str) -> None:
         raise FabricError.from_code(doing, code)
 
 
+def _row(put: TriggeredPut) -> bytes:
+    flags = (lib.TK_REPORT_FIRED if put.report_fired else 0) | (lib.TK_ACKED_PUT if put.acked else 0)
+    flag_target, crc32c = put.flag_target, put.crc32c
+    if flag_target is not None:
+        flags |= lib.TK_FLAG_PUT
+    if crc32c is not None:
+        flags |= lib.TK_VERIFY_CRC
+    return _PUT.pack(
+        put.tag,
+        put.endpoint.pointer,
+        put.peer,
+        put.source,
+        put.target,
+        put.target_key,
+        flag_target or 0,
+        put.flag_key,
+        put.flag_value,
+        put.trigger_address,
+        put.threshold,
+        put.deadline_ns,
+        put.region.pointer,
+        put.length,
+        crc32c or 0,
+        flags,
+    )
+
+
+def _word_row(word: WordPut) -> bytes:
+    flags = lib.TK_QUIET | lib.TK_FLAG_PUT
+    flag = (word.target, word.target_key, word.value)
+    return _PUT.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, 0, 0, 0, 0, 0, 0, flags)
+
+
 def arm(fabric: Fabric, puts: Sequence[TriggeredPut]) -> None:
     """Queue the puts, all or none. From here on they need no call from anybody."""
-    batch = ffi.new("struct tk_put[]", len(puts))
-    for i, put in enumerate(puts):
-        row = batch[i]
-        row.tag = put.tag
-        row.endpoint = put.endpoint.handle
-        row.peer = put.peer
-        row.region = put.region.handle
-        row.source = put.source
-        row.length = put.length
-        row.target = put.target
-        row.target_key = put.target_key
-        row.trigger = put.trigger_address
-        row.threshold = put.threshold
-        row.deadline_ns = put.deadline_ns
-        flags = lib.TK_REPORT_FIRED if put.report_fired else 0
-        if put.flag_target is not None:
-            row.flag_target = put.flag_target
-            row.flag_key = put.flag_key
-            row.flag_value = put.flag_value
-            flags |= lib.TK_FLAG_PUT
-        if put.crc32c is not None:
-            row.crc32c = put.crc32c
-            flags |= lib.TK_VERIFY_CRC
-        row.flags = flags
-    _check(lib.tk_arm(fabric.handle, batch, len(puts)), f"Arming {len(puts)} puts")
+    rows = ffi.from_buffer("struct tk_put[]", b"".join(map(_row, puts)))
+    _check(lib.tk_arm(fabric.handle, rows, len(puts)), f"Arming {len(puts)} puts")
 
 
 def put_words(fabric: Fabric, words: Sequence[WordPut]) -> None:
     """Put 8-byte words, such as acknowledgements, quietly: their reader has a deadline of his own."""
-    batch = ffi.new("struct tk_put[]", len(words))
-    for i, word in enumerate(words):
-        row = batch[i]
-        row.endpoint = word.endpoint.handle
-        row.peer = word.peer
-        row.flag_target = word.target
-        row.flag_key = word.target_key
-        row.flag_value = word.value
-        row.flags = lib.TK_QUIET | lib.TK_FLAG_PUT
-    _check(lib.tk_arm(fabric.handle, batch, len(words)), f"Putting {len(words)} words")
+    rows = ffi.from_buffer("struct tk_put[]", b"".join(map(_word_row, words)))
+    _check(lib.tk_arm(fabric.handle, rows, len(words)), f"Putting {len(words)} words")
 
 
 def watch_landings(fabric: Fabric, landings: Sequence[Landing]) -> None:
     """Wait for blocks in slots; each ends in LANDED or WATCH_FAILED."""
-    batch = ffi.new("struct tk_landing[]", len(landings))
-    for i, landing in enumerate(landings):
-        row = batch[i]
-        _fill(row, landing)
-    _check(lib.tk_watch_landings(fabric.handle, batch, len(landings)), f"Watching {len(landings)} slots")
+    packed = [_LANDING.pack(landing.tag, landing.endpoint.pointer, *landing[2:]) for landing in landings]
+    rows = ffi.from_buffer("struct tk_landing[]", b"".join(packed))
+    _check(lib.tk_watch_landings(fabric.handle, rows, len(landings)), f"Watching {len(landings)} slots")
 
 
 def watch_acks(fabric: Fabric, watches: Sequence[AckWatch]) -> None:
     """Wait for acknowledgements; each gives ACKED events and ends in a final one or WATCH_FAILED."""
-    batch = ffi.new("struct tk_ack_watch[]", len(watches))
-    for i, watch in enumerate(watches):
-        row = batch[i]
-        _fill(row, watch)
-    _check(lib.tk_watch_acks(fabric.handle, batch, len(watches)), f"Watching {len(watches)} words")
+    packed = [_ACK.pack(watch.tag, watch.endpoint.pointer, *watch[2:]) for watch in watches]
+    rows = ffi.from_buffer("struct tk_ack_watch[]", b"".join(packed))
+    _check(lib.tk_watch_acks(fabric.handle, rows, len(watches)), f"Watching {len(watches)} words")

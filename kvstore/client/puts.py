@@ -169,6 +169,7 @@ class ArmedPuts:
             threshold=put.block.threshold,
             deadline_ns=deadline_ns,
             report_fired=True,
+            acked=True,
         )
 
     # --- what happens, told by the client's pump with the lock held

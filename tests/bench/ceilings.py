@@ -97,7 +97,7 @@ class BareFabric:
         generation = next(self._generations)
         watch_acks(
             self._fabric,
-            [AckWatch(next(self._tags), self._endpoint, self._acks.address, generation, 1, 0)],
+            [AckWatch(next(self._tags), self._endpoint, self._acks.address, generation, 0, 1)],
         )
         puts = [
             TriggeredPut(

@@ -43,7 +43,7 @@ def landing(pair: Pair, tag: int, generation: int, length: int, **more: int) -> 
 
 def ack(pair: Pair, tag: int, generation: int, final: int, *, deadline_ns: int = 0) -> AckWatch:
     """A watch over the near side's word `tag`."""
-    return AckWatch(tag, pair.near.endpoint, pair.near.word(tag).address, generation, final, deadline_ns)
+    return AckWatch(tag, pair.near.endpoint, pair.near.word(tag).address, generation, deadline_ns, final)
 
 
 def say(pair: Pair, word: int, generation: int, code: int) -> None:
