@@ -8,6 +8,7 @@ import os
 import pytest
 
 from nic_offload.checksum import crc32c
+from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import AckWatch, Landing, watch_acks, watch_landings
 from tests.nic_offload.rig import PAGE, Pair, Side, Way, after_ms, wait_until
@@ -131,8 +132,16 @@ def slot_watch(pair: Pair, slot: int, length: int, deadline_ns: int = 0) -> Land
 
 
 def test_what_has_landed_stays_landed_and_what_has_not_fails(provider: str) -> None:
-    """Twenty blocks of 8 MiB to sum up: few are done when the endpoint is closed right after their flags."""
+    """Twenty blocks of 8 MiB to sum up: few are done when the endpoint is closed right after their flags.
+
+    On a busy machine all may be, so there are some more chances.
+    """
     needs_ends_of_their_own(provider)
+    assert any(close_while_summing(provider) for _ in range(8))
+
+
+def close_while_summing(provider: str) -> bool:
+    """Whether the endpoint was closed before all sums were made; what is promised holds either way."""
     length = 8 << 20
     with Pair(provider, length) as pair:
         far = pair.far
@@ -144,7 +153,7 @@ def test_what_has_landed_stays_landed_and_what_has_not_fails(provider: str) -> N
         wait_until(lambda: far.fabric.statistics().landed == 20, "twenty flags seen")
         far.endpoint.close()
         far.reap()
-        assert len([event for event in far.events if event.kind == EventKind.LANDED]) < 20
+        summed = len([event for event in far.events if event.kind == EventKind.LANDED])
         finals = far.all_final(range(40))
         assert {(finals[i].kind, finals[i].value) for i in range(20)} == {(EventKind.LANDED, crc32c(block))}
         assert {(finals[i].kind, finals[i].status) for i in range(20, 40)} == {
@@ -152,6 +161,7 @@ def test_what_has_landed_stays_landed_and_what_has_not_fails(provider: str) -> N
         }
         assert len(far.events) == 40
         far.region.close()
+    return summed < 20
 
 
 def test_ack_watches_of_a_closed_endpoint_are_dropped(pair: Pair) -> None:
