@@ -26,6 +26,8 @@
 #define NAP_SHARE 16   /* a nap is this part of the idleness before it */
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define DRAIN_NS 20000000u	  /* for what is on the wire when an endpoint is closed */
+#define EVENTS_A_BATCH 32
+#define EVENTS_WAIT_NS 100000u
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 1000000u
 #define ACK_CODE_BITS 8
@@ -91,6 +93,8 @@ static void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t t
 	if (grow((void **)&fabric->pending, &fabric->pending_capacity, fabric->pending_count,
 		 sizeof *fabric->pending))
 		abort();
+	if (!fabric->pending_count)
+		fabric->pending_since_ns = tk_now_ns();
 	fabric->pending[fabric->pending_count++] =
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
@@ -131,6 +135,15 @@ static void publish(struct tk_fabric *fabric)
 		fabric->signalled = write(fabric->event_fd, &one, sizeof one) == sizeof one;
 	}
 	pthread_mutex_unlock(&fabric->event_lock);
+}
+
+/* While the wire is busy events wait for each other, not long: the reader's work a wake-up is several times its
+ * work an event, and on few cores it is taken from the wire. A round that found nothing to do reports at once. */
+static void publish_soon(struct tk_fabric *fabric, int busy)
+{
+	if (!busy || fabric->pending_count >= EVENTS_A_BATCH ||
+	    tk_now_ns() - fabric->pending_since_ns > EVENTS_WAIT_NS)
+		publish(fabric);
 }
 
 /* --- the life of an item ---------------------------------------------------------------------------- */
@@ -967,7 +980,7 @@ void *core_progress(void *argument)
 		busy |= poll_acks(fabric);
 		busy |= make_checksums(fabric);
 		busy |= expire(fabric);
-		publish(fabric);
+		publish_soon(fabric, busy);
 		give_back_finished(fabric);
 		fabric->statistics.loops++;
 		if (busy)

@@ -1,0 +1,59 @@
+"""Acknowledgement words: what a node means is what a client understands."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.durability import Durability
+from kvstore.errors import KvError, LeaseExpired, NoSpace, ReadOnly, StorageError
+from kvstore.limits import GENERATION_MAX
+from kvstore.miss import MissReason
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.ack import AckCode, ack_word, code_of_error, code_of_miss, error_of_code, miss_of_code
+
+
+def test_a_word_holds_generation_and_code() -> None:
+    assert ack_word(1, AckCode.LANDED) == 0x101
+    assert ack_word(GENERATION_MAX, 0xFF) == (1 << 64) - 1
+    for generation, code in ((0, 1), (GENERATION_MAX + 1, 1), (1, 0), (1, 256)):
+        with pytest.raises(AssertionError):
+            ack_word(generation, code)
+
+
+def test_more_durable_is_a_higher_code_and_failures_are_above_all_of_them() -> None:
+    assert [AckCode(durability) for durability in Durability] == [
+        AckCode.LANDED,
+        AckCode.WRITTEN,
+        AckCode.SYNCED,
+    ]
+    failures = (AckCode.LEASE_EXPIRED, AckCode.NO_SPACE, AckCode.READ_ONLY, AckCode.STORAGE_FAILED)
+    assert min(failures) > max(Durability)  # so that a watch for any durability ends at a failure
+
+
+def test_the_protos_durabilities_are_ours() -> None:
+    assert [(durability.name, int(durability)) for durability in Durability] == [
+        (name.removeprefix("DURABILITY_"), number) for name, number in pb.Durability.items() if number
+    ]
+
+
+@pytest.mark.parametrize("reason", list(MissReason))
+def test_a_miss_travels_with_its_reason(reason: MissReason) -> None:
+    miss = miss_of_code(code_of_miss(reason))
+    assert miss is not None
+    assert miss.reason is reason
+    assert code_of_miss(reason) not in list(AckCode)
+
+
+def test_served_is_no_miss() -> None:
+    assert miss_of_code(AckCode.SERVED) is None
+
+
+@pytest.mark.parametrize("error", [NoSpace, ReadOnly, StorageError])
+def test_a_failed_put_travels_as_its_error(error: type[KvError]) -> None:
+    assert type(error_of_code(code_of_error(error("x")))) is error
+
+
+def test_what_is_durable_is_no_error_and_what_is_unknown_is_one() -> None:
+    assert all(error_of_code(durability) is None for durability in Durability)
+    assert isinstance(error_of_code(AckCode.LEASE_EXPIRED), LeaseExpired)
+    assert isinstance(error_of_code(0x7E), StorageError)
