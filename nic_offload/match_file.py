@@ -85,8 +85,9 @@ def _rule(place: str, table: Mapping[str, object]) -> Rule:
     actions = _actions(where, table.get("actions"))
     try:
         return Rule(pattern, actions, priority, sessions, name)
-    except RuleError as error:  # its subject is the rule; here it can be said where that stands
-        raise RuleError(f"{where}: {str(error).partition(': ')[2]}") from None
+    except RuleError as error:  # it begins with the rule; here it can be said where that stands
+        unplaced = "A rule" if name is None else f"Rule {name!r}"
+        raise RuleError(where + str(error).removeprefix(unplaced)) from None
 
 
 def _actions(where: str, value: object) -> tuple[Action, ...]:

@@ -51,7 +51,7 @@ class Compiled(NamedTuple):
 class Plan:
     """What entries may share: most exact ones differ in nothing but their key."""
 
-    __slots__ = ("actions", "bound", "conditions", "guard", "level", "mask", "name", "sessions")
+    __slots__ = ("actions", "bound", "conditions", "guard", "level", "mask", "name", "sessions", "users")
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Plan:
         self.sessions = sessions
         self.name = name
         self.guard = guard
+        self.users = 0  # entries in the space; a shared plan goes with the last of them
 
     def admits(self, request: Request) -> bool:
         """Whether the conditions hold; those of a guard say where it has nothing to object."""
@@ -209,9 +210,10 @@ class Space:
         there = self.behind(entry.key)
         place = sum(other.beats(entry) for other in there)
         self.map[entry.key] = (*there[:place], entry, *there[place:]) if there else entry
-        level = entry.plan.level
-        self.levels[level] = self.levels.get(level, 0) + 1
-        self.bound = max(self.bound, level)
+        plan = entry.plan
+        plan.users += 1
+        self.levels[plan.level] = self.levels.get(plan.level, 0) + 1
+        self.bound = max(self.bound, plan.level)
 
     def drop(self, entry: Entry) -> None:
         """Let an entry go; the bound follows when the last of the highest level has gone."""
@@ -220,13 +222,15 @@ class Space:
             self.map[entry.key] = rest if len(rest) > 1 else rest[0]
         else:
             del self.map[entry.key]
-        level = entry.plan.level
-        self.levels[level] -= 1
-        if not self.levels[level]:
-            del self.levels[level]
-            for shared in [shared for shared in self.plans if shared[0] == level]:
-                del self.plans[shared]
-            if level == self.bound:
+        plan = entry.plan
+        plan.users -= 1
+        shared = (plan.level, plan.actions)
+        if not plan.users and self.plans.get(shared) is plan:
+            del self.plans[shared]
+        self.levels[plan.level] -= 1
+        if not self.levels[plan.level]:
+            del self.levels[plan.level]
+            if plan.level == self.bound:
                 self.bound = max(self.levels, default=-1)
 
     def plan(self, compiled: Compiled, rule: Rule) -> Plan:
