@@ -74,7 +74,7 @@ def _print(text: str) -> None:
 
 def _summary(table: Table) -> str:
     size = table.statistics()
-    return f"{size.entries} rules, {size.guards} guards, {size.masks} masks."
+    return f"Rules: {size.entries}. Guards: {size.guards}. Masks: {size.masks}."
 
 
 def _priority(entry: Entry) -> str:

@@ -20,7 +20,18 @@ from nic_offload.errors import RuleError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FiveTuple", "Pattern", "Ports", "Prefix", "Request", "parse_five", "parse_pattern"]
+__all__ = [
+    "FiveTuple",
+    "Pattern",
+    "Ports",
+    "Prefix",
+    "Request",
+    "address_number",
+    "parse_five",
+    "parse_pattern",
+    "parse_text",
+    "show_protocol",
+]
 
 TEXT_CHARACTERS_MAX = 256  # of a tenant, a user, a context, a model, a node, a name, a handle
 BINDINGS_MAX = 16  # network 5-tuples that one entry may bind its user to
