@@ -22,15 +22,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload.errors import KvError, RuleError, TableFull
+from nic_offload.match_entry import Entry, compile_rule
 from nic_offload.match_fields import FiveTuple, Pattern, Ports, Prefix, Request
-from nic_offload.match_ledger import VOID_ROW, Counters, Ledger
+from nic_offload.match_ledger import ROW_BITS, ROW_MASK, VOID_ROW, Counters, Ledger
 from nic_offload.match_rule import Action, ActionKind, Requester, Rule
-from nic_offload.match_space import Entry, Layer, arrange, compile_rule
+from nic_offload.match_space import Layer, arrange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nic_offload.match_space import Compiled
+    from nic_offload.match_entry import Compiled
 
 __all__ = [
     "Action",
@@ -54,9 +55,9 @@ __all__ = [
 
 ENTRIES_MAX = 2_000_000
 MASKS_MAX = 128  # each is one more hash map to ask for a request that nothing better matches
-_FIRST_ADDED_AGE = 1 << 32
+_FIRST_ADDED_AGE = ENTRIES_MAX
 
-assert ENTRIES_MAX < _FIRST_ADDED_AGE
+assert 4 * ENTRIES_MAX < 1 << ROW_BITS
 
 
 class Outcome(enum.Enum):
@@ -101,7 +102,7 @@ class Table:
     def __init__(self, *, entries_max: int = ENTRIES_MAX, masks_max: int = MASKS_MAX) -> None:
         self._entries_max, self._masks_max = entries_max, masks_max
         self._ledger = Ledger()
-        self._filed, self._added = Layer(), Layer()
+        self._filed, self._added = Layer(), Layer(_FIRST_ADDED_AGE)
         self._stages = arrange(())
         self._age = _FIRST_ADDED_AGE
         self._replacing = threading.Lock()  # one replacement at a time; taken before the other
@@ -133,7 +134,7 @@ class Table:
                 if level > best_level or (level == best_level and found.beats(best)):  # type: ignore[arg-type]
                     best, best_level = found, level
         if best is not None:
-            row = best.row
+            row = best.stamp & ROW_MASK
             self._ledger.hits[row] += 1
             self._ledger.last_hit_ns[row] = now_ns
         return best
@@ -147,7 +148,7 @@ class Table:
                 bucket = behind(pick(view))
                 if bucket is not None:
                     found += bucket if isinstance(bucket, tuple) else (bucket,)
-        found.sort(key=lambda entry: (-entry.plan.level, entry.age))
+        found.sort(key=lambda entry: (-entry.plan.level, entry.stamp))
         matching = [entry for entry in found if entry.plan.admits(request)]
         outcomes = [Considered(entry, _outcome(entry, matching, request)) for entry in found]
         return sorted(outcomes, key=lambda considered: considered.outcome is not Outcome.WON)
@@ -256,7 +257,7 @@ class Table:
 
     def _retire(self, entry: Entry) -> None:
         """Give an entry's row back; whoever still holds the entry counts into the void from now on."""
-        row, entry.row = entry.row, VOID_ROW
+        row = entry.leave()
         if row != VOID_ROW:
             self._ledger.release(row)
 

@@ -16,6 +16,10 @@ from typing import NamedTuple
 __all__ = ["Counters", "Ledger"]
 
 VOID_ROW = 0
+ROW_BITS = (
+    24  # twice the entries there may be, each with a guard: while rules are replaced there are two sets
+)
+ROW_MASK = (1 << ROW_BITS) - 1
 
 
 class Counters(NamedTuple):
@@ -43,10 +47,12 @@ class Ledger:
                 row = self._free.pop()
                 self.hits[row] = self.last_hit_ns[row] = self.moved_bytes[row] = 0
                 return row
+            row = len(self.hits)
+            assert row <= ROW_MASK
             self.moved_bytes.append(0)
             self.last_hit_ns.append(0)
             self.hits.append(0)
-            return len(self.hits) - 1
+            return row
 
     def release(self, row: int) -> None:
         """Take a row back; whoever had it has been pointed to the void row before."""

@@ -1,8 +1,7 @@
 """Tuple-space search: entries with the same mask share one hash map, and a look-up probes one map per mask.
 
-A mask is the list of fields that are given, each with the bits its prefix or block leaves open; the fields so
-shifted are the key in the map. What a key can't say (a ragged range of ports, bindings) is a condition that is
-tried on the few entries behind the key. Exact entries are the masks without shifts, and nothing special.
+Exact entries are the masks without shifts, and nothing special. What entries need beyond their key is tried on
+the few behind it.
 
 What always holds: entries behind one key stand best first; what a reader may be looking at is replaced, never
 changed (one assignment into a dict); no entry of a space has a level above the space's `bound`.
@@ -14,178 +13,27 @@ from __future__ import annotations
 
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
 
 from nic_offload.errors import RuleError, TableFull
-from nic_offload.match_fields import PORT_MAX, SPECIFICITY_BITS, FiveTuple, Pattern, Ports, Prefix
+from nic_offload.match_entry import Compiled, Entry, Mask, Plan
+from nic_offload.match_fields import FIELDS, SPECIFICITY_BITS
 from nic_offload.match_rule import DENY, PRIORITY_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
-    from nic_offload.match_fields import Request
+    from nic_offload.match_fields import FiveTuple
     from nic_offload.match_rule import Action, Rule
 
-__all__ = ["Compiled", "Entry", "Layer", "Plan", "Space", "Stage", "arrange", "compile_rule"]
+__all__ = ["Layer", "Space", "Stage", "arrange"]
 
 ENTRIES_PER_KEY_MAX = 256  # behind one key they are tried one by one
 BINDINGS_PER_USER_MAX = 256  # and so are these
 
-Mask = tuple[tuple[int, int], ...]  # index of a request's field, and the bits shifted out of it
 _GUARD_MASK: Mask = ((0, 0), (1, 0))  # tenant and user
 _GUARD_LEVEL = (PRIORITY_MAX + 1) << SPECIFICITY_BITS  # above every rule
-_FIELDS = len(Pattern._fields) + len(FiveTuple._fields) - 2  # without `five` and `bind` themselves
-_SOURCE, _SOURCE_PORT, _PROTOCOL = 4, 6, 8
-
-
-class Compiled(NamedTuple):
-    """Where a rule belongs, and what the table knows it by; two rules with all of it equal are the same."""
-
-    mask: Mask
-    key: Hashable
-    level: int  # priority and specificity in one number
-    conditions: tuple[FiveTuple, ...] | None  # of which one has to hold
-    bound: bool  # the conditions are bindings
-
-
-class Plan:
-    """What entries may share: most exact ones differ in nothing but their key."""
-
-    __slots__ = ("actions", "bound", "conditions", "guard", "level", "mask", "name", "sessions", "users")
-
-    def __init__(
-        self,
-        compiled: Compiled,
-        actions: tuple[Action, ...],
-        sessions: str | None = None,
-        name: str | None = None,
-        *,
-        guard: bool = False,
-    ) -> None:
-        self.mask, _, self.level, self.conditions, self.bound = compiled
-        self.actions = actions
-        self.sessions = sessions
-        self.name = name
-        self.guard = guard
-        self.users = 0  # entries in the space; a shared plan goes with the last of them
-
-    def admits(self, request: Request) -> bool:
-        """Whether the conditions hold; those of a guard say where it has nothing to object."""
-        if self.conditions is None:
-            return True
-        for condition in self.conditions:
-            if condition.matches(request):
-                return not self.guard
-        return self.guard
-
-
-class Entry:
-    """A rule in the table. To be read and handed back; only the table changes it."""
-
-    __slots__ = ("age", "key", "plan", "row")
-
-    def __init__(self, plan: Plan, key: Hashable, row: int, age: int) -> None:
-        self.plan = plan
-        self.key = key
-        self.row = row  # of the ledger; its void row once the entry has left the table
-        self.age = age  # the smaller, the older
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """What to do, in this order."""
-        return self.plan.actions
-
-    @property
-    def priority(self) -> int:
-        """The rule's priority; one above all rules for a guard."""
-        return self.plan.level >> SPECIFICITY_BITS
-
-    @property
-    def is_guard(self) -> bool:
-        """Whether the table made this entry, to deny a bound user from anywhere else."""
-        return self.plan.guard
-
-    @property
-    def name(self) -> str:
-        """The rule's name, or one put together from what it matches."""
-        if self.plan.guard:
-            tenant, user = self.pattern[:2]
-            return f"guard of {tenant}/{user}"
-        if self.plan.name is not None:
-            return self.plan.name
-        return ",".join(f"{field}={text}" for field, text in self.pattern.show().items()) or "any"
-
-    @property
-    def pattern(self) -> Pattern:
-        """What it matches, put together again. A guard's bindings are the 5-tuples it lets pass."""
-        values: list[Any] = [None] * _FIELDS
-        mask, conditions = self.plan.mask, self.plan.conditions or ()
-        for (index, shift), value in zip(mask, _parts(mask, self.key), strict=True):
-            if index < _SOURCE or index == _PROTOCOL:
-                values[index] = value
-            elif index < _SOURCE_PORT:
-                values[index] = Prefix(value, shift)
-            else:
-                values[index] = Ports(value << shift, ((value + 1) << shift) - 1)
-        tenant, user, context, model = values[:_SOURCE]
-        if self.plan.bound or self.plan.guard:
-            return Pattern(tenant, user, context, model, bind=conditions)
-        five = conditions[0] if conditions else FiveTuple(*values[_SOURCE:])
-        return Pattern(tenant, user, context, model, five)
-
-    def sessions_of(self, request: Request) -> str:
-        """The handle of all KV of the user: the rule's own, or one made of the request's tenant and user."""
-        if self.plan.sessions is not None:
-            return self.plan.sessions
-        return f"{quote(request.tenant, safe='')}/{quote(request.user, safe='')}"
-
-    def beats(self, other: Entry) -> bool:
-        """Whether this one comes first where both match: priority, then specificity, then age."""
-        if self.plan.level != other.plan.level:
-            return self.plan.level > other.plan.level
-        return self.age < other.age
-
-    def __repr__(self) -> str:
-        return f"<Entry {self.name!r} priority {self.priority}>"
-
 
 Bucket = Entry | tuple[Entry, ...]
-
-
-def _parts(mask: Mask, key: Any) -> tuple[Any, ...]:
-    return (key,) if len(mask) == 1 else key
-
-
-def compile_rule(pattern: Pattern, priority: int) -> Compiled:
-    """Mask, key, level and conditions."""
-    five = pattern.five
-    mask: list[tuple[int, int]] = []
-    key: list[str | int] = []
-    for index in range(_SOURCE):
-        text = pattern[index]
-        if text is not None:
-            mask.append((index, 0))
-            key.append(text)  # type: ignore[arg-type]  # the first four are texts
-    for index, prefix in enumerate(five[:2], _SOURCE):
-        if prefix is not None:
-            mask.append((index, prefix.shift))
-            key.append(prefix.value)
-    ragged = False
-    for index, ports in enumerate(five[2:4], _SOURCE_PORT):
-        if ports is None:
-            continue
-        ragged = ragged or not ports.is_block
-        if ports.low >> ports.block_shift or PORT_MAX >> ports.block_shift:
-            mask.append((index, ports.block_shift))
-            key.append(ports.low >> ports.block_shift)
-    if five.protocol is not None:
-        mask.append((_PROTOCOL, 0))
-        key.append(five.protocol)
-    conditions = pattern.bind or ((five,) if ragged else None)
-    level = priority << SPECIFICITY_BITS | pattern.specificity
-    return Compiled(
-        tuple(mask), key[0] if len(key) == 1 else tuple(key), level, conditions, bool(pattern.bind)
-    )
 
 
 class Space:
@@ -246,7 +94,8 @@ class Space:
 class Layer:
     """Spaces that are changed together: the rules of a file, or the entries added one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, guards_age: int = 0) -> None:
+        self._guards_age = guards_age
         self.spaces: dict[tuple[Mask, bool], Space] = {}  # by mask, guards apart
         self.bindings: dict[Hashable, dict[FiveTuple, int]] = {}  # of each bound user, with how often
         self.count = 0  # guards are not counted: there are no more of them than of bound entries
@@ -340,10 +189,9 @@ class Layer:
         self._drop((_GUARD_MASK, True), old)
         return old
 
-    @staticmethod
-    def _guard_entry(who: Hashable, bindings: tuple[FiveTuple, ...], row: int) -> Entry:
+    def _guard_entry(self, who: Hashable, bindings: tuple[FiveTuple, ...], row: int) -> Entry:
         compiled = Compiled(_GUARD_MASK, who, _GUARD_LEVEL, bindings, bound=False)
-        return Entry(Plan(compiled, (DENY,), guard=True), who, row, 0)
+        return Entry(Plan(compiled, (DENY,), guard=True), who, row, self._guards_age)
 
     def _space(self, mask: Mask, *, guard: bool) -> Space:
         space = self.spaces.get((mask, guard))
@@ -382,7 +230,7 @@ def arrange(layers: Iterable[Layer]) -> tuple[Stage, ...]:
 
 def _stage(spaces: list[Space]) -> Stage:
     derived = tuple(sorted({field for space in spaces for field in space.mask if field[1]}))
-    place = {field: _FIELDS + position for position, field in enumerate(derived)}
+    place = {field: len(FIELDS) + position for position, field in enumerate(derived)}
     return Stage(
         spaces[0].bound,
         derived,

@@ -209,6 +209,20 @@ def test_an_added_binding_narrows_what_the_file_binds_and_cannot_widen_it() -> N
     assert _hit(table, request(tenant="beta", user="b")) == "guard of beta/b"
 
 
+def test_of_two_guards_that_deny_the_file_s_counts() -> None:
+    table = Table()
+    table.add(rule(**SPOOF, bind=[{"source": "10.3.0.0/16"}]))
+    table.replace([rule(**SPOOF, bind=[{"source": "10.4.0.0/16"}])])
+    first = table.match(request(), 1)
+    table.replace([rule(**SPOOF, bind=[{"source": "10.4.0.0/16"}]), rule(tenant="other")])
+    second = table.match(request(), 2)
+    assert first is not None
+    assert second is not None
+    assert second.age < next(entry.age for entry in table._added)
+    assert table.counters(second) == (2, 2, 0)
+    assert table.explain(request())[0].entry is second
+
+
 def test_a_guard_goes_with_the_last_binding_of_its_user() -> None:
     table = Table()
     one = table.add(rule(**SPOOF, bind=[{"source": "10.1.0.0/16"}]))
