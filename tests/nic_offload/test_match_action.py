@@ -109,6 +109,25 @@ def test_of_equally_specific_ones_the_older_wins_also_across_masks() -> None:
     assert _hit(_table(destination, source), request()) == "d"
 
 
+@pytest.mark.parametrize(
+    ("young", "old"),
+    [
+        ({"source": "10.0.0.0/8"}, {"destination": "10.0.0.0/8"}),  # both need a shift
+        ({"tenant": "acme"}, {"user": "alice"}),  # neither does
+        (
+            {"source": "10.1.2.3/32"},
+            {"source": "10.0.0.0/8", "destination": "10.9.0.0/23"},
+        ),  # 33 = 9 + 24 bits
+    ],
+)
+def test_the_older_wins_although_the_younger_ones_map_is_asked_first(
+    young: dict[str, Any], old: dict[str, Any]
+) -> None:
+    table = _table(rule(name="first of its mask", priority=1, **young), rule(name="old", **old))
+    table.add(rule(name="young", **young))
+    assert _hit(table, request()) == "old"
+
+
 def test_a_rule_of_the_file_is_older_than_an_added_one() -> None:
     table = _table(rule(name="added", source="10.0.0.0/8"))
     table.replace([rule(name="filed", destination="10.0.0.0/8")])
