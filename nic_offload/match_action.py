@@ -213,7 +213,7 @@ class Table:
         return self._ledger.read(entry.row)
 
     def add_bytes(self, entry: Entry, moved_bytes: int) -> None:
-        """Count bytes that were moved for the entry."""
+        """Count bytes that were moved for the entry; from one thread at a time, like `match`."""
         self._ledger.moved_bytes[entry.row] += moved_bytes
 
     def statistics(self) -> Statistics:

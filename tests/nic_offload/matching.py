@@ -7,9 +7,10 @@ it shares no code with the table's way of matching, of counting bits or of break
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass, field
 from typing import Any
 
-from nic_offload.match_action import Action, ActionKind, Request, Rule
+from nic_offload.match_action import Action, ActionKind, Request, Rule, Table
 from nic_offload.match_fields import parse_pattern
 
 FETCH = Action(ActionKind.FETCH)
@@ -46,6 +47,31 @@ def rule(
     return Rule(parse_pattern("A rule", fields), actions or (FETCH,), priority, sessions, name)
 
 
+def hit(table: Table, asked: Request) -> str | None:
+    """The name of the entry that is hit."""
+    entry = table.match(asked, 1)
+    return None if entry is None else entry.name
+
+
+def table_of(*rules: Rule) -> Table:
+    """A table to which these were added, in this order."""
+    table = Table()
+    for one in rules:
+        table.add(one)
+    return table
+
+
+@dataclass
+class Recorder:
+    """A requester that only writes down what it is asked."""
+
+    begun: list[tuple[str, str]] = field(default_factory=list)
+
+    def begin(self, action: Action, sessions: str, request: Request) -> None:
+        assert request.user
+        self.begun.append((str(action), sessions))
+
+
 def _within(address: str, network: str) -> bool:
     ours, theirs = ipaddress.ip_address(address), ipaddress.ip_network(network)
     return ours.version == theirs.version and ours in theirs
@@ -57,14 +83,14 @@ def _port_range(text: str | int) -> range:
 
 
 def five_matches(five: Fields, ours: Fields) -> bool:
-    for field, value in five.items():
-        if field in {"source", "destination"}:
-            if not _within(ours[field], value):
+    for name, value in five.items():
+        if name in {"source", "destination"}:
+            if not _within(ours[name], value):
                 return False
-        elif field in {"source_port", "destination_port"}:
-            if int(ours[field]) not in _port_range(value):
+        elif name in {"source_port", "destination_port"}:
+            if int(ours[name]) not in _port_range(value):
                 return False
-        elif field == "protocol" and value != ours[field]:
+        elif name == "protocol" and value != ours[name]:
             return False
     return True
 

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from nic_offload.errors import KvError, RuleError, TableFull
-from nic_offload.match_action import Action, ActionKind, Entry, Outcome, Request, Rule, Table, perform
+from nic_offload.match_action import Action, ActionKind, Entry, Outcome, Rule, Table, perform
 from nic_offload.match_fields import Pattern
 from nic_offload.match_space import ENTRIES_PER_KEY_MAX
-from tests.nic_offload.matching import COUNT, DENY, FETCH, request, rule
-
-
-def _hit(table: Table, asked: Request) -> str | None:
-    entry = table.match(asked, 1)
-    return None if entry is None else entry.name
-
-
-def _table(*rules: Rule) -> Table:
-    table = Table()
-    for one in rules:
-        table.add(one)
-    return table
+from tests.nic_offload.matching import COUNT, DENY, FETCH, Recorder, hit, request, rule, table_of
 
 
 def test_an_exact_entry_is_hit() -> None:
-    table = _table(rule(name="x", tenant="acme", user="alice", context="chat-1", model="llama"))
-    assert _hit(table, request()) == "x"
+    table = table_of(rule(name="x", tenant="acme", user="alice", context="chat-1", model="llama"))
+    assert hit(table, request()) == "x"
 
 
 @pytest.mark.parametrize("changed", ["tenant", "user", "context", "model"])
 def test_another_name_in_any_field_is_a_miss(changed: str) -> None:
-    table = _table(rule(tenant="acme", user="alice", context="chat-1", model="llama"))
-    assert _hit(table, request(**{changed: "other"})) is None
+    table = table_of(rule(tenant="acme", user="alice", context="chat-1", model="llama"))
+    assert hit(table, request(**{changed: "other"})) is None
 
 
 def test_a_fully_given_five_tuple_is_matched_field_by_field() -> None:
@@ -45,8 +32,8 @@ def test_a_fully_given_five_tuple_is_matched_field_by_field() -> None:
         "destination_port": 443,
         "protocol": 6,
     }
-    table = _table(rule(name="x", tenant="acme", user="alice", context="chat-1", **five))
-    assert _hit(table, request()) == "x"
+    table = table_of(rule(name="x", tenant="acme", user="alice", context="chat-1", **five))
+    assert hit(table, request()) == "x"
     others = {
         "source": "10.1.2.4",
         "destination": "10.9.0.2",
@@ -55,29 +42,29 @@ def test_a_fully_given_five_tuple_is_matched_field_by_field() -> None:
         "protocol": 17,
     }
     for name, value in others.items():
-        assert _hit(table, request(**{name: value})) is None, name
+        assert hit(table, request(**{name: value})) is None, name
 
 
 def test_an_empty_table_and_an_empty_rule() -> None:
-    assert _hit(Table(), request()) is None
-    assert _hit(_table(rule(name="any")), request()) == "any"
+    assert hit(Table(), request()) is None
+    assert hit(table_of(rule(name="any")), request()) == "any"
 
 
 def test_two_contexts_of_one_user_are_two_entries() -> None:
-    table = _table(
+    table = table_of(
         rule(name="one", tenant="acme", user="alice", context="chat-1"),
         rule(name="two", tenant="acme", user="alice", context="chat-2"),
     )
-    assert _hit(table, request()) == "one"
-    assert _hit(table, request(context="chat-2")) == "two"
-    assert _hit(table, request(context="chat-3")) is None
+    assert hit(table, request()) == "one"
+    assert hit(table, request(context="chat-2")) == "two"
+    assert hit(table, request(context="chat-3")) is None
 
 
 def test_priority_beats_specificity_in_either_order_of_adding() -> None:
     wide = rule(DENY, name="wide", priority=200, source="10.0.0.0/8")
     exact = rule(name="exact", priority=199, tenant="acme", user="alice", context="chat-1", model="llama")
-    assert _hit(_table(wide, exact), request()) == "wide"
-    assert _hit(_table(exact, wide), request()) == "wide"
+    assert hit(table_of(wide, exact), request()) == "wide"
+    assert hit(table_of(exact, wide), request()) == "wide"
 
 
 def test_of_equal_priorities_the_more_specific_wins() -> None:
@@ -96,8 +83,8 @@ def test_of_equal_priorities_the_more_specific_wins() -> None:
     ]
     rules = [rule(name=str(place), **fields) for place, fields in enumerate(ladder)]
     for top in range(len(ladder)):
-        assert _hit(_table(*rules[: top + 1]), request()) == str(top)
-        assert _hit(_table(*reversed(rules[: top + 1])), request()) == str(top)
+        assert hit(table_of(*rules[: top + 1]), request()) == str(top)
+        assert hit(table_of(*reversed(rules[: top + 1])), request()) == str(top)
 
 
 def test_of_equally_specific_ones_the_older_wins_also_across_masks() -> None:
@@ -105,8 +92,8 @@ def test_of_equally_specific_ones_the_older_wins_also_across_masks() -> None:
         rule(name="s", source="10.0.0.0/8"),
         rule(name="d", destination="10.0.0.0/8"),
     )
-    assert _hit(_table(source, destination), request()) == "s"
-    assert _hit(_table(destination, source), request()) == "d"
+    assert hit(table_of(source, destination), request()) == "s"
+    assert hit(table_of(destination, source), request()) == "d"
 
 
 @pytest.mark.parametrize(
@@ -123,43 +110,43 @@ def test_of_equally_specific_ones_the_older_wins_also_across_masks() -> None:
 def test_the_older_wins_although_the_younger_ones_map_is_asked_first(
     young: dict[str, Any], old: dict[str, Any]
 ) -> None:
-    table = _table(rule(name="first of its mask", priority=1, **young), rule(name="old", **old))
+    table = table_of(rule(name="first of its mask", priority=1, **young), rule(name="old", **old))
     table.add(rule(name="young", **young))
-    assert _hit(table, request()) == "old"
+    assert hit(table, request()) == "old"
 
 
 def test_a_rule_of_the_file_is_older_than_an_added_one() -> None:
-    table = _table(rule(name="added", source="10.0.0.0/8"))
+    table = table_of(rule(name="added", source="10.0.0.0/8"))
     table.replace([rule(name="filed", destination="10.0.0.0/8")])
-    assert _hit(table, request()) == "filed"
+    assert hit(table, request()) == "filed"
 
 
 def test_a_rule_added_above_all_others_is_seen_at_once() -> None:
-    table = _table(
+    table = table_of(
         rule(name="low", priority=1, source="10.0.0.0/8"), rule(name="mid", priority=5, tenant="acme")
     )
     table.add(rule(name="high", priority=9, source="10.0.0.0/8"))
-    assert _hit(table, request()) == "high"
+    assert hit(table, request()) == "high"
 
 
 def test_removing_gives_the_next_best_and_leaves_no_mask_behind() -> None:
-    table = _table(rule(name="low", priority=1, tenant="acme"))
+    table = table_of(rule(name="low", priority=1, tenant="acme"))
     high = table.add(rule(name="high", priority=9, source="10.0.0.0/8"))
-    assert _hit(table, request()) == "high"
+    assert hit(table, request()) == "high"
     table.remove(high)
-    assert _hit(table, request()) == "low"
+    assert hit(table, request()) == "low"
     assert table.statistics()._asdict() == {"entries": 1, "entries_of_file": 0, "guards": 0, "masks": 1}
     with pytest.raises(RuleError, match="not among those that were added"):
         table.remove(high)
 
 
 def test_the_bound_of_a_mask_follows_what_leaves_it() -> None:
-    table = _table(
+    table = table_of(
         rule(name="keep", priority=1, source="10.0.0.0/8"), rule(name="mid", priority=5, tenant="acme")
     )
     table.remove(table.add(rule(name="high", priority=9, source="11.0.0.0/8")))
     assert [bound >> 30 for stage in table._stages for bound, _, _ in stage.steps] == [5, 1]
-    assert _hit(table, request()) == "mid"
+    assert hit(table, request()) == "mid"
 
 
 def test_plans_are_shared_and_leave_with_the_last_who_shares() -> None:
@@ -174,109 +161,20 @@ def test_plans_are_shared_and_leave_with_the_last_who_shares() -> None:
     assert len(space.plans) == 1
 
 
-SPOOF: dict[str, Any] = {"tenant": "acme", "user": "alice", "context": "chat-1"}
-
-
-def test_a_spoofed_user_on_anothers_five_tuple_is_denied_and_others_are_not() -> None:
-    table = _table(
-        rule(name="alice", **SPOOF, bind=[{"source": "10.1.2.3", "source_port": 40000, "protocol": "tcp"}]),
-        rule(name="mallory", tenant="acme", user="mallory", bind=[{"source": "10.6.6.6"}]),
-        rule(name="acme", priority=65535, tenant="acme"),
-    )
-    assert _hit(table, request(context="chat-2")) == "acme"
-    assert _hit(table, request(user="bob", source="10.6.6.6")) == "acme"
-    for spoofed in ({"source": "10.6.6.6"}, {"source_port": 40001}, {"protocol": "udp"}):
-        for context in ("chat-1", "chat-2"):  # nor through a context that no entry names
-            entry = table.match(request(context=context, **spoofed), 7)
-            assert entry is not None
-            assert entry.is_guard
-            assert entry.actions == (DENY,)
-            assert not perform(entry, request(), _Recorder())
-    guard = table.match(request(source="10.6.6.6"), 8)
-    assert guard is not None
-    assert guard.name == "guard of acme/alice"
-    assert table.counters(guard) == (7, 8, 0)
-
-
-def test_a_bound_entry_is_hit_from_each_of_its_places() -> None:
-    table = _table(rule(name="x", **SPOOF, bind=[{"source": "10.1.0.0/16"}, {"source": "2001:db8::/32"}]))
-    assert _hit(table, request()) == "x"
-    assert _hit(table, request(source="2001:db8::5")) == "x"
-    assert _hit(table, request(source="10.2.0.0")) == "guard of acme/alice"
-    assert _hit(table, request(source="::ffff:10.1.0.1")) == "x"
-
-
-def test_a_written_deny_rule_catches_a_spoofed_context_of_the_same_user() -> None:
-    table = _table(
-        rule(name="one", **SPOOF, bind=[{"source": "10.1.0.0/16"}]),
-        rule(name="two", tenant="acme", user="alice", context="chat-2", bind=[{"source": "10.2.0.0/16"}]),
-        rule(COUNT, DENY, name="no", priority=1, tenant="acme", user="alice"),
-    )
-    assert _hit(table, request()) == "one"
-    assert _hit(table, request(context="chat-2", source="10.2.0.1")) == "two"
-    assert _hit(table, request(context="chat-2")) == "no"  # his place, but not this context's
-    assert _hit(table, request(source="10.3.0.1")) == "guard of acme/alice"
-
-
-def test_an_added_binding_narrows_what_the_file_binds_and_cannot_widen_it() -> None:
-    table = Table()
-    table.replace([rule(name="filed", **SPOOF, bind=[{"source": "10.1.0.0/16"}])])
-    table.add(rule(name="wider", priority=300, **SPOOF, bind=[{"source": "0.0.0.0/0"}]))
-    assert _hit(table, request(source="10.2.0.1")) == "guard of acme/alice"
-    assert _hit(table, request()) == "wider"
-    table.add(rule(name="elsewhere", priority=301, tenant="beta", user="b", bind=[{"source": "10.2.0.0/16"}]))
-    assert _hit(table, request(tenant="beta", user="b")) == "guard of beta/b"
-
-
-def test_of_two_guards_that_deny_the_file_s_counts() -> None:
-    table = Table()
-    table.add(rule(**SPOOF, bind=[{"source": "10.3.0.0/16"}]))
-    table.replace([rule(**SPOOF, bind=[{"source": "10.4.0.0/16"}])])
-    first = table.match(request(), 1)
-    table.replace([rule(**SPOOF, bind=[{"source": "10.4.0.0/16"}]), rule(tenant="other")])
-    second = table.match(request(), 2)
-    assert first is not None
-    assert second is not None
-    assert second.age < next(entry.age for entry in table._added)
-    assert table.counters(second) == (2, 2, 0)
-    assert table.explain(request())[0].entry is second
-
-
-def test_a_guard_goes_with_the_last_binding_of_its_user() -> None:
-    table = Table()
-    one = table.add(rule(**SPOOF, bind=[{"source": "10.1.0.0/16"}]))
-    two = table.add(rule(tenant="acme", user="alice", model="m", bind=[{"source": "10.2.0.0/16"}]))
-    assert _hit(table, request(source="10.2.0.1")) is None
-    table.remove(two)
-    assert _hit(table, request(source="10.2.0.1")) == "guard of acme/alice"
-    table.remove(one)
-    assert _hit(table, request(source="10.2.0.1")) is None
-    assert len(table) == table.statistics().masks == table.statistics().guards == 0
-
-
-@dataclass
-class _Recorder:
-    begun: list[tuple[str, str]] = field(default_factory=list)
-
-    def begin(self, action: Action, sessions: str, request: Request) -> None:
-        assert request.user
-        self.begun.append((str(action), sessions))
-
-
 def test_actions_go_to_the_requester_in_order_with_the_handle_of_the_user() -> None:
-    recorder = _Recorder()
+    recorder = Recorder()
     route = Action(ActionKind.ROUTE, "node-2")
-    entry = _table(rule(route, COUNT, FETCH, tenant="acme")).match(request(user="a/b"), 1)
+    entry = table_of(rule(route, COUNT, FETCH, tenant="acme")).match(request(user="a/b"), 1)
     assert entry is not None
     assert perform(entry, request(user="a/b"), recorder)
-    own = _table(rule(FETCH, tenant="acme", user="alice", sessions="h-1")).match(request(), 1)
+    own = table_of(rule(FETCH, tenant="acme", user="alice", sessions="h-1")).match(request(), 1)
     assert own is not None
     assert perform(own, request(), recorder)
     assert recorder.begun == [("route(node-2)", "acme/a%2Fb"), ("fetch", "acme/a%2Fb"), ("fetch", "h-1")]
 
 
 def test_two_users_never_share_a_made_handle() -> None:
-    entry = _table(rule()).match(request(), 1)
+    entry = table_of(rule()).match(request(), 1)
     assert entry is not None
     asked = [("a", "b/c"), ("a/b", "c"), ("a%2Fb", "c"), ("a", "b%2Fc")]
     handles = {entry.sessions_of(request(tenant=tenant, user=user)) for tenant, user in asked}
@@ -320,7 +218,7 @@ def test_bounds_refuse_as_a_whole() -> None:
     with pytest.raises(TableFull, match="3 combinations"):  # its own mask and its guard's
         table.add(bound)
     assert table.statistics()._asdict() == {"entries": 1, "entries_of_file": 0, "guards": 0, "masks": 1}
-    assert _hit(table, request(user="b", source="11.0.0.1")) == "tenant=acme"
+    assert hit(table, request(user="b", source="11.0.0.1")) == "tenant=acme"
 
 
 def test_entries_behind_one_key_are_bounded() -> None:
@@ -330,15 +228,15 @@ def test_entries_behind_one_key_are_bounded() -> None:
     with pytest.raises(TableFull, match="join some of their ranges"):
         table.add(rule(source_port="1000-65535"))
     assert len(table) == ENTRIES_PER_KEY_MAX
-    assert _hit(table, request(source_port=100)) == "source_port=100-65535"
+    assert hit(table, request(source_port=100)) == "source_port=100-65535"
 
 
 def test_a_twin_is_refused_with_the_name_of_the_other() -> None:
-    table = _table(rule(name="one", tenant="acme", source_port="5-9"))
+    table = table_of(rule(name="one", tenant="acme", source_port="5-9"))
     with pytest.raises(RuleError, match="Rule 'two' has the same match and priority as 'one'"):
         table.add(rule(DENY, name="two", tenant="acme", source_port="5-9"))
     table.add(rule(DENY, name="two", priority=101, tenant="acme", source_port="5-9"))
-    assert _hit(table, request(source_port=5)) == "two"
+    assert hit(table, request(source_port=5)) == "two"
 
 
 @pytest.mark.parametrize(
@@ -370,7 +268,7 @@ def test_a_rule_without_actions_is_refused() -> None:
 
 
 def test_explain_names_who_was_considered_and_why_he_lost() -> None:
-    table = _table(
+    table = table_of(
         rule(name="wins", priority=200, tenant="acme"),
         rule(name="low", priority=5, user="alice"),
         rule(name="wide", priority=200),
