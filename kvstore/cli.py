@@ -45,6 +45,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run(arguments.data, as_json=arguments.json)
 
 
+def _match(arguments: argparse.Namespace) -> int:
+    from kvstore.match_command import run
+
+    return run(arguments.rules, arguments.request, as_json=arguments.json)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstore", description="A storage node for the KV caches of large language models."
@@ -74,6 +80,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
+
+    match = commands.add_parser(
+        "match",
+        help="check a file of match-action rules, and say which one a request hits",
+        description="Check a file of match-action rules, show them in the order in which they win, and say"
+        " which one a request hits. It reads the file only; no node is asked.",
+    )
+    match.add_argument(
+        "rules", type=Path, metavar="RULES.toml", help="the rules, as docs/match-action.md says"
+    )
+    match.add_argument("--request", metavar="FIELD=VALUE,...", help="all nine fields of one request")
+    match.add_argument("--json", action="store_true", help="for programs")
+    match.set_defaults(run=_match)
     return parser
 
 

@@ -14,16 +14,18 @@
     │   ├── ReadOnly           the drive failed and takes no more writes
     │   ├── WrongVersion       a data folder of another format version
     │   └── FolderLocked       another node has this data folder open
-    └── FabricError            (defined in `nic_offload.errors`, the lower package)
-        ├── FabricUnavailable
-        └── PutFailed
+    ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
+    │   ├── FabricUnavailable
+    │   └── PutFailed
+    ├── RuleError              a rule or request that the match-action table cannot use
+    └── TableFull              the match-action table is at one of its bounds
 
 A miss is not an error: see `kvstore.miss`.
 """
 
 from __future__ import annotations
 
-from nic_offload.errors import FabricError, FabricUnavailable, KvError, PutFailed
+from nic_offload.errors import FabricError, FabricUnavailable, KvError, PutFailed, RuleError, TableFull
 
 __all__ = [
     "ConfigError",
@@ -40,7 +42,9 @@ __all__ = [
     "ProtocolError",
     "PutFailed",
     "ReadOnly",
+    "RuleError",
     "StorageError",
+    "TableFull",
     "TenantDenied",
     "WrongVersion",
 ]

@@ -1,4 +1,4 @@
-"""The root of the project's one error tree, and the branch that belongs to the fabric.
+"""The root of the project's one error tree, and the branches that belong to the fabric and to match-action.
 
 `kvstore.errors` draws the whole tree and re-exports what is here; this package is the lower one, so
 the root has to live here. A miss is a value (`kvstore.miss`), never an exception.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FabricError", "FabricUnavailable", "KvError", "PutFailed"]
+__all__ = ["FabricError", "FabricUnavailable", "KvError", "PutFailed", "RuleError", "TableFull"]
 
 
 class KvError(Exception):
@@ -30,3 +30,11 @@ class FabricUnavailable(FabricError):
 
 class PutFailed(FabricError):
     """An armed put came to a terminal state other than done; the message names which."""
+
+
+class RuleError(KvError):
+    """A rule or a request that the match-action table cannot use; nothing was changed."""
+
+
+class TableFull(KvError):
+    """The match-action table is at one of its bounds; nothing was changed."""

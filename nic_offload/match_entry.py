@@ -1,0 +1,195 @@
+"""An entry of the match-action table, and how a rule becomes one.
+
+A rule is compiled to a mask (the fields that are given, each with the bits its prefix or block leaves open), the
+key it has under that mask, a level (priority and specificity in one number), and conditions: what a key can't
+say, such as a ragged range of ports, or bindings.
+
+What always holds: two rules that compile alike are the same rule; an entry gives back the pattern it was made of.
+
+What it doesn't do: hold entries (`match_space`), count (`match_ledger`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+from nic_offload.match_fields import PORT_MAX, SPECIFICITY_BITS, FiveTuple, Pattern, Ports, Prefix
+from nic_offload.match_ledger import ROW_BITS, ROW_MASK
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from nic_offload.match_fields import Request
+    from nic_offload.match_rule import Action
+
+__all__ = ["Compiled", "Entry", "Plan", "compile_rule"]
+
+Mask = tuple[tuple[int, int], ...]  # index of a request's field, and the bits shifted out of it
+
+_SOURCE, _SOURCE_PORT, _PROTOCOL = 4, 6, 8
+_FIELDS = _PROTOCOL + 1
+_DISTINCT = (1, 2)  # users and contexts; of tenants and models there are few, and one string of each will do
+
+
+class Compiled(NamedTuple):
+    """Where a rule belongs, and what the table knows it by; two rules with all of it equal are the same."""
+
+    mask: Mask
+    key: Hashable
+    level: int  # priority and specificity in one number
+    conditions: tuple[FiveTuple, ...] | None  # of which one has to hold
+    bound: bool  # the conditions are bindings
+
+
+class Plan:
+    """What entries may share: most exact ones differ in nothing but their key."""
+
+    __slots__ = ("actions", "bound", "conditions", "guard", "level", "mask", "name", "sessions", "users")
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        actions: tuple[Action, ...],
+        sessions: str | None = None,
+        name: str | None = None,
+        *,
+        guard: bool = False,
+    ) -> None:
+        self.mask, _, self.level, self.conditions, self.bound = compiled
+        self.actions = actions
+        self.sessions = sessions
+        self.name = name
+        self.guard = guard
+        self.users = 0  # entries in the space; a shared plan goes with the last of them
+
+    def admits(self, request: Request) -> bool:
+        """Whether the conditions hold; those of a guard say where it has nothing to object."""
+        if self.conditions is None:
+            return True
+        for condition in self.conditions:
+            if condition.matches(request):
+                return not self.guard
+        return self.guard
+
+
+class Entry:
+    """A rule in the table. To be read and handed back; only the table changes it."""
+
+    __slots__ = ("key", "plan", "stamp")
+
+    def __init__(self, plan: Plan, key: Hashable, row: int, age: int) -> None:
+        self.plan = plan
+        self.key = key
+        self.stamp = age << ROW_BITS | row  # two numbers in one object: it is a sixth of an entry
+
+    @property
+    def age(self) -> int:
+        """The smaller, the older; entries of a file are older than all added ones."""
+        return self.stamp >> ROW_BITS
+
+    @property
+    def row(self) -> int:
+        """Of the ledger; its void row once the entry has left the table."""
+        return self.stamp & ROW_MASK
+
+    def leave(self) -> int:
+        """Count into the void from now on; gives the row that is free."""
+        row = self.row
+        self.stamp ^= row
+        return row
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What to do, in this order."""
+        return self.plan.actions
+
+    @property
+    def priority(self) -> int:
+        """The rule's priority; one above all rules for a guard."""
+        return self.plan.level >> SPECIFICITY_BITS
+
+    @property
+    def is_guard(self) -> bool:
+        """Whether the table made this entry, to deny a bound user from anywhere else."""
+        return self.plan.guard
+
+    @property
+    def name(self) -> str:
+        """The rule's name, or one put together from what it matches."""
+        if self.plan.guard:
+            tenant, user = self.pattern[:2]
+            return f"guard of {tenant}/{user}"
+        if self.plan.name is not None:
+            return self.plan.name
+        return ",".join(f"{field}={text}" for field, text in self.pattern.show().items()) or "any"
+
+    @property
+    def pattern(self) -> Pattern:
+        """What it matches, put together again. A guard's bindings are the 5-tuples it lets pass."""
+        values: list[Any] = [None] * _FIELDS
+        mask, conditions = self.plan.mask, self.plan.conditions or ()
+        for (index, shift), value in zip(mask, _parts(mask, self.key), strict=True):
+            if index < _SOURCE or index == _PROTOCOL:
+                values[index] = value
+            elif index < _SOURCE_PORT:
+                values[index] = Prefix(value, shift)
+            else:
+                values[index] = Ports(value << shift, ((value + 1) << shift) - 1)
+        tenant, user, context, model = values[:_SOURCE]
+        if self.plan.bound or self.plan.guard:
+            return Pattern(tenant, user, context, model, bind=conditions)
+        five = conditions[0] if conditions else FiveTuple(*values[_SOURCE:])
+        return Pattern(tenant, user, context, model, five)
+
+    def sessions_of(self, request: Request) -> str:
+        """The handle of all KV of the user: the rule's own, or one made of the request's tenant and user."""
+        if self.plan.sessions is not None:
+            return self.plan.sessions
+        return f"{quote(request.tenant, safe='')}/{quote(request.user, safe='')}"
+
+    def beats(self, other: Entry) -> bool:
+        """Whether this one comes first where both match: priority, then specificity, then age."""
+        if self.plan.level != other.plan.level:
+            return self.plan.level > other.plan.level
+        return self.stamp < other.stamp
+
+    def __repr__(self) -> str:
+        return f"<Entry {self.name!r} priority {self.priority}>"
+
+
+def _parts(mask: Mask, key: Any) -> tuple[Any, ...]:
+    return (key,) if len(mask) == 1 else key
+
+
+def compile_rule(pattern: Pattern, priority: int) -> Compiled:
+    """Mask, key, level and conditions."""
+    names, five = (pattern.tenant, pattern.user, pattern.context, pattern.model), pattern.five
+    mask: list[tuple[int, int]] = []
+    key: list[str | int] = []
+    for index in range(_SOURCE):
+        text = names[index]
+        if text is not None:
+            mask.append((index, 0))
+            key.append(text if index in _DISTINCT else sys.intern(text))
+    for index, prefix in enumerate(five[:2], _SOURCE):
+        if prefix is not None:
+            mask.append((index, prefix.shift))
+            key.append(prefix.value)
+    ragged = False
+    for index, ports in enumerate(five[2:4], _SOURCE_PORT):
+        if ports is None:
+            continue
+        ragged = ragged or not ports.is_block
+        if ports.low >> ports.block_shift or PORT_MAX >> ports.block_shift:
+            mask.append((index, ports.block_shift))
+            key.append(ports.low >> ports.block_shift)
+    if five.protocol is not None:
+        mask.append((_PROTOCOL, 0))
+        key.append(five.protocol)
+    conditions = pattern.bind or ((five,) if ragged else None)
+    level = priority << SPECIFICITY_BITS | pattern.specificity
+    return Compiled(
+        tuple(mask), key[0] if len(key) == 1 else tuple(key), level, conditions, bool(pattern.bind)
+    )

@@ -1,0 +1,109 @@
+"""A rule of the match-action table: a pattern, a priority, and what to do; and who does it.
+
+What always holds: a `Rule` that exists is one the table can take, apart from the table's own bounds. `deny`
+stands last, and nothing that moves bytes stands before it. A rule with a handle or with bindings names its
+tenant and user, so no handle ever stands for whoever happens to ask.
+
+What it doesn't do: carry an action out. The requester does, through `Requester`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from nic_offload.errors import RuleError
+from nic_offload.match_fields import FiveTuple, Pattern
+
+if TYPE_CHECKING:
+    from nic_offload.match_fields import Request
+
+__all__ = ["Action", "ActionKind", "Requester", "Rule"]
+
+PRIORITY_MAX = 65535
+PRIORITY_DEFAULT = 100
+ACTIONS_MAX = 8  # of one rule
+
+
+class ActionKind(enum.Enum):
+    """What may be done for a request; the set is closed."""
+
+    FETCH = "fetch"  # bring all KV of the user to where the request runs, now
+    PREFETCH = "prefetch"  # the same with low priority, while the user still thinks
+    STORE = "store"  # keep what the request will make
+    ROUTE = "route"  # the user's KV is on this node
+    DENY = "deny"  # refuse the request; terminal
+    COUNT = "count"  # nothing besides the counting that every hit has
+
+
+class Action(NamedTuple):
+    """One thing to do. Only `route` has a node."""
+
+    kind: ActionKind
+    node: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}({self.node})" if self.node else self.kind.value
+
+
+DENY = Action(ActionKind.DENY)
+
+
+class Requester(Protocol):
+    """Who moves the bytes. The table names KV by handle only; what a handle stands for is known here."""
+
+    def begin(self, action: Action, sessions: str, request: Request) -> None:
+        """Begin a fetch, prefetch, store or route for all KV behind the handle; return without waiting.
+
+        Bytes are reported when they have moved, to `Table.add_bytes`. A handle that stands for nothing is a
+        miss and no error.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a person or a session asks of the table.
+
+    Without `sessions`, the handle is that of the user in the request (`Entry.sessions_of`).
+    """
+
+    pattern: Pattern
+    actions: tuple[Action, ...]
+    priority: int = PRIORITY_DEFAULT
+    sessions: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could not mean anything, or could give away what is another's."""
+        if not 0 <= self.priority <= PRIORITY_MAX:
+            raise RuleError(f"{self}: priority takes a number from 0 to {PRIORITY_MAX}, not {self.priority}.")
+        self._check_actions()
+        pattern = self.pattern
+        if (pattern.bind or self.sessions is not None) and (pattern.tenant is None or pattern.user is None):
+            field = "bind" if pattern.bind else "sessions"
+            raise RuleError(f"{self}: {field} belongs to one user, so tenant and user have to be given.")
+        if pattern.bind and pattern.five != FiveTuple():
+            raise RuleError(f"{self}: with bind, the 5-tuple stands in the bindings and nowhere else.")
+        if FiveTuple() in pattern.bind:
+            raise RuleError(f"{self}: a binding has to give at least one field, or it binds to nothing.")
+
+    def _check_actions(self) -> None:
+        if not 1 <= len(self.actions) <= ACTIONS_MAX:
+            raise RuleError(
+                f"{self}: actions takes from 1 to {ACTIONS_MAX} of them, not {len(self.actions)}."
+            )
+        kinds = [action.kind for action in self.actions]
+        if len(set(kinds)) < len(kinds):
+            raise RuleError(f"{self}: actions takes each action once.")
+        if ActionKind.DENY in kinds and kinds not in ([ActionKind.DENY], [ActionKind.COUNT, ActionKind.DENY]):
+            raise RuleError(
+                f"{self}: deny is terminal; before it actions takes only count, after it nothing."
+            )
+        for action in self.actions:
+            if bool(action.node) != (action.kind is ActionKind.ROUTE):
+                raise RuleError(f"{self}: route takes a node, and no other action does.")
+
+    def __str__(self) -> str:
+        return f"Rule {self.name!r}" if self.name is not None else "A rule"

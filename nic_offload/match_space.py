@@ -1,0 +1,249 @@
+"""Tuple-space search: entries with the same mask share one hash map, and a look-up probes one map per mask.
+
+Exact entries are the masks without shifts, and nothing special. What entries need beyond their key is tried on
+the few behind it.
+
+What always holds: entries behind one key stand best first; what a reader may be looking at is replaced, never
+changed (one assignment into a dict); no entry of a space has a level above the space's `bound`.
+
+What it doesn't do: lock, count, or know of other layers: the table does.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload.errors import RuleError, TableFull
+from nic_offload.match_entry import Compiled, Entry, Mask, Plan
+from nic_offload.match_fields import FIELDS, SPECIFICITY_BITS
+from nic_offload.match_rule import DENY, PRIORITY_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator
+
+    from nic_offload.match_fields import FiveTuple
+    from nic_offload.match_rule import Action, Rule
+
+__all__ = ["Layer", "Space", "Stage", "arrange"]
+
+ENTRIES_PER_KEY_MAX = 256  # behind one key they are tried one by one
+BINDINGS_PER_USER_MAX = 256  # and so are these
+
+_GUARD_MASK: Mask = ((0, 0), (1, 0))  # tenant and user
+_GUARD_LEVEL = (PRIORITY_MAX + 1) << SPECIFICITY_BITS  # above every rule
+
+Bucket = Entry | tuple[Entry, ...]
+
+
+class Space:
+    """The hash map of one mask."""
+
+    __slots__ = ("bound", "levels", "map", "mask", "plans")
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.map: dict[Hashable, Bucket] = {}
+        self.levels: dict[int, int] = {}  # how many entries each level has
+        self.bound = -1
+        self.plans: dict[tuple[int, tuple[Action, ...]], Plan] = {}
+
+    def behind(self, key: Hashable) -> tuple[Entry, ...]:
+        """The entries behind a key, best first."""
+        found = self.map.get(key, ())
+        return found if isinstance(found, tuple) else (found,)
+
+    def put(self, entry: Entry) -> None:
+        """Take an entry in, where it belongs behind its key."""
+        there = self.behind(entry.key)
+        place = sum(other.beats(entry) for other in there)
+        self.map[entry.key] = (*there[:place], entry, *there[place:]) if there else entry
+        plan = entry.plan
+        plan.users += 1
+        self.levels[plan.level] = self.levels.get(plan.level, 0) + 1
+        self.bound = max(self.bound, plan.level)
+
+    def drop(self, entry: Entry) -> None:
+        """Let an entry go; the bound follows when the last of the highest level has gone."""
+        rest = tuple(other for other in self.behind(entry.key) if other is not entry)
+        if rest:
+            self.map[entry.key] = rest if len(rest) > 1 else rest[0]
+        else:
+            del self.map[entry.key]
+        plan = entry.plan
+        plan.users -= 1
+        shared = (plan.level, plan.actions)
+        if not plan.users and self.plans.get(shared) is plan:
+            del self.plans[shared]
+        self.levels[plan.level] -= 1
+        if not self.levels[plan.level]:
+            del self.levels[plan.level]
+            if plan.level == self.bound:
+                self.bound = max(self.levels, default=-1)
+
+    def plan(self, compiled: Compiled, rule: Rule) -> Plan:
+        """A plan for the rule: the one of its likes where they share everything."""
+        if rule.sessions is not None or rule.name is not None or compiled.conditions is not None:
+            return Plan(compiled, rule.actions, rule.sessions, rule.name)
+        shared = (compiled.level, rule.actions)
+        if shared not in self.plans:
+            self.plans[shared] = Plan(compiled, rule.actions)
+        return self.plans[shared]
+
+
+class Layer:
+    """Spaces that are changed together: the rules of a file, or the entries added one by one."""
+
+    def __init__(self, guards_age: int = 0) -> None:
+        self._guards_age = guards_age
+        self.spaces: dict[tuple[Mask, bool], Space] = {}  # by mask, guards apart
+        self.bindings: dict[Hashable, dict[FiveTuple, int]] = {}  # of each bound user, with how often
+        self.count = 0  # guards are not counted: there are no more of them than of bound entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        for space in self.spaces.values():
+            for key in list(space.map):
+                yield from space.behind(key)
+
+    def find(self, compiled: Compiled) -> Entry | None:
+        """The entry with this pattern and priority."""
+        space = self.spaces.get((compiled.mask, False))
+        for entry in space.behind(compiled.key) if space else ():
+            plan = entry.plan
+            if (plan.level, plan.conditions, plan.bound) == compiled[2:]:
+                return entry
+        return None
+
+    def guard(self, key: Hashable) -> Entry | None:
+        """The guard of (tenant, user)."""
+        space = self.spaces.get((_GUARD_MASK, True))
+        entries = space.behind(key) if space else ()
+        return entries[0] if entries else None
+
+    def add(self, compiled: Compiled, rule: Rule, row: int, age: int) -> Entry:
+        """Take a rule in; refused, with nothing changed, where it could never win or its key is full."""
+        self.check(compiled, rule)
+        space = self._space(compiled.mask, guard=False)
+        entry = Entry(space.plan(compiled, rule), compiled.key, row, age)
+        space.put(entry)
+        self.count += 1
+        return entry
+
+    def check(self, compiled: Compiled, rule: Rule) -> None:
+        """Refuse what `add` would refuse."""
+        space = self.spaces.get((compiled.mask, False))
+        if space is None or compiled.key not in space.map:
+            return
+        if (twin := self.find(compiled)) is not None:
+            raise RuleError(
+                f"{rule} has the same match and priority as {twin.name!r}; give one of them another priority."
+            )
+        if len(space.behind(compiled.key)) >= ENTRIES_PER_KEY_MAX:
+            raise TableFull(
+                f"{rule} would be one of more than {ENTRIES_PER_KEY_MAX} that differ only in priority,"
+                " bindings or a range of ports; join some of their ranges."
+            )
+
+    def remove(self, entry: Entry) -> None:
+        """Let an entry of this layer go."""
+        self._drop((entry.plan.mask, False), entry)
+        self.count -= 1
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether this very entry is in this layer."""
+        space = self.spaces.get((entry.plan.mask, entry.plan.guard))
+        return space is not None and any(other is entry for other in space.behind(entry.key))
+
+    def bind(self, who: Hashable, bindings: tuple[FiveTuple, ...], new_row: Callable[[], int]) -> None:
+        """Let the user (tenant, user) pass from these 5-tuples too, and from none but his."""
+        counts = dict(self.bindings.get(who, {}))
+        for binding in bindings:
+            counts[binding] = counts.get(binding, 0) + 1
+        if len(counts) > BINDINGS_PER_USER_MAX:
+            raise TableFull(
+                f"User {who} would be bound to more than {BINDINGS_PER_USER_MAX} 5-tuples; bind him to prefixes."
+            )
+        self.bindings[who] = counts
+        old = self.guard(who)
+        new = self._guard_entry(who, tuple(counts), old.row if old else new_row())
+        space = self._space(_GUARD_MASK, guard=True)
+        if old is None:
+            space.put(new)
+        else:
+            space.map[who] = new
+
+    def unbind(self, who: Hashable, bindings: tuple[FiveTuple, ...]) -> Entry | None:
+        """Take back what `bind` gave; gives the guard if it left with the last of the bindings."""
+        counts = {
+            binding: count - bindings.count(binding)
+            for binding, count in self.bindings[who].items()
+            if count > bindings.count(binding)
+        }
+        old = self.guard(who)
+        assert old is not None
+        if counts:
+            self.bindings[who] = counts
+            self.spaces[_GUARD_MASK, True].map[who] = self._guard_entry(who, tuple(counts), old.row)
+            return None
+        del self.bindings[who]
+        self._drop((_GUARD_MASK, True), old)
+        return old
+
+    def _guard_entry(self, who: Hashable, bindings: tuple[FiveTuple, ...], row: int) -> Entry:
+        compiled = Compiled(_GUARD_MASK, who, _GUARD_LEVEL, bindings, bound=False)
+        return Entry(Plan(compiled, (DENY,), guard=True), who, row, self._guards_age)
+
+    def _space(self, mask: Mask, *, guard: bool) -> Space:
+        space = self.spaces.get((mask, guard))
+        if space is None:
+            space = self.spaces[mask, guard] = Space(mask)
+        return space
+
+    def _drop(self, where: tuple[Mask, bool], entry: Entry) -> None:
+        space = self.spaces[where]
+        space.drop(entry)
+        if not space.map:
+            del self.spaces[where]
+
+
+class Stage(NamedTuple):
+    """Some of the spaces to probe: what to derive from the request first, then how to ask each of them."""
+
+    bound: int  # of the first step, which is the highest
+    derived: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[int, Callable[[Any], Any], Callable[[Any], Bucket | None]], ...]
+
+
+def arrange(layers: Iterable[Layer]) -> tuple[Stage, ...]:
+    """How to probe all spaces of these layers as they are now, best bound first.
+
+    The spaces before the first that needs a shift are a stage of their own: an exact hit above all wildcards
+    never pays for shifting.
+    """
+    spaces = [space for layer in layers for space in layer.spaces.values()]
+    spaces.sort(key=lambda space: -space.bound)
+    plain = 0
+    while plain < len(spaces) and not any(shift for _, shift in spaces[plain].mask):
+        plain += 1
+    return tuple(_stage(part) for part in (spaces[:plain], spaces[plain:]) if part)
+
+
+def _stage(spaces: list[Space]) -> Stage:
+    derived = tuple(sorted({field for space in spaces for field in space.mask if field[1]}))
+    place = {field: len(FIELDS) + position for position, field in enumerate(derived)}
+    return Stage(
+        spaces[0].bound,
+        derived,
+        tuple(
+            (space.bound, _picker([place.get(field, field[0]) for field in space.mask]), space.map.get)
+            for space in spaces
+        ),
+    )
+
+
+def _picker(places: list[int]) -> Callable[[Any], Any]:
+    return itemgetter(*places) if places else _nothing
+
+
+def _nothing(_view: Any) -> tuple[()]:
+    return ()
