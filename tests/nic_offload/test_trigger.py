@@ -175,18 +175,29 @@ def test_cancelled_puts_leave_nothing_behind_when_the_word_is_raised(pair: Pair,
     assert pair.far.word(0).load() == 0
 
 
-@pytest.mark.parametrize("withdrawn", [(0,), (1, 2), (0, 5, 9), (7, 8)])
-def test_cancelling_some_leaves_the_others_in_order(withdrawn: tuple[int, ...], pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("thresholds", "withdrawn"),
+    [
+        ([5, 1, 9, 3, 7, 2, 8, 4, 6, 10], (0,)),
+        ([5, 1, 9, 3, 7, 2, 8, 4, 6, 10], (1, 2)),
+        ([5, 1, 9, 3, 7, 2, 8, 4, 6, 10], (0, 5, 9)),
+        # What takes the place of the one withdrawn comes from elsewhere and belongs further up.
+        ([1, 10, 2, 11, 12, 3, 4], (3,)),
+    ],
+)
+def test_cancelling_some_leaves_the_others_in_order(
+    pair: Pair, thresholds: list[int], withdrawn: tuple[int, ...]
+) -> None:
     near, there, flag = pair.near, pair.there, pair.flags[0]
-    thresholds = [5, 1, 9, 3, 7, 2, 8, 4, 6, 10]
-    there.arm(*(there.put(tag, 8, fires=(flag, thresholds[tag])) for tag in range(10)))
+    tags = range(len(thresholds))
+    there.arm(*(there.put(tag, 8, fires=(flag, thresholds[tag])) for tag in tags))
     assert near.fabric.cancel(withdrawn) == len(withdrawn)
-    for value in range(1, 11):
+    for value in range(1, 13):
         flag.store(value)
         there.fence()
-        left = [tag for tag in range(10) if thresholds[tag] > value and tag not in withdrawn]
+        left = [tag for tag in tags if thresholds[tag] > value and tag not in withdrawn]
         assert near.fabric.statistics().puts_waiting == len(left)
-    near.all_final(range(10))
+    near.all_final(tags)
     failed = {event.tag for event in near.events if event.kind == EventKind.PUT_FAILED}
     assert failed == set(withdrawn)
 
