@@ -12,14 +12,24 @@ _HERE = Path(__file__).parent
 _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
+_PARTS = ("core", "crc32c", "fabric", "library", "trigger", "watch", "wire", "work")
+
 ffi = FFI()
 ffi.cdef("struct tk_fabric; struct tk_endpoint; struct tk_region;\n" + _DECLARATIONS)
 ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',
-    sources=["nic_offload/core.c", "nic_offload/fabric.c", "nic_offload/library.c", "nic_offload/crc32c.c"],
-    depends=["nic_offload/core.h", "nic_offload/library.h", "nic_offload/fabric.h"],
+    sources=[f"nic_offload/{name}.c" for name in _PARTS],
+    depends=[f"nic_offload/{name}.h" for name in ("core", "fabric", "library", "parts")],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
-    extra_compile_args=["-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O2",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+        "-fvisibility=hidden",
+    ],
 )

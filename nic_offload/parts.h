@@ -1,0 +1,49 @@
+/*
+ * What the parts of the progress thread ask of each other. All of it runs on that thread alone.
+ */
+#ifndef TRIGGERKV_PARTS_H
+#define TRIGGERKV_PARTS_H
+
+#include "fabric.h"
+
+/* work.c: items, queues, reports */
+void queue_push(struct queue *queue, struct work *work);
+struct work *queue_pop(struct queue *queue);
+void queue_remove(struct queue *queue, struct work *work);
+int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
+void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns);
+void publish(struct tk_fabric *fabric);
+void publish_soon(struct tk_fabric *fabric, int busy);
+uint64_t deadline_of(const struct work *work);
+uint64_t tag_of(const struct work *work);
+struct tk_endpoint *endpoint_of(const struct work *work);
+void adopt(struct tk_fabric *fabric, struct work *work);
+void disown(struct tk_fabric *fabric, struct work *work);
+void recycle(struct tk_fabric *fabric, struct work *work);
+void release(struct tk_fabric *fabric, struct work *work);
+void finish_put(struct tk_fabric *fabric, struct work *work, int status);
+void fail(struct tk_fabric *fabric, struct work *work, int status);
+void landed(struct tk_fabric *fabric, struct work *work);
+void list_ready(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state state);
+
+/* trigger.c: puts that wait for flag words */
+int wait_for_flag(struct tk_fabric *fabric, struct work *work);
+void stop_waiting(struct tk_fabric *fabric, struct work *work);
+void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns);
+int poll_flags(struct tk_fabric *fabric);
+
+/* wire.c: what is posted, what has completed */
+int post_landed(struct tk_fabric *fabric, struct work *work);
+int post_ready(struct tk_fabric *fabric);
+int drain_completions(struct tk_fabric *fabric);
+int progress_wire(struct tk_fabric *fabric);
+
+/* watch.c: words that are watched, checksums that are made */
+int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work);
+void watch_remove(struct watches *watches, const struct work *work);
+int poll_landings(struct tk_fabric *fabric);
+int poll_acks(struct tk_fabric *fabric);
+int make_checksums(struct tk_fabric *fabric);
+
+#endif

@@ -1,0 +1,124 @@
+/*
+ * Watched words: flags of landing slots, acknowledgements; and the checksums of what landed or is to be sent.
+ *
+ * What always holds: a landing is taken at exactly the expected generation, and `landed` is sent before the
+ * checksum is made.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+
+#define CRC_BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting by arithmetic */
+#define ACK_CODE_BITS 8
+
+int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work)
+{
+	if (grow((void **)&watches->items, &watches->capacity, watches->count, sizeof *watches->items))
+		return -ENOMEM;
+	watches->items[watches->count++] =
+		(struct watch){.word = word, .expected = expected, .before = tk_word_load(word), .work = work};
+	return 0;
+}
+
+void watch_remove(struct watches *watches, const struct work *work)
+{
+	for (uint32_t i = 0; i < watches->count; i++)
+		if (watches->items[i].work == work) {
+			watches->items[i] = watches->items[--watches->count];
+			return;
+		}
+}
+
+int poll_landings(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	struct watches *watches = &fabric->landings;
+	for (uint32_t i = 0; i < watches->count; i++) {
+		struct watch *watch = &watches->items[i];
+		uint64_t value = tk_word_load(watch->word);
+		if (value != watch->expected) {
+			if (value != watch->before) {
+				watch->before = value;
+				fabric->statistics.stale_words++;
+			}
+			continue;
+		}
+		struct work *work = watch->work;
+		*watch = watches->items[--watches->count];
+		i--;
+		work->fired_ns = tk_now_ns();
+		fabric->statistics.landed++;
+		post_landed(fabric, work);
+		work->state = WORK_SUMMING;
+		queue_push(&fabric->summing, work);
+		busy = 1;
+	}
+	return busy;
+}
+
+int poll_acks(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	struct watches *watches = &fabric->acks;
+	for (uint32_t i = 0; i < watches->count; i++) {
+		struct watch *watch = &watches->items[i];
+		uint64_t value = tk_word_load(watch->word);
+		if (value == watch->before || value >> ACK_CODE_BITS != watch->expected)
+			continue;
+		struct work *work = watch->work;
+		watch->before = value;
+		report(fabric, TK_ACKED, work->ack.tag, value, 0, tk_now_ns());
+		busy = 1;
+		if ((value & ((1u << ACK_CODE_BITS) - 1)) >= work->ack.final_code) {
+			*watch = watches->items[--watches->count];
+			i--;
+			release(fabric, work);
+		}
+	}
+	return busy;
+}
+
+/* `landed` goes to the peer before the event that lets the application say more. */
+static void summed_landing(struct tk_fabric *fabric, struct work *work)
+{
+	queue_pop(&fabric->summing);
+	if (post_landed(fabric, work))
+		get_ready(fabric, work, WORK_READY);
+	else
+		landed(fabric, work);
+}
+
+static void summed_put(struct tk_fabric *fabric, struct work *work)
+{
+	queue_pop(&fabric->summing);
+	if (work->crc != work->put.crc32c) {
+		finish_put(fabric, work, -EBADMSG);
+		return;
+	}
+	get_ready(fabric, work, WORK_READY);
+}
+
+int make_checksums(struct tk_fabric *fabric)
+{
+	uint32_t budget = CRC_BYTES_A_ROUND;
+	int busy = 0;
+	while (budget && fabric->summing.head) {
+		struct work *work = fabric->summing.head;
+		int landing = work->kind == WORK_LANDING;
+		uint64_t bytes = landing ? work->landing.payload : work->put.source;
+		uint32_t length = landing ? work->landing.length : work->put.length;
+		uint32_t piece = length - work->summed < budget ? length - work->summed : budget;
+		work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);
+		work->summed += piece;
+		budget -= piece;
+		busy = 1;
+		if (work->summed < length)
+			continue;
+		if (landing)
+			summed_landing(fabric, work);
+		else
+			summed_put(fabric, work);
+	}
+	return busy;
+}

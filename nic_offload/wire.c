@@ -1,0 +1,197 @@
+/*
+ * Posting puts, their chained flags and acknowledgements, and taking their completions.
+ *
+ * What always holds: a flag put goes out inside the message with its bytes, where the provider carries a
+ * message as one stream, and else only after the bytes were delivered; each endpoint has its own share of the wire.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <sys/uio.h>
+
+#define COMPLETIONS_A_ROUND 64
+#define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
+#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
+#define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
+
+/* 1: it is out, and no completion follows. */
+static int post_flag(struct tk_fabric *fabric, struct work *work)
+{
+	const struct tk_put *put = &work->put;
+	if (put->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
+		int status = (int)fi_inject_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, put->peer,
+						  put->flag_target, put->flag_key);
+		return status ? status : 1;
+	}
+	return (int)fi_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, NULL, put->peer,
+			     put->flag_target, put->flag_key, &work->context);
+}
+
+/* The bytes and, where the provider carries a message as one stream, the flag in the same message: then
+ * the flag can't arrive on a new connection after the bytes were lost with the old one. */
+static int post_bytes(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_put *put = &work->put;
+	int with_flag = fabric->ordered && put->flags & TK_FLAG_PUT;
+	struct iovec local[2] = {{(void *)put->source, put->length}, {&put->flag_value, sizeof put->flag_value}};
+	struct fi_rma_iov remote[2] = {{put->target, put->length, put->target_key},
+				       {put->flag_target, sizeof put->flag_value, put->flag_key}};
+	void *desc[2] = {put->region->desc, NULL};
+	struct fi_msg_rma message = {
+		.msg_iov = local,
+		.desc = desc,
+		.iov_count = with_flag ? 2 : 1,
+		.addr = put->peer,
+		.rma_iov = remote,
+		.rma_iov_count = with_flag ? 2 : 1,
+		.context = &work->context,
+	};
+	uint64_t flags = FI_COMPLETION;
+	if (put->flags & TK_FLAG_PUT && !with_flag)
+		flags |= FI_DELIVERY_COMPLETE; /* the flag is chained to the arrival of the bytes */
+	return (int)fi_writemsg(put->endpoint->fid, &message, flags);
+}
+
+/* Says `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that gave a word it has no right to, or is gone,
+ * is told nothing: the block has landed all the same. */
+int post_landed(struct tk_fabric *fabric, struct work *work)
+{
+	const struct tk_landing *landing = &work->landing;
+	if (work->acked)
+		return 0;
+	ssize_t status = fi_inject_write(landing->endpoint->fid, &landing->ack_value, sizeof landing->ack_value,
+					 landing->peer, landing->ack_target, landing->ack_key);
+	if (status == -FI_EAGAIN)
+		return -FI_EAGAIN;
+	work->acked = 1;
+	fabric->statistics.acks_sent++;
+	return 0;
+}
+
+static int post_one(struct tk_fabric *fabric, struct work *work)
+{
+	if (work->kind == WORK_LANDING)
+		return post_landed(fabric, work);
+	if (work->state == WORK_READY && work->put.deadline_ns && tk_now_ns() >= work->put.deadline_ns)
+		return TOO_LATE;
+	int only_flag = !work->put.length || work->state == WORK_FLAG_READY;
+	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
+}
+
+/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late
+ * and a differing CRC all mean that nothing did, and callers build upon that. */
+static int status_of_provider(int error)
+{
+	switch (error) {
+	case 0:
+		return -EIO;
+	case FI_ECANCELED:
+	case FI_ETIMEDOUT:
+		return -ECONNABORTED;
+	case EBADMSG:
+		return -EIO;
+	default:
+		return error > 0 ? -error : error;
+	}
+}
+
+/* What became of the first item of an endpoint's queue. */
+static void posted(struct tk_fabric *fabric, struct work *work, int status)
+{
+	if (work->kind == WORK_LANDING) {
+		landed(fabric, work);
+		return;
+	}
+	if (status == TOO_LATE) {
+		finish_put(fabric, work, -ETIMEDOUT);
+		return;
+	}
+	if (!work->posted_ns)
+		work->posted_ns = tk_now_ns();
+	if (status < 0) {
+		finish_put(fabric, work, status_of_provider(-status));
+	} else if (status == 1) {
+		finish_put(fabric, work, 0);
+	} else {
+		work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
+		work->put.endpoint->in_flight++;
+		fabric->in_flight++;
+	}
+}
+
+static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	int busy = 0;
+	for (uint32_t count = 0; count < POSTED_MAX && endpoint->ready.head; count++) {
+		if (endpoint->in_flight == POSTED_MAX)
+			break;
+		struct work *work = endpoint->ready.head;
+		int status = post_one(fabric, work);
+		endpoint->stalled = status == -FI_EAGAIN;
+		if (endpoint->stalled)
+			break;
+		queue_pop(&endpoint->ready);
+		posted(fabric, work, status);
+		busy = 1;
+	}
+	return busy;
+}
+
+/* Every endpoint has its turn in every round. */
+int post_ready(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	struct tk_endpoint *endpoint = fabric->ready_first;
+	fabric->ready_first = fabric->ready_last = NULL;
+	for (struct tk_endpoint *next; endpoint; endpoint = next) {
+		next = endpoint->next_ready;
+		endpoint->is_ready = 0;
+		busy |= post_ready_of(fabric, endpoint);
+		if (endpoint->ready.head)
+			list_ready(fabric, endpoint);
+	}
+	return busy;
+}
+
+static void completed(struct tk_fabric *fabric, struct work *work, int status)
+{
+	if (work->state == WORK_STRANDED) {
+		recycle(fabric, work);
+		return;
+	}
+	fabric->in_flight--;
+	work->put.endpoint->in_flight--;
+	int chained = work->put.length && work->put.flags & TK_FLAG_PUT && !fabric->ordered;
+	if (!status && chained && work->state == WORK_POSTED) {
+		get_ready(fabric, work, WORK_FLAG_READY);
+		return;
+	}
+	finish_put(fabric, work, status);
+}
+
+int drain_completions(struct tk_fabric *fabric)
+{
+	struct fi_cq_entry entries[COMPLETIONS_A_ROUND];
+	ssize_t count = fi_cq_read(fabric->cq, entries, COMPLETIONS_A_ROUND);
+	if (count == -FI_EAVAIL) {
+		struct fi_cq_err_entry error = {0};
+		if (fi_cq_readerr(fabric->cq, &error, 0) == 1 && error.op_context)
+			completed(fabric, error.op_context, status_of_provider(error.err));
+		return 1;
+	}
+	for (ssize_t i = 0; i < count; i++)
+		if (entries[i].op_context)
+			completed(fabric, entries[i].op_context, 0);
+	return count > 0;
+}
+
+/* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
+ * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
+ * not nap now, or the peer's writes would advance by one socket buffer a nap. */
+int progress_wire(struct tk_fabric *fabric)
+{
+	uint64_t before_ns = tk_now_ns();
+	int drained = drain_completions(fabric);
+	return drained || tk_now_ns() - before_ns > MOVED_NS;
+}

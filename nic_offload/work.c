@@ -1,0 +1,254 @@
+/*
+ * An item of work, its queues, its end, and the reports about it.
+ *
+ * What always holds: an item is in one place at a time (one queue, one heap, one watch, or on the wire), and
+ * after its end it is not used again before the round is over.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define EVENTS_A_BATCH 32
+#define EVENTS_WAIT_NS 100000u
+
+void queue_push(struct queue *queue, struct work *work)
+{
+	work->next = NULL;
+	if (queue->tail)
+		queue->tail->next = work;
+	else
+		queue->head = work;
+	queue->tail = work;
+}
+
+struct work *queue_pop(struct queue *queue)
+{
+	struct work *work = queue->head;
+	queue->head = work->next;
+	if (!queue->head)
+		queue->tail = NULL;
+	return work;
+}
+
+void queue_remove(struct queue *queue, struct work *work)
+{
+	struct work *before = NULL;
+	for (struct work *at = queue->head; at; before = at, at = at->next) {
+		if (at != work)
+			continue;
+		if (before)
+			before->next = at->next;
+		else
+			queue->head = at->next;
+		if (queue->tail == at)
+			queue->tail = before;
+		return;
+	}
+}
+
+int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
+{
+	if (count < *capacity)
+		return 0;
+	uint32_t wanted = *capacity ? *capacity * 2 : 64;
+	void *larger = realloc(*items, wanted * item_bytes);
+	if (!larger)
+		return -ENOMEM;
+	*items = larger;
+	*capacity = wanted;
+	return 0;
+}
+
+void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status,
+		   uint64_t time_ns)
+{
+	/* Outstanding work is bounded, and so is this. Without memory for a report nobody could be told the
+	 * truth any more, and the process had better end. */
+	if (grow((void **)&fabric->pending, &fabric->pending_capacity, fabric->pending_count,
+		 sizeof *fabric->pending))
+		abort();
+	if (!fabric->pending_count)
+		fabric->pending_since_ns = tk_now_ns();
+	fabric->pending[fabric->pending_count++] =
+		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
+}
+
+/* Word by word, so that readers need no lock; before the events, so that who has one finds it counted. */
+static void show_statistics(struct tk_fabric *fabric)
+{
+	fabric->statistics.puts_in_flight = fabric->in_flight;
+	fabric->statistics.watches = fabric->landings.count + fabric->acks.count;
+	const uint64_t *from = (const uint64_t *)&fabric->statistics;
+	uint64_t *to = (uint64_t *)&fabric->shown;
+	for (size_t i = 0; i < sizeof fabric->shown / sizeof *to; i++)
+		__atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
+}
+
+void publish(struct tk_fabric *fabric)
+{
+	show_statistics(fabric);
+	if (!fabric->pending_count)
+		return;
+	pthread_mutex_lock(&fabric->event_lock);
+	if (fabric->events_first) {
+		memmove(fabric->events, fabric->events + fabric->events_first,
+			fabric->events_count * sizeof *fabric->events);
+		fabric->events_first = 0;
+	}
+	uint32_t wanted = fabric->events_count + fabric->pending_count;
+	while (fabric->events_capacity < wanted)
+		if (grow((void **)&fabric->events, &fabric->events_capacity, fabric->events_capacity,
+			 sizeof *fabric->events))
+			abort();
+	memcpy(fabric->events + fabric->events_count, fabric->pending,
+	       fabric->pending_count * sizeof *fabric->pending);
+	__atomic_store_n(&fabric->events_count, wanted, __ATOMIC_RELAXED);
+	fabric->pending_count = 0;
+	if (!fabric->signalled) {
+		uint64_t one = 1;
+		fabric->signalled = write(fabric->event_fd, &one, sizeof one) == sizeof one;
+	}
+	pthread_mutex_unlock(&fabric->event_lock);
+}
+
+/* While the wire is busy events wait for each other, not long: the reader's work a wake-up is several times its
+ * work an event, and on few cores it is taken from the wire. A round that found nothing to do reports at once. */
+void publish_soon(struct tk_fabric *fabric, int busy)
+{
+	if (!busy || fabric->pending_count >= EVENTS_A_BATCH ||
+	    tk_now_ns() - fabric->pending_since_ns > EVENTS_WAIT_NS)
+		publish(fabric);
+}
+
+uint64_t deadline_of(const struct work *work)
+{
+	switch (work->kind) {
+	case WORK_PUT:
+		return work->put.deadline_ns;
+	case WORK_LANDING:
+		return work->landing.deadline_ns;
+	default:
+		return work->ack.deadline_ns;
+	}
+}
+
+uint64_t tag_of(const struct work *work)
+{
+	switch (work->kind) {
+	case WORK_PUT:
+		return work->put.tag;
+	case WORK_LANDING:
+		return work->landing.tag;
+	default:
+		return work->ack.tag;
+	}
+}
+
+struct tk_endpoint *endpoint_of(const struct work *work)
+{
+	switch (work->kind) {
+	case WORK_PUT:
+		return work->put.endpoint;
+	case WORK_LANDING:
+		return work->landing.endpoint;
+	default:
+		return work->ack.endpoint;
+	}
+}
+
+void adopt(struct tk_fabric *fabric, struct work *work)
+{
+	work->before = NULL;
+	work->after = fabric->all;
+	if (fabric->all)
+		fabric->all->before = work;
+	fabric->all = work;
+	uint64_t deadline_ns = deadline_of(work);
+	if (deadline_ns && deadline_ns < fabric->next_deadline_ns)
+		fabric->next_deadline_ns = deadline_ns;
+}
+
+void disown(struct tk_fabric *fabric, struct work *work)
+{
+	if (work->before)
+		work->before->after = work->after;
+	else
+		fabric->all = work->after;
+	if (work->after)
+		work->after->before = work->before;
+	if (work->kind == WORK_PUT && work->put.region)
+		__atomic_sub_fetch(&work->put.region->uses, 1, __ATOMIC_RELEASE);
+}
+
+/* An item returns to the free list after the round, so nothing else in the round that still holds its address
+ * can meet it in a new life. */
+void recycle(struct tk_fabric *fabric, struct work *work)
+{
+	work->next = fabric->finished;
+	fabric->finished = work;
+}
+
+void release(struct tk_fabric *fabric, struct work *work)
+{
+	disown(fabric, work);
+	recycle(fabric, work);
+}
+
+void finish_put(struct tk_fabric *fabric, struct work *work, int status)
+{
+	if (!status) {
+		fabric->statistics.done++;
+		fabric->statistics.acks_sent += !work->put.length && work->put.flags & TK_QUIET;
+		fabric->statistics.put_bytes += work->put.length;
+	} else if (status == -ECANCELED) {
+		fabric->statistics.cancelled++;
+	} else {
+		fabric->statistics.failed++;
+		fabric->statistics.expired += status == -ETIMEDOUT;
+	}
+	if (!(work->put.flags & (status ? TK_QUIET : TK_QUIET | TK_ACKED_PUT)))
+		report(fabric, status ? TK_PUT_FAILED : TK_PUT_DONE, work->put.tag, work->posted_ns, status,
+		       tk_now_ns());
+	release(fabric, work);
+}
+
+void fail(struct tk_fabric *fabric, struct work *work, int status)
+{
+	if (work->kind == WORK_PUT) {
+		finish_put(fabric, work, status);
+		return;
+	}
+	report(fabric, TK_WATCH_FAILED, tag_of(work), 0, status, tk_now_ns());
+	release(fabric, work);
+}
+
+void landed(struct tk_fabric *fabric, struct work *work)
+{
+	report(fabric, TK_LANDED, work->landing.tag, work->crc, 0, work->fired_ns);
+	release(fabric, work);
+}
+
+void list_ready(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	if (endpoint->is_ready)
+		return;
+	endpoint->is_ready = 1;
+	endpoint->next_ready = NULL;
+	if (fabric->ready_last)
+		fabric->ready_last->next_ready = endpoint;
+	else
+		fabric->ready_first = endpoint;
+	fabric->ready_last = endpoint;
+}
+
+void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state state)
+{
+	struct tk_endpoint *endpoint = endpoint_of(work);
+	work->state = state;
+	queue_push(&endpoint->ready, work);
+	list_ready(fabric, endpoint);
+}
