@@ -242,6 +242,10 @@ static int is_working(const struct tk_fabric *fabric)
 static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
+	if (fabric->pending_count) {
+		sched_yield(); /* their time comes soon, and nobody else keeps it */
+		return;
+	}
 	if (idle_ns < (working ? SPIN_WORKING_NS : SPIN_NS)) {
 		sched_yield(); /* a spin that does not yield starves the application on few cores */
 		return;
@@ -282,7 +286,7 @@ void *core_progress(void *argument)
 		busy |= poll_acks(fabric);
 		busy |= make_checksums(fabric);
 		busy |= expire(fabric);
-		publish_soon(fabric, busy);
+		publish_soon(fabric);
 		give_back_finished(fabric);
 		fabric->statistics.loops++;
 		if (busy)

@@ -154,7 +154,7 @@ struct tk_fabric {
 	struct work *finished;
 	struct tk_event *pending;
 	uint32_t pending_count, pending_capacity;
-	uint64_t pending_since_ns;
+	uint64_t published_ns;
 	struct tk_statistics statistics;
 
 	struct tk_statistics shown; /* atomic, each field by itself: the statistics as of the last round */

@@ -13,7 +13,7 @@ void queue_remove(struct queue *queue, struct work *work);
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
 void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns);
 void publish(struct tk_fabric *fabric);
-void publish_soon(struct tk_fabric *fabric, int busy);
+void publish_soon(struct tk_fabric *fabric);
 uint64_t deadline_of(const struct work *work);
 uint64_t tag_of(const struct work *work);
 struct tk_endpoint *endpoint_of(const struct work *work);

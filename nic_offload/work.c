@@ -12,8 +12,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#define EVENTS_A_BATCH 32
-#define EVENTS_WAIT_NS 100000u
+#define EVENTS_A_BATCH 64
+#define EVENTS_PACE_NS 1000000u
+#define EVENTS_STREAM 8u /* with fewer things under way somebody may be waiting for just this one */
 
 void queue_push(struct queue *queue, struct work *work)
 {
@@ -71,8 +72,6 @@ void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uin
 	if (grow((void **)&fabric->pending, &fabric->pending_capacity, fabric->pending_count,
 		 sizeof *fabric->pending))
 		abort();
-	if (!fabric->pending_count)
-		fabric->pending_since_ns = tk_now_ns();
 	fabric->pending[fabric->pending_count++] =
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
@@ -115,13 +114,20 @@ void publish(struct tk_fabric *fabric)
 	pthread_mutex_unlock(&fabric->event_lock);
 }
 
-/* While the wire is busy events wait for each other, not long: the reader's work a wake-up is several times its
- * work an event, and on few cores it is taken from the wire. A round that found nothing to do reports at once. */
-void publish_soon(struct tk_fabric *fabric, int busy)
+/* Wake-ups of the reader are paced, as a network card paces its interrupts. The first event after a quiet time is
+ * reported at once; in a stream of them they wait for each other, not long. A wake-up costs the reader several times
+ * what an event does, and on few cores it takes that from the wire, which then never brings enough for a batch. */
+void publish_soon(struct tk_fabric *fabric)
 {
-	if (!busy || fabric->pending_count >= EVENTS_A_BATCH ||
-	    tk_now_ns() - fabric->pending_since_ns > EVENTS_WAIT_NS)
-		publish(fabric);
+	show_statistics(fabric);
+	if (!fabric->pending_count)
+		return;
+	uint64_t now_ns = tk_now_ns();
+	int stream = fabric->landings.count + fabric->acks.count + fabric->in_flight >= EVENTS_STREAM;
+	if (stream && fabric->pending_count < EVENTS_A_BATCH && now_ns - fabric->published_ns < EVENTS_PACE_NS)
+		return;
+	fabric->published_ns = now_ns;
+	publish(fabric);
 }
 
 uint64_t deadline_of(const struct work *work)

@@ -54,8 +54,6 @@ __all__ = ["Node"]
 
 log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 1 << 20  # of landed blocks that wait for each other
-
 
 class Node:
     """One storage node over one store and one fabric; it owns neither, its server does."""
@@ -72,17 +70,12 @@ class Node:
         # an earlier life of this node still has can't be one of ours.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
-        self._landed_waiting: list[tuple[Connection, Lease, int]] = []
-        self._landed_waiting_bytes = 0
-        self._writing = 0  # landed blocks that the store has
-        self._last_batch = 0
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.fetches = Fetches(fabric, store, self.staging, self._tags)
-        self._listening = False
-        self._listen()
-        self._loop.add_reader(store.fileno(), self._store_events)
+        self._loop.add_reader(fabric.fileno(), self._fabric_events)
+        self._loop.add_reader(store.fileno(), store.poll)
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -206,23 +199,6 @@ class Node:
             self._leased.pop(generation, None)
         return len(released)
 
-    def _listen(self) -> None:
-        """Wake up for the fabric's events, but not while the drive is busy: then they are taken as it goes on.
-
-        A wake-up costs several times what the work for one small block does; so under load they become few, and
-        the batches large. Nobody waits for it: `landed` has been acknowledged by the C core already.
-        """
-        listening = not self._writing
-        if listening and not self._listening:
-            self._loop.add_reader(self.fabric.fileno(), self._fabric_events)
-        elif self._listening and not listening:
-            self._loop.remove_reader(self.fabric.fileno())
-        self._listening = listening
-
-    def _store_events(self) -> None:
-        self.store.poll()
-        self._fabric_events()
-
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, int]] = []
         while events := self.fabric.reap():
@@ -234,27 +210,9 @@ class Node:
                         self._lease_over(event)
                     case _:
                         self.fetches.sent(event)
-        self._landed_waiting += landed
-        self._landed_waiting_bytes += sum(lease.length for _, lease, _ in landed)
-        self._flush()
-        self.fetches.pump()
-        self._listen()
-
-    def _flush(self) -> None:
-        """Give landed blocks to the store: at once if the drive has little to do, else in batches.
-
-        A batch of one costs the store nearly what one of thirty costs. So while the drive has more than half of the
-        last batch still to do, small blocks wait for each other: batches grow until both keep pace.
-        """
-        if not self._landed_waiting:
-            return
-        if self._writing > self._last_batch // 2 and self._landed_waiting_bytes < _BATCH_BYTES:
-            return
-        self._last_batch = len(self._landed_waiting)
-        landed, self._landed_waiting, self._landed_waiting_bytes = self._landed_waiting, [], 0
-        self._writing += len(landed)
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
+        self.fetches.pump()
 
     def _landed(self, event: Event, landed: list[tuple[Connection, Lease, int]]) -> None:
         connection = self._leased.get(event.tag)
@@ -297,8 +255,6 @@ class Node:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
         if words:
             put_words(self.fabric, words)
-        self._writing -= len(batch)
-        self._flush()
 
     def _lease_over(self, event: Event) -> None:
         connection = self._leased.pop(event.tag, None)
