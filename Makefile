@@ -3,6 +3,7 @@
 #   PYTHON=/path/to/python3    the interpreter for .venv (3.11 or newer)
 #   PYTEST_ARGS='-k lease -x'  handed on to pytest
 #   DEMO_ARGS='...'            handed on to `kvstore demo`
+#   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -30,8 +31,12 @@ test: setup ## all tests
 	@$(py) -m pytest $(PYTEST_ARGS)
 
 .PHONY: crash
-crash: setup ## SIGKILL at unkind moments; every acknowledged block has to survive
-	@$(py) -m pytest tests/crash $(PYTEST_ARGS)
+crash: setup ## the long form: 1,000 SIGKILLs at unkind moments; every acknowledged block has to survive
+	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
+
+.PHONY: sanitize
+sanitize: setup ## the C core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@tools/sanitize.sh address
 
 .PHONY: check
 check: setup ## ruff, its formatter, mypy --strict

@@ -13,15 +13,15 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.handle import Handle
 from nic_offload.library import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from typing_extensions import Buffer
 
@@ -77,7 +77,7 @@ class Statistics:
     alive_ns: int
 
 
-class Region:
+class Region(Handle):
     """Registered memory. `base + offset` is how a peer names a byte of it, with `key`."""
 
     def __init__(self, fabric: Fabric, memory: Buffer, *, remote_write: bool) -> None:
@@ -111,16 +111,8 @@ class Region:
         self._fabric.regions.discard(self)
         ffi.release(self._pin)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Endpoint:
+class Endpoint(Handle):
     """What one connection sends and receives with. Closing it is how a connection is ended for certain."""
 
     def __init__(self, fabric: Fabric) -> None:
@@ -158,16 +150,8 @@ class Endpoint:
         self.handle, self.pointer = None, 0
         self._fabric.endpoints.discard(self)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Fabric:
+class Fabric(Handle):
     """A domain, its progress thread and its trigger agent."""
 
     def __init__(
@@ -265,11 +249,3 @@ class Fabric:
             region.detach()
         if code:  # a forked child has neither the thread nor the connections, and must leave both alone
             raise FabricError.from_code("Closing a fabric", code)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

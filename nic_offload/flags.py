@@ -16,13 +16,11 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import KvError
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from nic_offload.handle import Handle
 
 __all__ = ["FlagWord", "FlagWords"]
 
@@ -50,7 +48,7 @@ class FlagWord:
         lib.tk_word_store(self._pointer, value)
 
 
-class FlagWords:
+class FlagWords(Handle):
     """A handful of flag words in memory that other processes can map by `path`."""
 
     def __init__(self, fd: int, count: int, path: str) -> None:
@@ -97,11 +95,3 @@ class FlagWords:
         self._map.close()
         os.close(self._fd)
         self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

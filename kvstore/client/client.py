@@ -23,7 +23,7 @@ import os
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
@@ -52,10 +52,10 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
 from nic_offload.fabric import Fabric
+from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from typing_extensions import Buffer
 
@@ -77,7 +77,7 @@ def _message(durability: Durability) -> pb.Durability:
     return cast("pb.Durability", int(durability))
 
 
-class Client:
+class Client(Handle):
     """A client of one node."""
 
     def __init__(
@@ -353,11 +353,3 @@ class Client:
         self.fabric.close()
         self._channel.close()
         os.close(self._stop_fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

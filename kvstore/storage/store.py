@@ -17,7 +17,7 @@ import os
 import select
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from kvstore.errors import Corrupt, Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES, STORE_QUEUED_MAX
@@ -33,11 +33,11 @@ from kvstore.storage.traffic import Traffic
 from kvstore.storage.volume import Volume
 from kvstore.wire.record import record_bytes
 from nic_offload.checksum import crc32c_at
+from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from kvstore.clock import Clock
     from kvstore.storage.disk import DiskFactory, Progress
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Store"]
 
 
-class Store:
+class Store(Handle):
     """An open data folder."""
 
     def __init__(self, lock: FolderLock, volume: Volume, opened: _OpenedIndex, clock: Clock) -> None:
@@ -187,14 +187,6 @@ class Store:
             if self._puts.stopped is None:
                 self._volume.end_epoch()  # the sync in it takes in all blocks as well
                 self._index.close_clean(self._volume.superblock, self._boot_id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _set_off(self) -> None:
         self._puts.sync_if_awaited()
