@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client.blocks import Block
-    from kvstore.client.client import Client
-    from kvstore.client.link import Link
+    from kvstore.client.link import Host, Link
     from kvstore.errors import KvError
     from nic_offload.fabric import Event
 
@@ -35,7 +34,7 @@ _CODE_MASK = 0xFF
 class Get:
     """One batch of blocks being fetched. Begun with the client's lock held."""
 
-    def __init__(self, client: Client, link: Link, blocks: Sequence[Block], deadline_ns: int) -> None:
+    def __init__(self, client: Host, link: Link, blocks: Sequence[Block], deadline_ns: int) -> None:
         self._client = client
         self._link = link
         self._blocks = blocks

@@ -23,12 +23,12 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
 
-__all__ = ["Link", "Operation"]
+__all__ = ["Host", "Link", "Operation"]
 
 _WORD_BYTES = 8
 
@@ -42,6 +42,32 @@ class Operation(Protocol):
 
     def lost(self, error: KvError) -> None:
         """The link is lost; nothing more will come."""
+        ...
+
+
+class Host(Protocol):
+    """What operations ask of the client that they belong to."""
+
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric of all its links."""
+        ...
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards links and operations; held while they are told of events."""
+        ...
+
+    def next_tags(self) -> int:
+        """A fresh even tag; it and the odd one after it are the caller's."""
+        ...
+
+    def abort(self, link: Link, leases: Sequence[pb.Lease]) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended."""
+        ...
+
+    def lose(self, link: Link, error: KvError) -> None:
+        """End a link: when this returns, nothing comes in through it any more."""
         ...
 
 

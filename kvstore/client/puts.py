@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client.blocks import Block
-    from kvstore.client.client import Client
-    from kvstore.client.link import Link
+    from kvstore.client.link import Host, Link
     from kvstore.wire import kvstore_pb2 as pb
     from nic_offload.fabric import Event
     from nic_offload.flags import FlagWord
@@ -57,7 +56,7 @@ class Reservation:
 
     def __init__(
         self,
-        client: Client,
+        client: Host,
         link: Link,
         blocks: Sequence[Block],
         leases: Sequence[pb.Lease],
@@ -104,7 +103,7 @@ class ArmedPuts:
 
     def __init__(
         self,
-        client: Client,
+        client: Host,
         link: Link,
         puts: list[_Put],
         durability: Durability,
