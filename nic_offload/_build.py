@@ -12,15 +12,28 @@ _HERE = Path(__file__).parent
 _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
-_PARTS = ("core", "crc32c", "fabric", "library", "trigger", "watch", "wire", "work")
+_PARTS = (
+    "core",
+    "counter",
+    "crc32c",
+    "fabric",
+    "handles",
+    "inbox",
+    "library",
+    "nic",
+    "watch",
+    "wire",
+    "words",
+    "work",
+)
 
 ffi = FFI()
-ffi.cdef("struct tk_fabric; struct tk_endpoint; struct tk_region;\n" + _DECLARATIONS)
+ffi.cdef("struct tk_fabric; struct tk_endpoint; struct tk_region; struct tk_counter;\n" + _DECLARATIONS)
 ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
-    depends=[f"nic_offload/{name}.h" for name in ("core", "fabric", "library", "parts")],
+    depends=[f"nic_offload/{name}.h" for name in ("core", "cxi", "fabric", "library", "parts")],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
     extra_compile_args=[

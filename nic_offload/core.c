@@ -27,10 +27,10 @@ static void accept(struct tk_fabric *fabric, struct work *work)
 	int status = 0;
 	adopt(fabric, work);
 	switch (work->kind) {
-	case WORK_PUT:
+	case WORK_OPERATION:
 		fabric->statistics.armed++;
-		if (work->put.trigger)
-			status = wait_for_flag(fabric, work);
+		if (work->op.trigger)
+			status = wait_for_counter(fabric, work);
 		else
 			fire(fabric, work, tk_now_ns());
 		break;
@@ -48,21 +48,29 @@ static void accept(struct tk_fabric *fabric, struct work *work)
 		fail(fabric, work, status);
 }
 
-/* Takes an item out of whatever it waits in. False when its bytes are on the wire already. */
+static int is_get(const struct work *work)
+{
+	return work->kind == WORK_OPERATION && work->op.flags & TK_GET;
+}
+
+/* Takes an item out of whatever it waits in. False when its bytes are on the wire already, or have moved. */
 static int withdraw(struct tk_fabric *fabric, struct work *work)
 {
 	switch (work->state) {
 	case WORK_WAITING:
-		if (work->kind == WORK_PUT)
+		if (work->kind == WORK_OPERATION)
 			stop_waiting(fabric, work);
 		else
 			watch_remove(work->kind == WORK_LANDING ? &fabric->landings : &fabric->acks, work);
 		return 1;
+	case WORK_HELD:
+		return nic_withdraw(fabric, work);
 	case WORK_SUMMING:
+		if (is_get(work))
+			return 0;
 		queue_remove(&fabric->summing, work);
 		return 1;
 	case WORK_READY:
-	case WORK_FLAG_READY:
 		queue_remove(&endpoint_of(work)->ready, work);
 		return 1;
 	default:
@@ -70,20 +78,52 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 	}
 }
 
-int core_cancel(struct tk_fabric *fabric, void *argument)
+static int is_wanted(const struct cancellation *wanted, const struct work *work)
 {
-	const struct cancellation *wanted = argument;
+	for (int i = 0; i < wanted->count; i++)
+		if (wanted->tags[i] == tag_of(work))
+			return 1;
+	return 0;
+}
+
+/* What a NIC with counters of its own holds is taken back by a flush alone, and that takes back all of it. */
+static void flush_if_held(struct tk_fabric *fabric, const struct cancellation *wanted)
+{
+	if (!fabric->nic.own_counters || !fabric->nic.held)
+		return;
+	for (struct work *work = fabric->all; work; work = work->after)
+		if (work->state == WORK_HELD && (!wanted || is_wanted(wanted, work))) {
+			nic_flush(fabric);
+			return;
+		}
+}
+
+/* Taking one back from the NIC may end another, whose chain has failed: it stays in the walk, and is over. */
+static int cancel_all(struct tk_fabric *fabric, const struct cancellation *wanted)
+{
 	int cancelled = 0;
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
-		for (int i = 0; i < wanted->count; i++)
-			if (wanted->tags[i] == tag_of(work) && withdraw(fabric, work)) {
-				fail(fabric, work, -ECANCELED);
-				cancelled++;
-				break;
-			}
+		if (wanted ? !is_wanted(wanted, work) : work->kind != WORK_OPERATION)
+			continue;
+		if (withdraw(fabric, work)) {
+			fail(fabric, work, -ECANCELED);
+			cancelled++;
+		}
 	}
 	return cancelled;
+}
+
+int core_cancel(struct tk_fabric *fabric, void *argument)
+{
+	flush_if_held(fabric, argument);
+	return cancel_all(fabric, argument);
+}
+
+int core_flush(struct tk_fabric *fabric, void *unused)
+{
+	flush_if_held(fabric, NULL);
+	return cancel_all(fabric, NULL);
 }
 
 /* What the endpoint still has to do is dropped. Landed blocks are in our memory and stay landed. */
@@ -98,13 +138,16 @@ static void withdraw_all(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 			work->acked = 1; /* or nobody is there to be told */
 		} else if (work->kind == WORK_LANDING && work->state == WORK_READY) {
 			landed(fabric, work);
-		} else if (work->state == WORK_READY || work->state == WORK_FLAG_READY) {
-			release(fabric, work);
+		} else if (work->state == WORK_FLAG_READY) {
+			drop(fabric, work);
+		} else if (work->state == WORK_SUMMING && is_get(work)) {
+			queue_remove(&fabric->summing, work);
+			drop(fabric, work);
 		} else if (withdraw(fabric, work)) {
 			if (work->kind == WORK_LANDING)
 				fail(fabric, work, -ECANCELED);
 			else
-				release(fabric, work);
+				drop(fabric, work);
 		}
 	}
 	endpoint->ready = (struct queue){0};
@@ -129,20 +172,36 @@ static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoin
 {
 	uint64_t until_ns = tk_now_ns() + DRAIN_NS;
 	while ((endpoint->in_flight || endpoint->stalled) && tk_now_ns() < until_ns) {
-		if (!drain_completions(fabric))
+		if (!drain_completions(fabric) && !nic_poll(fabric))
 			sched_yield();
 	}
 }
 
-/* Of the endpoint's puts nothing is reported: who closes it knows that all of them are over. The provider may have
+/* Where memory is bound to endpoints its rights end before the endpoint does. */
+static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
+{
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (struct tk_region *region = fabric->regions; region; region = region->next)
+		if (region->endpoint == endpoint) {
+			fi_close(&region->mr->fid);
+			region->mr = NULL;
+			region->endpoint = NULL;
+		}
+	pthread_mutex_unlock(&fabric->handle_lock);
+}
+
+/* Of the endpoint's operations nothing is reported: who closes it knows that all of them are over. The provider may have
  * put completions into the queue before the endpoint went, and those are taken before the items go; one whose
  * completions may come later still (it has a thread of its own) keeps the items until they come. */
 int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_endpoint *endpoint = argument;
+	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint))
+		nic_flush(fabric);
 	withdraw_all(fabric, endpoint);
 	if (!fabric->ordered)
 		drain_endpoint(fabric, endpoint);
+	close_regions_of(fabric, endpoint);
 	int status = fi_close(&endpoint->fid->fid);
 	while (drain_completions(fabric))
 		;
@@ -151,7 +210,14 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 		after = work->after;
 		if (endpoint_of(work) != endpoint)
 			continue;
+		if (work->state == WORK_HELD) {
+			nic_give_up(fabric, work);
+			drop(fabric, work);
+			continue;
+		}
 		fabric->in_flight--;
+		if (work->op.completion)
+			counter_fail(fabric, work->op.completion);
 		disown(fabric, work);
 		if (fabric->ordered)
 			recycle(fabric, work);
@@ -162,11 +228,24 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 	return status;
 }
 
-/* Bytes on the wire can't be called back, and landed bytes are only being summed. */
+/* Bytes on the wire can't be called back, and landed bytes are only being summed. What a NIC with counters of its own
+ * holds could be, but a flush for each deadline would hold up everybody else for a second. */
 static int may_expire(const struct work *work)
 {
-	return work->state == WORK_WAITING ||
-	       (work->kind == WORK_PUT && (work->state == WORK_SUMMING || work->state == WORK_READY));
+	return work->state == WORK_WAITING || work->state == WORK_HELD ||
+	       (work->kind == WORK_OPERATION && (work->state == WORK_SUMMING || work->state == WORK_READY));
+}
+
+static void too_late(struct tk_fabric *fabric, struct work *work)
+{
+	if (may_expire(work) && withdraw(fabric, work)) {
+		fail(fabric, work, -ETIMEDOUT);
+	} else if (work->kind == WORK_OPERATION && !work->late) {
+		work->late = 1;
+		fabric->statistics.late++;
+		if (!(work->op.flags & TK_QUIET))
+			report(fabric, TK_LATE, work->op.tag, 0, 0, tk_now_ns());
+	}
 }
 
 static int expire(struct tk_fabric *fabric)
@@ -178,14 +257,13 @@ static int expire(struct tk_fabric *fabric)
 	for (struct work *work = fabric->all, *after; work; work = after) {
 		after = work->after;
 		uint64_t deadline_ns = deadline_of(work);
-		if (!deadline_ns)
+		if (!deadline_ns || work->state == WORK_OVER)
 			continue;
 		if (now_ns < deadline_ns) {
 			if (deadline_ns < fabric->next_deadline_ns)
 				fabric->next_deadline_ns = deadline_ns;
-		} else if (may_expire(work)) {
-			withdraw(fabric, work);
-			fail(fabric, work, -ETIMEDOUT);
+		} else {
+			too_late(fabric, work);
 		}
 	}
 	return 1;
@@ -280,7 +358,8 @@ void *core_progress(void *argument)
 		if (busy < 0)
 			break;
 		busy |= progress_wire(fabric);
-		busy |= poll_flags(fabric);
+		busy |= nic_poll(fabric);
+		busy |= poll_counters(fabric);
 		busy |= post_ready(fabric);
 		busy |= poll_landings(fabric);
 		busy |= poll_acks(fabric);
@@ -288,6 +367,7 @@ void *core_progress(void *argument)
 		busy |= expire(fabric);
 		publish_soon(fabric);
 		give_back_finished(fabric);
+		free_closed_counters(fabric);
 		fabric->statistics.loops++;
 		if (busy)
 			busy_ns = tk_now_ns();

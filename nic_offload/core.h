@@ -2,27 +2,37 @@
  * The C core: one progress thread that moves blocks without asking the application.
  *
  * A `tk_fabric` is one libfabric domain with its progress thread; a `tk_endpoint` is what one connection
- * sends and receives with. The application queues work in batches and goes away; the thread
- *   - polls flag words and posts the puts whose threshold is reached (the trigger agent),
- *   - chains an 8-byte flag put behind each, so that the target sees the flag only after the bytes,
- *   - watches words of local memory: for landed blocks (then it checks the generation, acknowledges and
- *     makes the CRC) and for acknowledgements,
- *   - reports what happened in batches: events in a queue, one eventfd to wake the reader.
+ * sends and receives with; a `tk_counter` is what operations wait for and what they move when they are done.
+ * The application queues operations in batches and goes away. An operation does up to three things, in this
+ * order: it moves bytes (a put or a get), puts an 8-byte flag, moves a counter; a chain is an operation that
+ * waits for the counter which another one moves.
  *
- * What always holds:
- *   - a put never fires before its flag word reaches its threshold, and at most once;
- *   - its flag put never arrives unless the bytes before it did;
- *   - every put and every watch ends with exactly one final event, unless it was queued as quiet or, for
- *     puts and ack watches, its endpoint was closed; a landing always ends with one, and a block whose flag
- *     had come before the endpoint was closed ends as landed;
- *   - once an endpoint is closed, no byte comes in through it any more and none of its puts reads memory:
- *     this, and not a revoked key alone, is what makes memory safe to use again after a peer misbehaved
+ * Who fires an operation is the backend's affair. The agent is the progress thread: it polls counters and posts
+ * what is due. Where libfabric has deferred work (FI_QUEUE_WORK: sockets, cxi), as many operations as fit are
+ * handed to it beforehand, lowest threshold first, and fire with no call of ours; the agent fires the rest, so a
+ * NIC that is full slows nothing down.
+ *
+ * The thread also watches words of local memory: for landed blocks (then it checks the generation, acknowledges
+ * and makes the CRC) and for acknowledgements; and it reports what happened in batches: events in a queue, one
+ * eventfd to wake the reader.
+ *
+ * What always holds, on every backend:
+ *   - an operation never fires before its counter reaches its threshold, and at most once;
+ *   - there is no order between operations; a chain is the only order. A flag put never arrives unless the bytes
+ *     before it did, and what waits for a counter never fires after an operation that was to move it failed:
+ *     it fails with -EPIPE instead;
+ *   - every operation and every watch ends with exactly one final event, unless it was queued as quiet or, for
+ *     operations and ack watches, its endpoint was closed; a landing always ends with one, and a block whose
+ *     flag had come before the endpoint was closed ends as landed;
+ *   - what its deadline finds not gone out ends, and never goes out. What is past recall is reported as late,
+ *     once, and its owner closes the endpoint;
+ *   - once an endpoint is closed, no byte comes in through it any more and none of its operations touches
+ *     memory: this, and not a revoked key alone, is what makes memory safe to use again after a peer misbehaved
  *     (a message whose key was checked before may still be arriving when the key is revoked);
  *   - nothing queued is unbounded: `work_max` is fixed when the fabric is opened; past it, -EAGAIN.
  *
- * What it does not do: libfabric's own deferred work (FI_QUEUE_WORK), reads, memory other than the
- * host's. All functions return 0 (or a count) or a negative errno. libfabric is loaded by dlopen, so the
- * module imports on a machine that has none.
+ * What it does not do: memory other than the host's. All functions return 0 (or a count) or a negative errno.
+ * libfabric is loaded by dlopen, so the module imports on a machine that has none.
  */
 #ifndef TRIGGERKV_CORE_H
 #define TRIGGERKV_CORE_H
@@ -33,6 +43,7 @@
 struct tk_fabric;
 struct tk_endpoint;
 struct tk_region;
+struct tk_counter;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
 /* cdef begin */
@@ -41,21 +52,29 @@ struct tk_region;
 #define TK_MESSAGE_BYTES 256
 
 enum tk_event_kind {
-	TK_PUT_FIRED,	/* value: the nanosecond at which the flag was seen; only with TK_REPORT_FIRED */
-	TK_PUT_DONE,	/* the source may be used again; value: the nanosecond at which the put was posted; not with TK_ACKED_PUT */
-	TK_PUT_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EBADMSG (CRC differs): nothing went out, nor will;
-			 * any other is the provider's, and bytes may have arrived, in whole or in part */
+	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
+			 * and never of a NIC that keeps its counters to itself */
+	TK_DONE,	/* local memory may be used again; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
+	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
+			 * (a put's CRC differs): nothing went out, nor will; any other is the provider's, and bytes may
+			 * have moved, in whole or in part */
+	TK_LATE,	/* not final: the deadline is over and the operation is past recall. Closing its endpoint ends it */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
 	TK_WATCH_FAILED /* status: -ETIMEDOUT, or -ECANCELED */
 };
 
-/* Flags of a put. */
-#define TK_VERIFY_CRC 1   /* send only if the source's CRC32C is the expected one */
+/* Flags of an operation. */
+#define TK_VERIFY_CRC 1   /* put only bytes whose CRC32C is the expected one; take only such from a get */
 #define TK_QUIET 2        /* report nothing, not even a failure */
-#define TK_REPORT_FIRED 4 /* one more event when the flag was seen */
+#define TK_REPORT_FIRED 4 /* one more event when the threshold was seen reached */
+#define TK_FLAG_PUT 8     /* an 8-byte flag put follows the bytes, or stands alone if length is 0 */
 #define TK_ACKED_PUT 16   /* its end, if it is a good one, is seen from an ack watch; only failures are reported */
-#define TK_FLAG_PUT 8     /* an 8-byte flag put is chained to the bytes, or stands alone if length is 0 */
+#define TK_GET 32         /* the bytes come from the peer */
+#define TK_SET_COUNTER 64 /* `completion` is set to `step`, not moved by it */
+
+/* How a fabric is opened. */
+#define TK_DEFERRED_WORK 1 /* hand operations to libfabric's deferred work; refused where it has none */
 
 struct tk_provider_info {
 	char name[TK_PROVIDER_NAME_BYTES];
@@ -72,21 +91,23 @@ struct tk_event {
 	int32_t status;
 };
 
-struct tk_put {
+struct tk_operation {
 	uint64_t tag;
-	struct tk_endpoint *endpoint;
+	struct tk_endpoint *endpoint; /* NULL if only a counter is moved */
 	uint64_t peer;
-	uint64_t source;
-	uint64_t target;
-	uint64_t target_key;
+	uint64_t local;
+	uint64_t remote;
+	uint64_t remote_key;
 	uint64_t flag_target; /* where the 8-byte flag goes once the bytes are there */
 	uint64_t flag_key;
 	uint64_t flag_value;
-	uint64_t trigger;   /* address of the flag word that fires this put; 0: at once */
-	uint64_t threshold; /* it fires when the word is at least this */
+	struct tk_counter *trigger; /* NULL: it fires at once */
+	uint64_t threshold;	    /* it fires when `trigger` is at least this */
+	struct tk_counter *completion; /* NULL, or what is moved when all else is done */
+	uint64_t step;
 	uint64_t deadline_ns;
-	struct tk_region *region; /* holds the source; NULL when length is 0 */
-	uint32_t length;	  /* 0: only the flag put */
+	struct tk_region *region; /* holds the local bytes; NULL when length is 0 */
+	uint32_t length;
 	uint32_t crc32c;
 	uint32_t flags;
 };
@@ -115,11 +136,16 @@ struct tk_ack_watch {
 };
 
 struct tk_statistics {
-	uint64_t armed, fired, done, failed, cancelled, expired;
-	uint64_t put_bytes;
+	uint64_t armed, fired, done, failed, cancelled, expired, late;
+	uint64_t put_bytes, got_bytes;
 	uint64_t landed, stale_words, acks_sent;
-	uint64_t puts_waiting, puts_in_flight, watches;
-	uint64_t loops, sleeps, asleep_ns, alive_ns;
+	uint64_t handed;	/* to the NIC, in all */
+	uint64_t taken_back;	/* from it, unfired, to be cancelled or handed over once more */
+	uint64_t waiting;	/* now, in our own queue */
+	uint64_t held;		/* now, by the NIC */
+	uint64_t slots_lost;	/* places at the NIC that can't be used before a flush or the end */
+	uint64_t in_flight, watches;
+	uint64_t loops, sleeps, asleep_ns, cpu_ns, alive_ns;
 };
 
 uint32_t tk_crc32c(const void *data, size_t length, uint32_t seed);
@@ -134,8 +160,8 @@ int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);
 int tk_library_providers(struct tk_provider_info *out, int out_max);
 
-int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, struct tk_fabric **out,
-		   char *message);
+int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint32_t flags,
+		   struct tk_fabric **out, char *message);
 int tk_fabric_close(struct tk_fabric *fabric);
 int tk_fabric_event_fd(struct tk_fabric *fabric);
 int tk_fabric_provider(struct tk_fabric *fabric, char *out);
@@ -149,16 +175,33 @@ int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
 int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out);
 int tk_peer_remove(struct tk_fabric *fabric, uint64_t peer);
 
-int tk_region_open(struct tk_fabric *fabric, void *address, size_t length, int remote_write,
-		   struct tk_region **out);
+/* `access`: what peers may do. Where the provider binds memory to endpoints, what they may do they may do only
+ * through `endpoint`, and the memory's rights end with it. */
+#define TK_REMOTE_WRITE 1
+#define TK_REMOTE_READ 2
+int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void *address, size_t length,
+		   uint32_t access, struct tk_region **out);
 int tk_region_close(struct tk_region *region);
 uint64_t tk_region_key(struct tk_region *region);
 uint64_t tk_region_base(struct tk_region *region);
 
-int tk_arm(struct tk_fabric *fabric, const struct tk_put *puts, int count);
+/* With a `word`, the counter's value is that word's, which anybody may store to who can map it, and it only grows;
+ * without one it is the NIC's own where there is deferred work with doorbells, and else a word of ours. */
+int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out);
+int tk_counter_close(struct tk_counter *counter);
+int tk_counter_add(struct tk_counter *counter, uint64_t value);
+int tk_counter_set(struct tk_counter *counter, uint64_t value);
+int tk_counter_reset(struct tk_counter *counter);
+int tk_counter_read(struct tk_counter *counter, uint64_t *value);
+int tk_counter_failed(struct tk_counter *counter);
+/* Where to store to move it, and whether a store adds to it (a NIC's doorbell) or sets it (a word). */
+int tk_counter_doorbell(struct tk_counter *counter, uint64_t *address, int *adds);
+
+int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count);
 int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landings, int count);
 int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, int count);
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
+int tk_flush(struct tk_fabric *fabric);
 /* cdef end */
 
 #endif

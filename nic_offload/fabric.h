@@ -1,5 +1,5 @@
 /*
- * What fabric.c (opening, closing, queueing: any thread) and core.c (the progress thread) share.
+ * What the calls of any thread (fabric.c, handles.c, inbox.c) and the progress thread (the rest) share.
  *
  * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the
  * progress thread takes the whole inbox at once and owns each item until it is final; then it goes back
@@ -15,19 +15,22 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_rma.h>
+#include <rdma/fi_trigger.h>
 #include <sys/types.h>
 
 #define WORK_CHUNK 1024u /* items taken from the heap at a time */
 
-enum work_kind { WORK_PUT, WORK_LANDING, WORK_ACK };
+enum work_kind { WORK_OPERATION, WORK_LANDING, WORK_ACK };
 
 enum work_state {
-	WORK_WAITING,	  /* for its flag word or watched word */
+	WORK_WAITING,	  /* for its counter or watched word */
+	WORK_HELD,	  /* by the NIC, which fires it */
 	WORK_SUMMING,	  /* its CRC is being made */
 	WORK_READY,	  /* to be posted */
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
 	WORK_FLAG_POSTED, /* the chained flag put is on its way */
+	WORK_OVER,	  /* until the end of the round */
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
 
@@ -38,13 +41,15 @@ struct work {
 	enum work_kind kind;
 	enum work_state state;
 	int acked;   /* a landing: `landed` has been sent */
+	int late;    /* TK_LATE has been reported */
+	int counted; /* the NIC has moved the completion counter */
 	uint32_t crc, summed;
 	uint64_t fired_ns, posted_ns;
 	uint64_t word_before; /* an ack watch: the word as last reported */
 	uint64_t sequence;
-	struct trigger *trigger;
+	struct slot *slot; /* of one that the NIC holds */
 	union {
-		struct tk_put put;
+		struct tk_operation op;
 		struct tk_landing landing;
 		struct tk_ack_watch ack;
 	};
@@ -54,11 +59,22 @@ struct queue {
 	struct work *head, *tail;
 };
 
-/* A flag word and the puts waiting for it, lowest threshold first. */
-struct trigger {
-	const uint64_t *word;
+/* A counter and the operations that wait for it in our own queue, lowest threshold first. */
+struct tk_counter {
+	struct tk_fabric *fabric;
+	struct tk_counter *next;
+	uint64_t *word;	      /* its value; NULL: the NIC has it */
+	uint64_t *own_word;   /* what `word` is where the caller gave none; freed with the counter */
+	struct fid_cntr *nic; /* where there is deferred work: what the NIC's operations wait for */
+	uint64_t uses;	      /* atomic: operations that wait for it or are to move it */
+	int failed;	      /* atomic: an operation that was to move it failed */
+
+	/* The progress thread's own. */
+	uint64_t mirrored; /* how far `nic` has been brought to follow `word` */
 	struct work **heap;
 	uint32_t count, capacity;
+	uint32_t held; /* unfired, as far as we know, at the NIC */
+	int listed;    /* among the fabric's active counters */
 };
 
 /* What a watch looks at, apart from its item so that a round of polling stays in few cache lines. */
@@ -103,7 +119,43 @@ struct tk_region {
 	struct fid_mr *mr;
 	void *desc;
 	uint64_t address, length, key, base;
-	uint64_t uses; /* atomic: queued or posted puts that read from it */
+	uint64_t uses; /* atomic: queued or posted operations that read from it or write to it */
+	struct tk_endpoint *endpoint; /* to which it is bound, where the provider binds */
+};
+
+#define STEPS_MAX 3u
+
+/* A place at the NIC: all that one operation needs there. A place is used again, so its two counters only grow. */
+struct slot {
+	struct slot *next; /* free */
+	struct work *work; /* NULL: free, or lost */
+	int lost;	   /* something unfinished may be tied to it still, and to these: */
+	struct tk_counter *trigger, *completion;
+	struct tk_endpoint *endpoint;
+	int fired; /* its counter has reached the threshold, as far as we know */
+	struct fid_cntr *moved, *done;	    /* the bytes have moved; all is done */
+	uint64_t moved_before, done_before; /* what these were when the operation was handed over */
+	uint32_t steps_count;
+	struct fi_deferred_work steps[STEPS_MAX];
+	struct fi_op_rma rma[2];
+	struct fi_op_cntr counts[2];
+	struct iovec local[2];
+	struct fi_rma_iov remote[2];
+	void *desc[2];
+	uint64_t flag_value;
+};
+
+/* libfabric's deferred work, where it is used. */
+struct nic {
+	int used;
+	int own_counters; /* counters have doorbells, and the NIC moves them itself */
+	int silent;	  /* no completions: that an operation is done is seen from its counter alone */
+	uint32_t depth, room; /* steps it may hold, and those still free */
+	struct slot *slots, *free;
+	uint32_t slots_count, slots_opened;
+	uint32_t held, fired, lost;
+	uint64_t try_again_ns; /* it refused, and is not asked before */
+	uint64_t kicked_ns;
 };
 
 struct tk_fabric {
@@ -121,6 +173,8 @@ struct tk_fabric {
 	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
 	struct tk_endpoint *endpoints;
+	struct tk_counter *counters;
+	struct tk_counter *closing; /* closed, and to be freed; its head is atomic */
 
 	pthread_mutex_t inbox_lock;
 	pthread_cond_t command_done;
@@ -145,8 +199,9 @@ struct tk_fabric {
 	struct work *all;
 	struct queue summing;
 	struct tk_endpoint *ready_first, *ready_last; /* endpoints that have something to post */
-	struct trigger *triggers;
-	uint32_t triggers_count, triggers_capacity;
+	struct tk_counter **active; /* counters for which something waits */
+	uint32_t active_count, active_capacity;
+	struct nic nic;
 	struct watches landings, acks;
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
@@ -162,6 +217,12 @@ struct tk_fabric {
 
 void *core_progress(void *fabric);
 
+/* fabric.c: for the calls of any thread */
+int fabric_is_ours(const struct tk_fabric *fabric);
+void fabric_wake(struct tk_fabric *fabric);
+int refused(char *message, const char *doing, int status);
+int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument);
+
 struct cancellation {
 	const uint64_t *tags;
 	int count;
@@ -170,5 +231,7 @@ struct cancellation {
 /* Commands that need the thread's own lists. */
 int core_cancel(struct tk_fabric *fabric, void *cancellation);
 int core_close_endpoint(struct tk_fabric *fabric, void *endpoint);
+int core_flush(struct tk_fabric *fabric, void *unused);
+int core_reset_counter(struct tk_fabric *fabric, void *counter);
 
 #endif

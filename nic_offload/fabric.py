@@ -5,7 +5,7 @@ closed while a put reads from it; keys of regions are random; once an endpoint i
 through it and nothing reads memory for it. Events come out in batches through one
 eventfd (`fileno`), never as a callback.
 
-What it doesn't do: reads (the side that has the bytes writes them), memory of a GPU.
+What it doesn't do: memory of a GPU, which goes out through pinned host memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
+from nic_offload.counter import Counter
 from nic_offload.errors import FabricError
 from nic_offload.handle import Handle
 from nic_offload.library import load
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from typing_extensions import Buffer
+
+    from nic_offload.flags import FlagWord
 
 __all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
 
@@ -36,16 +39,17 @@ assert _EVENT.size == ffi.sizeof("struct tk_event")
 class EventKind(enum.IntEnum):
     """What an event says; the numbers are the C core's own."""
 
-    PUT_FIRED = lib.TK_PUT_FIRED
-    PUT_DONE = lib.TK_PUT_DONE
-    PUT_FAILED = lib.TK_PUT_FAILED
+    FIRED = lib.TK_FIRED
+    DONE = lib.TK_DONE
+    FAILED = lib.TK_FAILED
+    LATE = lib.TK_LATE
     LANDED = lib.TK_LANDED
     ACKED = lib.TK_ACKED
     WATCH_FAILED = lib.TK_WATCH_FAILED
 
 
 class Event(NamedTuple):
-    """One thing that happened to a put or a watch; the fields' meaning is in `core.h`."""
+    """One thing that happened to an operation or a watch; the fields' meaning is in `core.h`."""
 
     tag: int
     value: int
@@ -64,30 +68,47 @@ class Statistics:
     failed: int
     cancelled: int
     expired: int
+    late: int
     put_bytes: int
+    got_bytes: int
     landed: int
     stale_words: int
     acks_sent: int
-    puts_waiting: int
-    puts_in_flight: int
+    handed: int
+    taken_back: int
+    waiting: int
+    held: int
+    slots_lost: int
+    in_flight: int
     watches: int
     loops: int
     sleeps: int
     asleep_ns: int
+    cpu_ns: int
     alive_ns: int
 
 
 class Region(Handle):
     """Registered memory. `base + offset` is how a peer names a byte of it, with `key`."""
 
-    def __init__(self, fabric: Fabric, memory: Buffer, *, remote_write: bool) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        memory: Buffer,
+        endpoint: Endpoint | None,
+        *,
+        remote_write: bool,
+        remote_read: bool,
+    ) -> None:
         self._pin = ffi.from_buffer(memory, require_writable=remote_write)
         self.address = int(ffi.cast("uintptr_t", self._pin))
         self.length = len(self._pin)
         self._fabric = fabric
         out = ffi.new("struct tk_region **")
         pointer = ffi.cast("void *", self.address)
-        code = lib.tk_region_open(fabric.handle, pointer, self.length, remote_write, out)
+        through = ffi.NULL if endpoint is None else endpoint.handle
+        access = (lib.TK_REMOTE_WRITE if remote_write else 0) | (lib.TK_REMOTE_READ if remote_read else 0)
+        code = lib.tk_region_open(fabric.handle, through, pointer, self.length, access, out)
         if code:
             raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
         self.handle: Any = out[0]
@@ -152,23 +173,36 @@ class Endpoint(Handle):
 
 
 class Fabric(Handle):
-    """A domain, its progress thread and its trigger agent."""
+    """A domain, its progress thread and its trigger agent.
+
+    With `deferred_work`, operations are handed to libfabric's own (`sockets`, `cxi`) as far as they fit; by default
+    that is so where it is hardware.
+    """
 
     def __init__(
-        self, provider: str | None = None, *, address: str | None = None, work_max: int = WORK_MAX
+        self,
+        provider: str | None = None,
+        *,
+        address: str | None = None,
+        work_max: int = WORK_MAX,
+        deferred_work: bool | None = None,
     ) -> None:
         library = load()
         chosen = provider or library.best_provider()
         node = ffi.NULL if address is None or chosen == "shm" else ffi.new("char[]", address.encode())
         out = ffi.new("struct tk_fabric **")
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
-        code = lib.tk_fabric_open(chosen.encode(), node, work_max, out, message)
+        deferred = chosen == "cxi" if deferred_work is None else deferred_work
+        flags = lib.TK_DEFERRED_WORK if deferred else 0
+        code = lib.tk_fabric_open(chosen.encode(), node, work_max, flags, out, message)
         if code:
             why = ffi.string(message).decode() or f"code {code}"
             raise FabricError(f"The provider {chosen} of libfabric {library.version} did not open: {why}.")
         self.handle: Any = out[0]
         self.regions: set[Region] = set()
         self.endpoints: set[Endpoint] = set()
+        self.counters: set[Counter] = set()
+        self.deferred_work = deferred
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
         self._events_view = memoryview(ffi.buffer(self._events))
         name = ffi.new("char[]", lib.TK_PROVIDER_NAME_BYTES)
@@ -198,9 +232,23 @@ class Fabric(Handle):
             Event._make(fields) for fields in _EVENT.iter_unpack(self._events_view[: count * _EVENT.size])
         ]
 
-    def register(self, memory: Buffer, *, remote_write: bool = True) -> Region:
-        """Register memory, for reading from and, where asked, for peers to write to."""
-        return Region(self, memory, remote_write=remote_write)
+    def open_counter(self, word: FlagWord | None = None) -> Counter:
+        """Open a counter, over a flag word or of its own."""
+        return Counter(self, word)
+
+    def register(
+        self,
+        memory: Buffer,
+        *,
+        remote_write: bool = True,
+        remote_read: bool = False,
+        endpoint: Endpoint | None = None,
+    ) -> Region:
+        """Register memory, for our own operations and, where asked, for peers to write to or read from.
+
+        Some NICs (cxi) bind memory to an endpoint: what peers may do they may do through that one, while it is open.
+        """
+        return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read)
 
     def add_peer(self, address: bytes) -> int:
         """Make a peer known by the address it gave; the number names it for every endpoint from then on."""
@@ -217,13 +265,21 @@ class Fabric(Handle):
             raise FabricError.from_code("Removing a peer", code)
 
     def cancel(self, tags: Sequence[int]) -> int:
-        """Cancel waiting puts and watches by tag; returns how many had not gone out.
+        """Cancel waiting operations and watches by tag; returns how many had not gone out.
 
-        It is exact: what is counted will never be sent, and has its final event already.
+        It is exact: what is counted will never be sent, and has its final event already. What a NIC with counters
+        of its own holds is taken back by a flush of the whole domain first, which on Cassini takes a second.
         """
         count = lib.tk_cancel(self.handle, ffi.new("uint64_t[]", list(tags)), len(tags))
         if count < 0:
             raise FabricError.from_code("Cancelling", count)
+        return int(count)
+
+    def flush(self) -> int:
+        """Cancel every operation that has not gone out; returns how many. Exact, and as slow, as `cancel`."""
+        count = lib.tk_flush(self.handle)
+        if count < 0:
+            raise FabricError.from_code("Flushing", count)
         return int(count)
 
     def statistics(self) -> Statistics:
@@ -247,5 +303,7 @@ class Fabric(Handle):
             endpoint.detach()
         for region in tuple(self.regions):
             region.detach()
+        for counter in tuple(self.counters):
+            counter.detach()
         if code:  # a forked child has neither the thread nor the connections, and must leave both alone
             raise FabricError.from_code("Closing a fabric", code)

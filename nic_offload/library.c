@@ -37,6 +37,8 @@ int tk_library_load(const char *path, char *message)
 	setenv("IPATH_NO_BACKTRACE", "1", 0);
 	/* The sockets provider would spin for 10 ms at a time in its own thread. */
 	setenv("FI_SOCKETS_PE_WAITTIME", "0", 0);
+	/* Without it a Cassini whose slots are taken, be it by other processes, would hang who queues one more. */
+	setenv("FI_CXI_ENABLE_TRIG_OP_LIMIT", "1", 0);
 	void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 	if (!handle) {
 		snprintf(message, TK_MESSAGE_BYTES, "%s", dlerror());
@@ -81,15 +83,16 @@ uint32_t library_version_asked(void)
 	return has < wanted ? has : wanted;
 }
 
-struct fi_info *library_hints(const char *provider)
+struct fi_info *library_hints(const char *provider, int deferred)
 {
 	struct fi_info *hints = library.dupinfo(NULL);
 	if (!hints)
 		return NULL;
-	hints->caps = FI_RMA;
+	hints->caps = FI_RMA | (deferred ? FI_TRIGGER : 0);
 	hints->mode = FI_CONTEXT | FI_CONTEXT2;
 	hints->ep_attr->type = FI_EP_RDM;
-	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
+				      FI_MR_ENDPOINT;
 	hints->domain_attr->threading = FI_THREAD_SAFE;
 	/* Without an order asked for, shm writes straight into the other process, where neither a key nor the end of
 	 * a region stops it, nor a closed endpoint. */
@@ -117,9 +120,14 @@ int library_is_ordered(const char *provider_name)
 	return is_one_of(provider_name, streams);
 }
 
-int tk_library_providers(struct tk_provider_info *out, int out_max)
+int library_defers_work(const char *provider_name)
 {
 	static const char *const deferred[] = {"sockets", "cxi", NULL};
+	return is_one_of(provider_name, deferred);
+}
+
+int tk_library_providers(struct tk_provider_info *out, int out_max)
+{
 	if (!loaded)
 		return -ENOSYS;
 	struct fi_info *list = NULL;
@@ -138,7 +146,7 @@ int tk_library_providers(struct tk_provider_info *out, int out_max)
 			memset(&out[count], 0, sizeof out[count]);
 			snprintf(out[count].name, sizeof out[count].name, "%s", name);
 			out[count].ordered = library_is_ordered(name);
-			out[count].deferred_work = is_one_of(name, deferred);
+			out[count].deferred_work = library_defers_work(name);
 			count++;
 		}
 		if (info->ep_attr->type == FI_EP_RDM && (info->caps & FI_RMA))

@@ -24,7 +24,10 @@ const struct library *library_loaded(void);
 uint32_t library_version_asked(void);
 
 /* Hints for an endpoint that can do what a fabric here needs; free with freeinfo. NULL: no memory. */
-struct fi_info *library_hints(const char *provider);
+struct fi_info *library_hints(const char *provider, int deferred);
+
+/* Whether it implements FI_QUEUE_WORK. */
+int library_defers_work(const char *provider_name);
 
 /* Whether writes to one peer arrive in the order posted, the bytes of one message in order too. */
 int library_is_ordered(const char *provider_name);

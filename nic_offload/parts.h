@@ -21,19 +21,43 @@ void adopt(struct tk_fabric *fabric, struct work *work);
 void disown(struct tk_fabric *fabric, struct work *work);
 void recycle(struct tk_fabric *fabric, struct work *work);
 void release(struct tk_fabric *fabric, struct work *work);
-void finish_put(struct tk_fabric *fabric, struct work *work, int status);
+void drop(struct tk_fabric *fabric, struct work *work);
+void finish(struct tk_fabric *fabric, struct work *work, int status);
 void fail(struct tk_fabric *fabric, struct work *work, int status);
 void landed(struct tk_fabric *fabric, struct work *work);
 void list_ready(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state state);
 
-/* trigger.c: puts that wait for flag words */
-int wait_for_flag(struct tk_fabric *fabric, struct work *work);
+/* counter.c: operations that wait for counters */
+int wait_for_counter(struct tk_fabric *fabric, struct work *work);
 void stop_waiting(struct tk_fabric *fabric, struct work *work);
+struct work *next_waiting(struct tk_fabric *fabric, struct tk_counter *counter);
+void activate(struct tk_fabric *fabric, struct tk_counter *counter);
 void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns);
-int poll_flags(struct tk_fabric *fabric);
+uint64_t counter_value(struct tk_counter *counter);
+void counter_move(struct tk_counter *counter, uint64_t step, int set);
+void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter);
+int poll_counters(struct tk_fabric *fabric);
+void free_closed_counters(struct tk_fabric *fabric);
+void free_counter(struct tk_counter *counter);
+
+/* nic.c: what libfabric's deferred work holds */
+int nic_open(struct tk_fabric *fabric);
+void nic_close(struct tk_fabric *fabric);
+int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out);
+int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter);
+void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value);
+int nic_completed(struct tk_fabric *fabric, void *context, int status);
+int nic_poll(struct tk_fabric *fabric);
+int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter);
+int nic_flush(struct tk_fabric *fabric);
+int nic_withdraw(struct tk_fabric *fabric, struct work *work);
+void nic_give_up(struct tk_fabric *fabric, struct work *work);
+int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
+void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter);
 
 /* wire.c: what is posted, what has completed */
+int status_of_provider(int error);
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);

@@ -1,18 +1,24 @@
-"""Triggered puts: armed in batches, fired by a flag word, finished without the application.
+"""Triggered operations: armed in batches, fired by a counter, finished without the application.
 
-A `TriggeredPut` writes a piece of a registered region into a peer's memory when a flag word reaches its
-threshold, and chains an 8-byte flag put to it: the target sees the flag only after all the bytes.
+A `TriggeredPut` writes a piece of a registered region into a peer's memory when its counter reaches its threshold; a
+`TriggeredGet` reads one from there; both may be followed by an 8-byte flag put, which the peer sees only after all the
+bytes, and by moving a counter. A `TriggeredNotify` is the flag alone, a `CounterMove` the counter alone. A chain is an
+operation whose `trigger` is another one's `completion`.
 
-What always holds, on every backend (the only one yet is the agent, our own queue in the C core over any
-provider with remote writes):
- 1. it never fires before its word reaches the threshold, and fires at most once;
- 2. no order between puts, whatever their thresholds; the flag put comes after its own bytes, always;
- 3. if the bytes fail, the flag put never goes out;
- 4. a deadline that passes before the put goes on the wire ends it, exactly; what is on the wire can't be
-    called back, and its owner ends the endpoint instead;
- 5. `Fabric.cancel` is exact for what has not gone out.
+What always holds, on every backend (`cxi` and `sockets` through libfabric's deferred work, the agent over any provider
+with remote writes):
+ 1. an operation never fires before its counter reaches the threshold;
+ 2. it fires at most once, and DONE means that it succeeded;
+ 3. there is no order between operations, whatever their thresholds, but that of a chain;
+ 4. what follows an operation in a chain, its flag included, never happens if that failed: it fails with it;
+ 5. `Fabric.cancel` and `Fabric.flush` are exact: what they count never goes out. On cxi they flush the whole domain.
+    Closing the endpoint ends all that goes through it, on every backend;
+ 6. what the peer polls is an 8-byte flag, everywhere the same;
+ 7. a deadline ends what has not gone out; what is past recall is reported as LATE, and its owner closes the endpoint.
 
-What it doesn't do yet: libfabric's own deferred work (`sockets`, `cxi`), reads, scatter-gather.
+To arm again, arm again: with a higher threshold on the same counter, which only grows.
+
+What it doesn't do: more than 4 GiB - 1 in one operation; atomics.
 """
 
 from __future__ import annotations
@@ -26,11 +32,16 @@ from nic_offload.errors import FabricError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint, Fabric, Region
 
 __all__ = [
     "AckWatch",
+    "CounterMove",
     "Landing",
+    "Operation",
+    "TriggeredGet",
+    "TriggeredNotify",
     "TriggeredPut",
     "WordPut",
     "arm",
@@ -41,7 +52,7 @@ __all__ = [
 
 
 class TriggeredPut(NamedTuple):
-    """One put. Without `trigger_address` it fires at once."""
+    """Write to a peer. Without a `trigger` it fires at once."""
 
     tag: int
     endpoint: Endpoint
@@ -54,12 +65,66 @@ class TriggeredPut(NamedTuple):
     flag_target: int | None = None  # None: no flag put
     flag_key: int = 0
     flag_value: int = 0
-    trigger_address: int = 0
+    trigger: Counter | None = None
     threshold: int = 0
+    completion: Counter | None = None  # moved by one once bytes and flag are there
     deadline_ns: int = 0  # CLOCK_MONOTONIC; 0: none
     crc32c: int | None = None  # send only if the bytes still have this checksum
     report_fired: bool = False
     acked: bool = False  # an ack watch tells of its success: report only its failure
+
+
+class TriggeredGet(NamedTuple):
+    """Read from a peer. Without a `trigger` it fires at once."""
+
+    tag: int
+    endpoint: Endpoint
+    peer: int
+    region: Region
+    target: int  # an address inside the region
+    length: int
+    source: int
+    source_key: int
+    flag_target: int | None = None  # told to the peer once the bytes are here; None: it isn't
+    flag_key: int = 0
+    flag_value: int = 0
+    trigger: Counter | None = None
+    threshold: int = 0
+    completion: Counter | None = None
+    deadline_ns: int = 0
+    crc32c: int | None = None  # fail unless the bytes have this checksum: then no flag, and no count
+    report_fired: bool = False
+
+
+class TriggeredNotify(NamedTuple):
+    """Put an 8-byte word into a peer's memory. Without a `trigger` it fires at once."""
+
+    tag: int
+    endpoint: Endpoint
+    peer: int
+    target: int
+    target_key: int
+    value: int
+    trigger: Counter | None = None
+    threshold: int = 0
+    completion: Counter | None = None
+    deadline_ns: int = 0
+    report_fired: bool = False
+
+
+class CounterMove(NamedTuple):
+    """Add to a counter, or set it, when another reaches a threshold."""
+
+    tag: int
+    counter: Counter
+    value: int
+    trigger: Counter | None = None
+    threshold: int = 0
+    sets: bool = False
+    deadline_ns: int = 0
+
+
+Operation = TriggeredPut | TriggeredGet | TriggeredNotify | CounterMove
 
 
 class WordPut(NamedTuple):
@@ -100,10 +165,10 @@ class AckWatch(NamedTuple):
 
 
 # The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
-_PUT = struct.Struct("=13Q3I4x")
+_OPERATION = struct.Struct("=15Q3I4x")
 _LANDING = struct.Struct("=10QI4x")
 _ACK = struct.Struct("=5QI4x")
-assert _PUT.size == ffi.sizeof("struct tk_put")
+assert _OPERATION.size == ffi.sizeof("struct tk_operation")
 assert _LANDING.size == ffi.sizeof("struct tk_landing")
 assert _ACK.size == ffi.sizeof("struct tk_ack_watch")
 
@@ -113,48 +178,103 @@ def _check(code: int, doing: str) -> None:
         raise FabricError.from_code(doing, code)
 
 
-def _row(put: TriggeredPut) -> bytes:
-    flags = (lib.TK_REPORT_FIRED if put.report_fired else 0) | (lib.TK_ACKED_PUT if put.acked else 0)
-    flag_target, crc32c = put.flag_target, put.crc32c
+def _pointer(counter: Counter | None) -> int:
+    return 0 if counter is None else counter.pointer
+
+
+def _transfer_row(
+    operation: TriggeredPut | TriggeredGet, local: int, remote: int, remote_key: int, flags: int
+) -> bytes:
+    flag_target, crc32c = operation.flag_target, operation.crc32c
+    if operation.report_fired:
+        flags |= lib.TK_REPORT_FIRED
     if flag_target is not None:
         flags |= lib.TK_FLAG_PUT
     if crc32c is not None:
         flags |= lib.TK_VERIFY_CRC
-    return _PUT.pack(
-        put.tag,
-        put.endpoint.pointer,
-        put.peer,
-        put.source,
-        put.target,
-        put.target_key,
+    return _OPERATION.pack(
+        operation.tag,
+        operation.endpoint.pointer,
+        operation.peer,
+        local,
+        remote,
+        remote_key,
         flag_target or 0,
-        put.flag_key,
-        put.flag_value,
-        put.trigger_address,
-        put.threshold,
-        put.deadline_ns,
-        put.region.pointer,
-        put.length,
+        operation.flag_key,
+        operation.flag_value,
+        _pointer(operation.trigger),
+        operation.threshold,
+        _pointer(operation.completion),
+        1,
+        operation.deadline_ns,
+        operation.region.pointer,
+        operation.length,
         crc32c or 0,
         flags,
     )
 
 
+def _notify_row(notify: TriggeredNotify) -> bytes:
+    flags = lib.TK_FLAG_PUT | (lib.TK_REPORT_FIRED if notify.report_fired else 0)
+    return _OPERATION.pack(
+        notify.tag,
+        notify.endpoint.pointer,
+        notify.peer,
+        *(0, 0, 0),
+        notify.target,
+        notify.target_key,
+        notify.value,
+        _pointer(notify.trigger),
+        notify.threshold,
+        _pointer(notify.completion),
+        1,
+        notify.deadline_ns,
+        *(0, 0, 0),
+        flags,
+    )
+
+
+def _move_row(move: CounterMove) -> bytes:
+    return _OPERATION.pack(
+        move.tag,
+        *(0, 0, 0, 0, 0, 0, 0, 0),
+        _pointer(move.trigger),
+        move.threshold,
+        move.counter.pointer,
+        move.value,
+        move.deadline_ns,
+        *(0, 0, 0),
+        lib.TK_SET_COUNTER if move.sets else 0,
+    )
+
+
+def _row(operation: Operation) -> bytes:
+    if isinstance(operation, TriggeredPut):
+        flags = lib.TK_ACKED_PUT if operation.acked else 0
+        return _transfer_row(operation, operation.source, operation.target, operation.target_key, flags)
+    if isinstance(operation, TriggeredGet):
+        return _transfer_row(operation, operation.target, operation.source, operation.source_key, lib.TK_GET)
+    if isinstance(operation, TriggeredNotify):
+        return _notify_row(operation)
+    return _move_row(operation)
+
+
 def _word_row(word: WordPut) -> bytes:
-    flags = lib.TK_QUIET | lib.TK_FLAG_PUT
     flag = (word.target, word.target_key, word.value)
-    return _PUT.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, 0, 0, 0, 0, 0, 0, flags)
+    nothing = (0, 0, 0, 0, 0, 0, 0, 0)
+    flags = lib.TK_QUIET | lib.TK_FLAG_PUT
+    return _OPERATION.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, *nothing, flags)
 
 
-def arm(fabric: Fabric, puts: Sequence[TriggeredPut]) -> None:
-    """Queue the puts, all or none. From here on they need no call from anybody."""
-    rows = ffi.from_buffer("struct tk_put[]", b"".join(map(_row, puts)))
-    _check(lib.tk_arm(fabric.handle, rows, len(puts)), f"Arming {len(puts)} puts")
+def arm(fabric: Fabric, operations: Sequence[Operation]) -> None:
+    """Queue the operations, all or none. From here on they need no call from anybody."""
+    rows = ffi.from_buffer("struct tk_operation[]", b"".join(map(_row, operations)))
+    _check(lib.tk_arm(fabric.handle, rows, len(operations)), f"Arming {len(operations)} operations")
 
 
 def put_words(fabric: Fabric, words: Sequence[WordPut]) -> None:
     """Put 8-byte words, such as acknowledgements, quietly: their reader has a deadline of his own."""
-    rows = ffi.from_buffer("struct tk_put[]", b"".join(map(_word_row, words)))
+    rows = ffi.from_buffer("struct tk_operation[]", b"".join(map(_word_row, words)))
     _check(lib.tk_arm(fabric.handle, rows, len(words)), f"Putting {len(words)} words")
 
 

@@ -89,14 +89,18 @@ static void summed_landing(struct tk_fabric *fabric, struct work *work)
 		landed(fabric, work);
 }
 
-static void summed_put(struct tk_fabric *fabric, struct work *work)
+static void summed_operation(struct tk_fabric *fabric, struct work *work)
 {
+	const struct tk_operation *op = &work->op;
 	queue_pop(&fabric->summing);
-	if (work->crc != work->put.crc32c) {
-		finish_put(fabric, work, -EBADMSG);
-		return;
-	}
-	get_ready(fabric, work, WORK_READY);
+	if (work->crc != op->crc32c)
+		finish(fabric, work, -EBADMSG);
+	else if (!(op->flags & TK_GET))
+		get_ready(fabric, work, WORK_READY);
+	else if (op->flags & TK_FLAG_PUT)
+		get_ready(fabric, work, WORK_FLAG_READY);
+	else
+		finish(fabric, work, 0);
 }
 
 int make_checksums(struct tk_fabric *fabric)
@@ -106,8 +110,8 @@ int make_checksums(struct tk_fabric *fabric)
 	while (budget && fabric->summing.head) {
 		struct work *work = fabric->summing.head;
 		int landing = work->kind == WORK_LANDING;
-		uint64_t bytes = landing ? work->landing.payload : work->put.source;
-		uint32_t length = landing ? work->landing.length : work->put.length;
+		uint64_t bytes = landing ? work->landing.payload : work->op.local;
+		uint32_t length = landing ? work->landing.length : work->op.length;
 		uint32_t piece = length - work->summed < budget ? length - work->summed : budget;
 		work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);
 		work->summed += piece;
@@ -118,7 +122,7 @@ int make_checksums(struct tk_fabric *fabric)
 		if (landing)
 			summed_landing(fabric, work);
 		else
-			summed_put(fabric, work);
+			summed_operation(fabric, work);
 	}
 	return busy;
 }

@@ -1,8 +1,9 @@
 /*
- * Posting puts, their chained flags and acknowledgements, and taking their completions.
+ * Posting puts and gets, their chained flags and acknowledgements, and taking their completions.
  *
- * What always holds: a flag put goes out inside the message with its bytes, where the provider carries a
- * message as one stream, and else only after the bytes were delivered; each endpoint has its own share of the wire.
+ * What always holds: a flag put goes out inside the message with its bytes, where the provider carries a message as
+ * one stream, and else only after the bytes were delivered; a counter is moved only after both were; each endpoint
+ * has its own share of the wire.
  */
 #define _GNU_SOURCE
 #include "parts.h"
@@ -15,42 +16,68 @@
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
 #define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
 
+/* The flag of an operation that is to move a counter: what waits for that finds the flag delivered. */
+static int post_followed_flag(struct work *work)
+{
+	struct tk_operation *op = &work->op;
+	struct iovec local = {&op->flag_value, sizeof op->flag_value};
+	struct fi_rma_iov remote = {op->flag_target, sizeof op->flag_value, op->flag_key};
+	struct fi_msg_rma message = {
+		.msg_iov = &local,
+		.iov_count = 1,
+		.addr = op->peer,
+		.rma_iov = &remote,
+		.rma_iov_count = 1,
+		.context = &work->context,
+	};
+	return (int)fi_writemsg(op->endpoint->fid, &message, FI_INJECT | FI_COMPLETION | FI_DELIVERY_COMPLETE);
+}
+
 /* 1: it is out, and no completion follows. */
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
-	const struct tk_put *put = &work->put;
-	if (put->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
-		int status = (int)fi_inject_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, put->peer,
-						  put->flag_target, put->flag_key);
+	const struct tk_operation *op = &work->op;
+	if (op->completion)
+		return post_followed_flag(work);
+	if (op->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
+		int status = (int)fi_inject_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, op->peer,
+						  op->flag_target, op->flag_key);
 		return status ? status : 1;
 	}
-	return (int)fi_write(put->endpoint->fid, &put->flag_value, sizeof put->flag_value, NULL, put->peer,
-			     put->flag_target, put->flag_key, &work->context);
+	return (int)fi_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, NULL, op->peer,
+			     op->flag_target, op->flag_key, &work->context);
+}
+
+static int flag_travels_along(const struct tk_fabric *fabric, const struct tk_operation *op)
+{
+	return fabric->ordered && op->length && (op->flags & (TK_FLAG_PUT | TK_GET)) == TK_FLAG_PUT;
 }
 
 /* The bytes and, where the provider carries a message as one stream, the flag in the same message: then
  * the flag can't arrive on a new connection after the bytes were lost with the old one. */
 static int post_bytes(struct tk_fabric *fabric, struct work *work)
 {
-	struct tk_put *put = &work->put;
-	int with_flag = fabric->ordered && put->flags & TK_FLAG_PUT;
-	struct iovec local[2] = {{(void *)put->source, put->length}, {&put->flag_value, sizeof put->flag_value}};
-	struct fi_rma_iov remote[2] = {{put->target, put->length, put->target_key},
-				       {put->flag_target, sizeof put->flag_value, put->flag_key}};
-	void *desc[2] = {put->region->desc, NULL};
+	struct tk_operation *op = &work->op;
+	int get = !!(op->flags & TK_GET), chained = !!(op->flags & TK_FLAG_PUT);
+	int with_flag = flag_travels_along(fabric, op);
+	struct iovec local[2] = {{(void *)op->local, op->length}, {&op->flag_value, sizeof op->flag_value}};
+	struct fi_rma_iov remote[2] = {{op->remote, op->length, op->remote_key},
+				       {op->flag_target, sizeof op->flag_value, op->flag_key}};
+	void *desc[2] = {op->region->desc, NULL};
 	struct fi_msg_rma message = {
 		.msg_iov = local,
 		.desc = desc,
 		.iov_count = with_flag ? 2 : 1,
-		.addr = put->peer,
+		.addr = op->peer,
 		.rma_iov = remote,
 		.rma_iov_count = with_flag ? 2 : 1,
 		.context = &work->context,
 	};
-	uint64_t flags = FI_COMPLETION;
-	if (put->flags & TK_FLAG_PUT && !with_flag)
-		flags |= FI_DELIVERY_COMPLETE; /* the flag is chained to the arrival of the bytes */
-	return (int)fi_writemsg(put->endpoint->fid, &message, flags);
+	if (get)
+		return (int)fi_readmsg(op->endpoint->fid, &message, FI_COMPLETION);
+	/* What follows is chained to the arrival of the bytes. */
+	int follows = (chained && !with_flag) || op->completion;
+	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (follows ? FI_DELIVERY_COMPLETE : 0));
 }
 
 /* Says `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that gave a word it has no right to, or is gone,
@@ -73,15 +100,15 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 {
 	if (work->kind == WORK_LANDING)
 		return post_landed(fabric, work);
-	if (work->state == WORK_READY && work->put.deadline_ns && tk_now_ns() >= work->put.deadline_ns)
+	if (work->state == WORK_READY && work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns)
 		return TOO_LATE;
-	int only_flag = !work->put.length || work->state == WORK_FLAG_READY;
+	int only_flag = !work->op.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
 
 /* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late
  * and a differing CRC all mean that nothing did, and callers build upon that. */
-static int status_of_provider(int error)
+int status_of_provider(int error)
 {
 	switch (error) {
 	case 0:
@@ -104,18 +131,18 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 		return;
 	}
 	if (status == TOO_LATE) {
-		finish_put(fabric, work, -ETIMEDOUT);
+		finish(fabric, work, -ETIMEDOUT);
 		return;
 	}
 	if (!work->posted_ns)
 		work->posted_ns = tk_now_ns();
 	if (status < 0) {
-		finish_put(fabric, work, status_of_provider(-status));
+		finish(fabric, work, status_of_provider(-status));
 	} else if (status == 1) {
-		finish_put(fabric, work, 0);
+		finish(fabric, work, 0);
 	} else {
 		work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
-		work->put.endpoint->in_flight++;
+		work->op.endpoint->in_flight++;
 		fabric->in_flight++;
 	}
 }
@@ -124,7 +151,7 @@ static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	int busy = 0;
 	for (uint32_t count = 0; count < POSTED_MAX && endpoint->ready.head; count++) {
-		if (endpoint->in_flight == POSTED_MAX)
+		if (endpoint->in_flight >= POSTED_MAX)
 			break;
 		struct work *work = endpoint->ready.head;
 		int status = post_one(fabric, work);
@@ -154,20 +181,35 @@ int post_ready(struct tk_fabric *fabric)
 	return busy;
 }
 
-static void completed(struct tk_fabric *fabric, struct work *work, int status)
+/* The bytes are there. A get's may have to be summed first, and a flag may have to follow them. */
+static void moved(struct tk_fabric *fabric, struct work *work)
 {
+	const struct tk_operation *op = &work->op;
+	if (op->flags & TK_GET && op->flags & TK_VERIFY_CRC) {
+		work->state = WORK_SUMMING;
+		queue_push(&fabric->summing, work);
+	} else if (op->flags & TK_FLAG_PUT && !flag_travels_along(fabric, op)) {
+		get_ready(fabric, work, WORK_FLAG_READY);
+	} else {
+		finish(fabric, work, 0);
+	}
+}
+
+static void completed(struct tk_fabric *fabric, void *context, int status)
+{
+	if (nic_completed(fabric, context, status))
+		return;
+	struct work *work = context;
 	if (work->state == WORK_STRANDED) {
 		recycle(fabric, work);
 		return;
 	}
 	fabric->in_flight--;
-	work->put.endpoint->in_flight--;
-	int chained = work->put.length && work->put.flags & TK_FLAG_PUT && !fabric->ordered;
-	if (!status && chained && work->state == WORK_POSTED) {
-		get_ready(fabric, work, WORK_FLAG_READY);
-		return;
-	}
-	finish_put(fabric, work, status);
+	work->op.endpoint->in_flight--;
+	if (!status && work->state == WORK_POSTED)
+		moved(fabric, work);
+	else
+		finish(fabric, work, status);
 }
 
 int drain_completions(struct tk_fabric *fabric)

@@ -79,7 +79,9 @@ void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uin
 /* Word by word, so that readers need no lock; before the events, so that who has one finds it counted. */
 static void show_statistics(struct tk_fabric *fabric)
 {
-	fabric->statistics.puts_in_flight = fabric->in_flight;
+	fabric->statistics.in_flight = fabric->in_flight;
+	fabric->statistics.held = fabric->nic.held;
+	fabric->statistics.slots_lost = fabric->nic.lost;
 	fabric->statistics.watches = fabric->landings.count + fabric->acks.count;
 	const uint64_t *from = (const uint64_t *)&fabric->statistics;
 	uint64_t *to = (uint64_t *)&fabric->shown;
@@ -133,8 +135,8 @@ void publish_soon(struct tk_fabric *fabric)
 uint64_t deadline_of(const struct work *work)
 {
 	switch (work->kind) {
-	case WORK_PUT:
-		return work->put.deadline_ns;
+	case WORK_OPERATION:
+		return work->op.deadline_ns;
 	case WORK_LANDING:
 		return work->landing.deadline_ns;
 	default:
@@ -145,8 +147,8 @@ uint64_t deadline_of(const struct work *work)
 uint64_t tag_of(const struct work *work)
 {
 	switch (work->kind) {
-	case WORK_PUT:
-		return work->put.tag;
+	case WORK_OPERATION:
+		return work->op.tag;
 	case WORK_LANDING:
 		return work->landing.tag;
 	default:
@@ -157,8 +159,8 @@ uint64_t tag_of(const struct work *work)
 struct tk_endpoint *endpoint_of(const struct work *work)
 {
 	switch (work->kind) {
-	case WORK_PUT:
-		return work->put.endpoint;
+	case WORK_OPERATION:
+		return work->op.endpoint;
 	case WORK_LANDING:
 		return work->landing.endpoint;
 	default:
@@ -178,6 +180,11 @@ void adopt(struct tk_fabric *fabric, struct work *work)
 		fabric->next_deadline_ns = deadline_ns;
 }
 
+static void stop_using(uint64_t *uses)
+{
+	__atomic_sub_fetch(uses, 1, __ATOMIC_RELEASE);
+}
+
 void disown(struct tk_fabric *fabric, struct work *work)
 {
 	if (work->before)
@@ -186,8 +193,14 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		fabric->all = work->after;
 	if (work->after)
 		work->after->before = work->before;
-	if (work->kind == WORK_PUT && work->put.region)
-		__atomic_sub_fetch(&work->put.region->uses, 1, __ATOMIC_RELEASE);
+	if (work->kind != WORK_OPERATION)
+		return;
+	if (work->op.region)
+		stop_using(&work->op.region->uses);
+	if (work->op.trigger)
+		stop_using(&work->op.trigger->uses);
+	if (work->op.completion)
+		stop_using(&work->op.completion->uses);
 }
 
 /* An item returns to the free list after the round, so nothing else in the round that still holds its address
@@ -201,31 +214,54 @@ void recycle(struct tk_fabric *fabric, struct work *work)
 void release(struct tk_fabric *fabric, struct work *work)
 {
 	disown(fabric, work);
+	work->state = WORK_OVER;
 	recycle(fabric, work);
 }
 
-void finish_put(struct tk_fabric *fabric, struct work *work, int status)
+/* Its end without a word to anybody but those who wait for it. */
+void drop(struct tk_fabric *fabric, struct work *work)
 {
+	if (work->kind == WORK_OPERATION && work->op.completion)
+		counter_fail(fabric, work->op.completion);
+	release(fabric, work);
+}
+
+static void count_end(struct tk_fabric *fabric, const struct tk_operation *op, int status)
+{
+	struct tk_statistics *statistics = &fabric->statistics;
 	if (!status) {
-		fabric->statistics.done++;
-		fabric->statistics.acks_sent += !work->put.length && work->put.flags & TK_QUIET;
-		fabric->statistics.put_bytes += work->put.length;
+		statistics->done++;
+		statistics->acks_sent += !op->length && op->flags & TK_QUIET;
+		if (op->flags & TK_GET)
+			statistics->got_bytes += op->length;
+		else
+			statistics->put_bytes += op->length;
 	} else if (status == -ECANCELED) {
-		fabric->statistics.cancelled++;
+		statistics->cancelled++;
 	} else {
-		fabric->statistics.failed++;
-		fabric->statistics.expired += status == -ETIMEDOUT;
+		statistics->failed++;
+		statistics->expired += status == -ETIMEDOUT;
 	}
-	if (!(work->put.flags & (status ? TK_QUIET : TK_QUIET | TK_ACKED_PUT)))
-		report(fabric, status ? TK_PUT_FAILED : TK_PUT_DONE, work->put.tag, work->posted_ns, status,
-		       tk_now_ns());
+}
+
+/* What waits for the operation's counter sees it moved, or fails, before anybody is told. */
+void finish(struct tk_fabric *fabric, struct work *work, int status)
+{
+	const struct tk_operation *op = &work->op;
+	count_end(fabric, op, status);
+	if (op->completion && status)
+		counter_fail(fabric, op->completion);
+	else if (op->completion && !work->counted && !__atomic_load_n(&op->completion->failed, __ATOMIC_RELAXED))
+		counter_move(op->completion, op->step, op->flags & TK_SET_COUNTER);
+	if (!(op->flags & (status ? TK_QUIET : TK_QUIET | TK_ACKED_PUT)))
+		report(fabric, status ? TK_FAILED : TK_DONE, op->tag, work->posted_ns, status, tk_now_ns());
 	release(fabric, work);
 }
 
 void fail(struct tk_fabric *fabric, struct work *work, int status)
 {
-	if (work->kind == WORK_PUT) {
-		finish_put(fabric, work, status);
+	if (work->kind == WORK_OPERATION) {
+		finish(fabric, work, status);
 		return;
 	}
 	report(fabric, TK_WATCH_FAILED, tag_of(work), 0, status, tk_now_ns());

@@ -22,6 +22,7 @@ from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired,
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
+from nic_offload.flags import FlagWord
 from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
     from kvstore.wire import kvstore_pb2 as pb
+    from nic_offload.counter import Counter
     from nic_offload.fabric import Event
-    from nic_offload.flags import FlagWord
 
 __all__ = ["ArmedPuts", "Reservation", "lease_deadline_ns"]
 
@@ -83,7 +84,7 @@ class Reservation:
             raise ProtocolError("A reservation is armed or given back once; reserve again.")
         self._spent = True
 
-    def arm(self, flag: FlagWord) -> ArmedPuts:
+    def arm(self, flag: FlagWord | Counter) -> ArmedPuts:
         """Queue the puts: each goes out when `flag` reaches its block's threshold."""
         self._spend()
         return ArmedPuts(self._client, self._link, self._puts, self.durability, flag, self._deadline_ns)
@@ -107,7 +108,7 @@ class ArmedPuts:
         link: Link,
         puts: list[_Put],
         durability: Durability,
-        flag: FlagWord,
+        flag: FlagWord | Counter,
         deadline_ns: int,
     ) -> None:
         self._client = client
@@ -116,13 +117,14 @@ class ArmedPuts:
         self._durability = durability
         self._by_tag: dict[int, _Put] = {}
         self._open = 0
+        self._counter: Counter | None = None
         self._done = threading.Condition(client.lock)
         with client.lock:
             if link.error is not None:
                 raise link.error
             self._start(flag, deadline_ns)
 
-    def _start(self, flag: FlagWord, deadline_ns: int) -> None:
+    def _start(self, flag: FlagWord | Counter, deadline_ns: int) -> None:
         link, client = self._link, self._client
         sent = []
         for put in self._puts:
@@ -139,6 +141,8 @@ class ArmedPuts:
         for tag in self._by_tag:
             link.operations[tag] = self
         watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
+        if isinstance(flag, FlagWord):
+            flag = self._counter = client.fabric.open_counter(flag)
         arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
 
     def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
@@ -151,7 +155,7 @@ class ArmedPuts:
             deadline_ns=deadline_ns + ACK_GRACE_MS * 1_000_000,
         )
 
-    def _armed(self, put: _Put, flag: FlagWord, deadline_ns: int) -> TriggeredPut:
+    def _armed(self, put: _Put, flag: Counter, deadline_ns: int) -> TriggeredPut:
         return TriggeredPut(
             tag=put.tag,
             endpoint=self._link.endpoint,
@@ -164,7 +168,7 @@ class ArmedPuts:
             flag_target=put.lease.flag,
             flag_key=self._link.landing_key,
             flag_value=put.lease.generation,
-            trigger_address=flag.address,
+            trigger=flag,
             threshold=put.block.threshold,
             deadline_ns=deadline_ns,
             report_fired=True,
@@ -179,11 +183,11 @@ class ArmedPuts:
         if put is None or put.result is not None:
             return
         match event.kind:
-            case EventKind.PUT_FIRED:
+            case EventKind.FIRED:
                 put.fired_ns = event.time_ns
             case EventKind.ACKED:
                 self._acked(put, event)
-            case EventKind.PUT_FAILED:
+            case EventKind.FAILED:
                 self._put_failed(put, event.status)
             case EventKind.WATCH_FAILED:
                 error = DeadlineExceeded("A block went out and was not acknowledged in time.")
@@ -247,6 +251,8 @@ class ArmedPuts:
         self._link.operations.pop(put.tag + 1, None)
         self._link.give_back_words([put.word])
         self._open -= 1
+        if not self._open and self._counter is not None:
+            self._counter.close()
         self._done.notify_all()
 
     # --- for the application

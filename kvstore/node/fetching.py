@@ -189,9 +189,9 @@ class Fetches:
     def sent(self, event: Event) -> None:
         """The fabric is done with a put of ours."""
         fetch = self._under_way.get(event.tag)
-        if fetch is None:
+        if fetch is None or event.kind not in (EventKind.DONE, EventKind.FAILED):
             return
-        if event.kind == EventKind.PUT_FAILED:
+        if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)
         self._end(event.tag)
 

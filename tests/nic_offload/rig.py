@@ -21,13 +21,14 @@ from nic_offload.trigger import TriggeredPut, arm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint
 
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 WAIT_S = 20.0
 PAGE = 4096
 FENCE_TAG = 1 << 62
-FINAL = {EventKind.PUT_DONE, EventKind.PUT_FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
+FINAL = {EventKind.DONE, EventKind.FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
 
 
 def offered() -> set[str]:
@@ -65,6 +66,7 @@ class Side:
         self.region = self.fabric.register(self.memory)
         self.length = length
         self.events: list[Event] = []
+        self._counters: dict[int, Counter] = {}
         self._poll = select.poll()
         self._poll.register(self.fabric.fileno(), select.POLLIN)
 
@@ -74,6 +76,12 @@ class Side:
         another = copy.copy(side)
         another.endpoint = side.fabric.open_endpoint()
         return another
+
+    def counter(self, word: FlagWord) -> Counter:
+        """The counter over a flag word, opened once."""
+        if word.address not in self._counters:
+            self._counters[word.address] = self.fabric.open_counter(word)
+        return self._counters[word.address]
 
     def word_offset(self, index: int) -> int:
         """Where word `index` of the last page is; the last one is the fence's."""
@@ -181,7 +189,7 @@ class Way:
         if flag is not None:
             fields |= {"flag_target": self.word_target(flag[0]), "flag_key": self.key, "flag_value": flag[1]}
         if fires is not None:
-            fields |= {"trigger_address": fires[0].address, "threshold": fires[1]}
+            fields |= {"trigger": self.near.counter(fires[0]), "threshold": fires[1]}
         return TriggeredPut(**(fields | more))
 
     def arm(self, *puts: TriggeredPut) -> None:
@@ -191,7 +199,7 @@ class Way:
         """A put at once, and its end: by then the agent has looked at every flag word once more."""
         self._fences += 1
         self.arm(self.put(self._fences, 0, flag=(PAGE // 8 - 1, self._fences)))
-        assert self.near.final(self._fences).kind == EventKind.PUT_DONE
+        assert self.near.final(self._fences).kind == EventKind.DONE
 
 
 class Pair:

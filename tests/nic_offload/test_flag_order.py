@@ -83,7 +83,7 @@ def test_the_flag_arrives_after_the_bytes_in_a_crowd(provider: str) -> None:
 
         wait_until(look, "all flags")
         finals = pair.near.all_final(tags)
-        assert {finals[i].kind for i in tags} == {EventKind.PUT_DONE}
+        assert {finals[i].kind for i in tags} == {EventKind.DONE}
 
 
 def test_a_put_without_a_flag_touches_its_target_alone(pair: Pair) -> None:
@@ -92,7 +92,7 @@ def test_a_put_without_a_flag_touches_its_target_alone(pair: Pair) -> None:
     block = os.urandom(5001)
     pair.near.fill(3, block)
     pair.there.arm(pair.there.put(1, len(block), source=3, target=77))
-    assert pair.near.final(1).kind == EventKind.PUT_DONE
+    assert pair.near.final(1).kind == EventKind.DONE
     # Done says that the source is free, not that the target has it all.
     wait_until(lambda: crc32c(pair.far.bytes_at(77, len(block))) == crc32c(block), "the bytes")
     pair.there.fence()
@@ -102,6 +102,6 @@ def test_a_put_without_a_flag_touches_its_target_alone(pair: Pair) -> None:
 
 def test_a_flag_stands_alone_when_there_are_no_bytes(pair: Pair) -> None:
     pair.there.arm(pair.there.put(1, 0, flag=(3, 1 << 63 | 5)))
-    assert pair.near.final(1).kind == EventKind.PUT_DONE
+    assert pair.near.final(1).kind == EventKind.DONE
     wait_until(lambda: pair.far.word(3).load() == 1 << 63 | 5, "the flag")
     assert (pair.far.word(2).load(), pair.far.word(4).load()) == (0, 0)

@@ -138,7 +138,7 @@ def test_an_acknowledgement_that_is_refused_does_not_undo_the_landing(pair: Pair
     assert pair.far.final(1).kind == EventKind.LANDED
     assert pair.near.word(1).load() == 0
     pair.far.endpoint.close()
-    assert pair.far.fabric.statistics().puts_in_flight == 0
+    assert pair.far.fabric.statistics().in_flight == 0
 
 
 def test_acknowledgements_rise_until_the_final_one(pair: Pair) -> None:

@@ -44,7 +44,7 @@ def test_one_fabric_serves_16_endpoints_each_with_its_own_peer(provider: str) ->
                 )
             )
         finals = node.all_final(100 * i + j for i in range(endpoints) for j in range(puts))
-        assert {event.kind for event in finals.values()} == {EventKind.PUT_DONE}
+        assert {event.kind for event in finals.values()} == {EventKind.DONE}
         for i, (peer, block) in enumerate(zip(peers, blocks, strict=True)):
             for j in range(puts):
                 wait_until(partial(holds, peer.word(j), i + 1), "a flag")
@@ -109,7 +109,7 @@ def test_events_come_in_order_and_in_batches(pair: Pair) -> None:
         pair.there.arm(*(pair.there.put(start + i, 8, fires=(flag, start + i + 1)) for i in range(500)))
     flag.store(total)
     pair.near.all_final(range(total))
-    assert [event.kind for event in pair.near.events] == [EventKind.PUT_DONE] * total
+    assert [event.kind for event in pair.near.events] == [EventKind.DONE] * total
     times = [event.time_ns for event in pair.near.events]
     assert times == sorted(times)
     assert not pair.near.fabric.reap()
@@ -133,7 +133,7 @@ def test_events_that_nobody_takes_are_bounded(provider: str) -> None:
             return False
 
         wait_until(no_room_at_rest, "a refusal")
-        assert armed <= 5 * 64 + 1
+        assert armed <= 6 * 64 + 1  # as many may be waiting to be published, and as many be under way
         pair.near.wait(lambda: len(pair.near.events) == armed, "all events")
         pair.there.fence()
 

@@ -104,10 +104,10 @@ def test_a_target_killed_in_a_stream_ends_every_put(provider: str) -> None:
         here.endpoint.close()
         here.reap()
         for event in here.finals().values():
-            if event.kind == EventKind.PUT_FAILED:
+            if event.kind == EventKind.FAILED:
                 assert event.status not in {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EBADMSG}
         here.region.close()  # nothing reads from it any more
-        wait_until(lambda: here.fabric.statistics().puts_in_flight == 0, "an empty wire")
+        wait_until(lambda: here.fabric.statistics().in_flight == 0, "an empty wire")
 
 
 def test_a_target_dead_before_the_flag_ends_every_put(provider: str) -> None:
@@ -118,7 +118,7 @@ def test_a_target_dead_before_the_flag_ends_every_put(provider: str) -> None:
         far.kill()
         flag.store(1)
         pair.there.arm(pair.there.put(100, 5000, flag=(0, 7)))
-        assert pair.near.final(100).kind == EventKind.PUT_DONE  # others are served meanwhile
+        assert pair.near.final(100).kind == EventKind.DONE  # others are served meanwhile
         way.endpoint.close()
         pair.near.region.close()
 
@@ -159,7 +159,7 @@ def test_a_forked_child_is_refused_and_harms_nothing(pair: Pair) -> None:
     assert [run_forked(action) for action in actions] == [0] * len(actions)
     assert not near.of(1)
     flag.store(1)
-    assert near.final(1).kind == EventKind.PUT_DONE
+    assert near.final(1).kind == EventKind.DONE
     wait_until(lambda: pair.far.word(0).load() == 7, "the flag")
     assert pair.far.bytes_at(0, 8) == b"parent's"
 
@@ -176,6 +176,6 @@ def test_a_peer_that_stands_still_does_not_hold_up_the_others(provider: str) -> 
         way.arm(*(way.put(tag, length, flag=(0, 7)) for tag in range(200)))
         pair.there.arm(*(pair.there.put(tag, 5000, flag=(0, 7)) for tag in range(1000, 1100)))
         finals = near.all_final(range(1000, 1100))
-        assert {finals[tag].kind for tag in range(1000, 1100)} == {EventKind.PUT_DONE}
+        assert {finals[tag].kind for tag in range(1000, 1100)} == {EventKind.DONE}
         stopped.endpoint.close()
         near.region.close()

@@ -33,12 +33,12 @@ def test_fires_never_early_and_never_twice(pair: Pair, flag: FlagWord) -> None:
     flag.store(2)
     there.fence()
     assert near.fabric.statistics().fired == 1  # the fence
-    assert near.fabric.statistics().puts_waiting == 1
+    assert near.fabric.statistics().waiting == 1
     assert not near.of(1)
     assert pair.far.bytes_at(0, 5) == bytes(5)
 
     flag.store(3)
-    assert near.final(1).kind == EventKind.PUT_DONE
+    assert near.final(1).kind == EventKind.DONE
     wait_until(lambda: pair.far.word(0).load() == 7, "the flag")
     assert pair.far.bytes_at(0, 5) == b"block"
     pair.far.fill(0, b"taken")
@@ -48,7 +48,7 @@ def test_fires_never_early_and_never_twice(pair: Pair, flag: FlagWord) -> None:
         if value % 10 == 0:
             there.fence()
     there.fence()
-    assert near.kinds(1) == [EventKind.PUT_FIRED, EventKind.PUT_DONE]
+    assert near.kinds(1) == [EventKind.FIRED, EventKind.DONE]
     assert near.fabric.statistics().fired == 2 + 5  # the put and the fences
     assert (pair.far.bytes_at(0, 5), pair.far.word(0).load()) == (b"taken", 0)
 
@@ -56,13 +56,13 @@ def test_fires_never_early_and_never_twice(pair: Pair, flag: FlagWord) -> None:
 def test_a_word_already_past_the_threshold_fires_at_once(pair: Pair, flag: FlagWord) -> None:
     flag.store(100)
     pair.there.arm(pair.there.put(1, 9, fires=(flag, 3)))
-    assert pair.near.final(1).kind == EventKind.PUT_DONE
+    assert pair.near.final(1).kind == EventKind.DONE
 
 
 def test_a_word_that_goes_back_un_fires_nothing(pair: Pair, flag: FlagWord) -> None:
     pair.there.arm(*(pair.there.put(tag, 9, fires=(flag, tag)) for tag in (1, 2)))
     flag.store(1)
-    assert pair.near.final(1).kind == EventKind.PUT_DONE
+    assert pair.near.final(1).kind == EventKind.DONE
     flag.store(0)
     pair.there.fence()
     flag.store(2)
@@ -77,7 +77,7 @@ def test_thresholds_of_64_bits_are_compared_as_such(pair: Pair, flag: FlagWord) 
     pair.there.fence()
     assert pair.near.fabric.statistics().fired == 1
     flag.store(high)
-    assert pair.near.final(1).kind == EventKind.PUT_DONE
+    assert pair.near.final(1).kind == EventKind.DONE
 
 
 def test_a_store_in_another_process_fires_without_a_call_in_this_one(pair: Pair) -> None:
@@ -109,11 +109,11 @@ def test_puts_armed_in_any_order_fire_exactly_when_reached(
         flag.store(value)
         there.fence()
         near.reap()
-        fired = {event.tag for event in near.events if event.kind == EventKind.PUT_FIRED}
+        fired = {event.tag for event in near.events if event.kind == EventKind.FIRED}
         assert {tag for tag in fired if tag in tags} == {tag for tag in tags if thresholds[tag] <= value}
     near.all_final(tags)
     for tag in tags:
-        assert near.kinds(tag) == [EventKind.PUT_FIRED, EventKind.PUT_DONE]
+        assert near.kinds(tag) == [EventKind.FIRED, EventKind.DONE]
 
 
 def test_waiting_on_many_words_fires_only_what_each_word_says(pair: Pair) -> None:
@@ -124,7 +124,7 @@ def test_waiting_on_many_words_fires_only_what_each_word_says(pair: Pair) -> Non
     pair.near.all_final(range(0, 64, 3))
     pair.there.fence()
     assert {tag for tag in pair.near.finals() if tag < 64} == set(range(0, 64, 3))
-    assert pair.near.fabric.statistics().puts_waiting == 64 - 22
+    assert pair.near.fabric.statistics().waiting == 64 - 22
     for i in range(64):
         words[i].store(1)
     pair.near.all_final(range(64))
@@ -150,11 +150,11 @@ def test_cancel_is_exact(pair: Pair, flag: FlagWord) -> None:
     near.reap()
     for tag in range(1, 10):  # the final event is there when cancel returns
         assert [(event.kind, event.status) for event in near.of(tag)] == [
-            (EventKind.PUT_FAILED, -errno.ECANCELED)
+            (EventKind.FAILED, -errno.ECANCELED)
         ]
     there.fence()
     flag.store(3)
-    assert near.final(10).kind == EventKind.PUT_DONE
+    assert near.final(10).kind == EventKind.DONE
     there.fence()
     assert near.fabric.statistics().fired == 3  # the tenth and two fences
     assert near.fabric.statistics().cancelled == 9
@@ -196,9 +196,9 @@ def test_cancelling_some_leaves_the_others_in_order(
         flag.store(value)
         there.fence()
         left = [tag for tag in tags if thresholds[tag] > value and tag not in withdrawn]
-        assert near.fabric.statistics().puts_waiting == len(left)
+        assert near.fabric.statistics().waiting == len(left)
     near.all_final(tags)
-    failed = {event.tag for event in near.events if event.kind == EventKind.PUT_FAILED}
+    failed = {event.tag for event in near.events if event.kind == EventKind.FAILED}
     assert failed == set(withdrawn)
 
 
@@ -208,13 +208,13 @@ def test_a_put_whose_flag_never_comes_ends_at_its_deadline(pair: Pair, flag: Fla
     deadline_ns = after_ms(30)
     there.arm(there.put(1, 5, flag=(0, 7), fires=(flag, 3), deadline_ns=deadline_ns))
     event = near.final(1)
-    assert (event.kind, event.status) == (EventKind.PUT_FAILED, -errno.ETIMEDOUT)
+    assert (event.kind, event.status) == (EventKind.FAILED, -errno.ETIMEDOUT)
     assert event.time_ns >= deadline_ns
     flag.store(3)
     there.fence()
     there.fence()
     statistics = near.fabric.statistics()
-    assert (statistics.fired, statistics.expired, statistics.puts_waiting) == (2, 1, 0)
+    assert (statistics.fired, statistics.expired, statistics.waiting) == (2, 1, 0)
     assert pair.far.bytes_at(0, 5) == bytes(5)
     assert pair.far.word(0).load() == 0
 
@@ -244,6 +244,6 @@ def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: 
             small = pair.there.put(1, length, flag=(0, 7), crc32c=1, deadline_ns=after_ms(5))
             pair.there.arm(small._replace(region=region, source=at))
             event = pair.near.final(1)
-            assert (event.kind, event.status) == (EventKind.PUT_FAILED, -errno.ETIMEDOUT)
+            assert (event.kind, event.status) == (EventKind.FAILED, -errno.ETIMEDOUT)
             assert pair.far.bytes_at(0, 6) == b"canary"
         source.close()

@@ -1,0 +1,255 @@
+/*
+ * Counters, and the agent: operations that wait for a counter, lowest threshold first.
+ *
+ * What always holds: an operation leaves its heap once, and is fired only when the counter has reached its
+ * threshold; for a counter that an operation failed to move nothing is fired any more.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+static int fires_before(const struct work *a, const struct work *b)
+{
+	if (a->op.threshold != b->op.threshold)
+		return a->op.threshold < b->op.threshold;
+	return a->sequence < b->sequence;
+}
+
+static void sift_up(struct tk_counter *counter, uint32_t at)
+{
+	struct work *work = counter->heap[at];
+	for (uint32_t parent; at; at = parent) {
+		parent = (at - 1) / 2;
+		if (!fires_before(work, counter->heap[parent]))
+			break;
+		counter->heap[at] = counter->heap[parent];
+	}
+	counter->heap[at] = work;
+}
+
+static void sift_down(struct tk_counter *counter, uint32_t at)
+{
+	struct work *work = counter->heap[at];
+	for (;;) {
+		uint32_t child = 2 * at + 1;
+		if (child >= counter->count)
+			break;
+		if (child + 1 < counter->count && fires_before(counter->heap[child + 1], counter->heap[child]))
+			child++;
+		if (!fires_before(counter->heap[child], work))
+			break;
+		counter->heap[at] = counter->heap[child];
+		at = child;
+	}
+	counter->heap[at] = work;
+}
+
+static void heap_remove(struct tk_fabric *fabric, struct tk_counter *counter, uint32_t at)
+{
+	struct work *last = counter->heap[--counter->count];
+	fabric->statistics.waiting--;
+	if (at == counter->count)
+		return;
+	counter->heap[at] = last;
+	sift_up(counter, at);
+	sift_down(counter, at);
+}
+
+void activate(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	if (counter->listed)
+		return;
+	if (grow((void **)&fabric->active, &fabric->active_capacity, fabric->active_count, sizeof *fabric->active))
+		abort(); /* as for reports: what waits for it could never be told the truth */
+	fabric->active[fabric->active_count++] = counter;
+	counter->listed = 1;
+}
+
+int wait_for_counter(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_counter *counter = work->op.trigger;
+	if (__atomic_load_n(&counter->failed, __ATOMIC_RELAXED))
+		return -EPIPE;
+	if (grow((void **)&counter->heap, &counter->capacity, counter->count, sizeof *counter->heap))
+		return -ENOMEM;
+	work->state = WORK_WAITING;
+	counter->heap[counter->count] = work;
+	sift_up(counter, counter->count++);
+	fabric->statistics.waiting++;
+	activate(fabric, counter);
+	return 0;
+}
+
+void stop_waiting(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_counter *counter = work->op.trigger;
+	for (uint32_t at = 0; at < counter->count; at++)
+		if (counter->heap[at] == work) {
+			heap_remove(fabric, counter, at);
+			return;
+		}
+}
+
+struct work *next_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	struct work *work = counter->heap[0];
+	heap_remove(fabric, counter, 0);
+	return work;
+}
+
+void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns)
+{
+	uint64_t deadline_ns = work->op.deadline_ns;
+	if (deadline_ns && now_ns >= deadline_ns) {
+		finish(fabric, work, -ETIMEDOUT);
+		return;
+	}
+	fabric->statistics.fired++;
+	work->fired_ns = now_ns;
+	if (work->op.flags & TK_REPORT_FIRED)
+		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
+	if (!work->op.length && !(work->op.flags & TK_FLAG_PUT)) {
+		finish(fabric, work, 0);
+	} else if (work->op.flags & TK_VERIFY_CRC && work->op.length && !(work->op.flags & TK_GET)) {
+		work->state = WORK_SUMMING;
+		queue_push(&fabric->summing, work);
+	} else {
+		get_ready(fabric, work, WORK_READY);
+	}
+}
+
+uint64_t counter_value(struct tk_counter *counter)
+{
+	return counter->word ? tk_word_load(counter->word) : fi_cntr_read(counter->nic);
+}
+
+void counter_move(struct tk_counter *counter, uint64_t step, int set)
+{
+	if (!counter->word) {
+		if (set)
+			fi_cntr_set(counter->nic, step);
+		else
+			fi_cntr_add(counter->nic, step);
+	} else if (set) {
+		tk_word_store(counter->word, step);
+	} else {
+		__atomic_add_fetch(counter->word, step, __ATOMIC_RELEASE);
+	}
+}
+
+void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	__atomic_store_n(&counter->failed, 1, __ATOMIC_RELEASE);
+	activate(fabric, counter);
+}
+
+static void fail_all(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	nic_fail_waiting(fabric, counter);
+	while (counter->count)
+		finish(fabric, next_waiting(fabric, counter), -EPIPE);
+}
+
+static int fire_reached(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
+{
+	if (!counter->count || counter->heap[0]->op.threshold > value)
+		return 0;
+	uint64_t now_ns = tk_now_ns();
+	do
+		fire(fabric, next_waiting(fabric, counter), now_ns);
+	while (counter->count && counter->heap[0]->op.threshold <= value);
+	return 1;
+}
+
+static int poll_counter(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	if (__atomic_load_n(&counter->failed, __ATOMIC_RELAXED)) {
+		fail_all(fabric, counter);
+		return 1;
+	}
+	int busy = 0;
+	if (counter->word) {
+		uint64_t value = tk_word_load(counter->word);
+		if (counter->nic && value != counter->mirrored)
+			nic_follow_word(fabric, counter, value);
+		busy = fire_reached(fabric, counter, value);
+	}
+	if (counter->nic && counter->count)
+		busy |= nic_hand_over(fabric, counter);
+	if (!counter->word && counter->count) /* what the NIC has no room for */
+		busy |= fire_reached(fabric, counter, counter_value(counter));
+	return busy;
+}
+
+static void deactivate(struct tk_fabric *fabric, uint32_t at)
+{
+	struct tk_counter *counter = fabric->active[at];
+	free(counter->heap);
+	counter->heap = NULL;
+	counter->capacity = 0;
+	counter->listed = 0;
+	fabric->active[at] = fabric->active[--fabric->active_count];
+}
+
+/* A word for which nothing waits is not even read: its owner may have unmapped it. */
+int poll_counters(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	for (uint32_t i = 0; i < fabric->active_count;) {
+		struct tk_counter *counter = fabric->active[i];
+		if (counter->count || counter->held)
+			busy |= poll_counter(fabric, counter);
+		if (counter->count || counter->held)
+			i++;
+		else
+			deactivate(fabric, i);
+	}
+	return busy;
+}
+
+void free_counter(struct tk_counter *counter)
+{
+	if (counter->nic)
+		fi_close(&counter->nic->fid);
+	free(counter->heap);
+	free(counter->own_word);
+	free(counter);
+}
+
+/* Those that are in use, or listed still, have their time in a later round. */
+void free_closed_counters(struct tk_fabric *fabric)
+{
+	if (!__atomic_load_n(&fabric->closing, __ATOMIC_RELAXED))
+		return;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (struct tk_counter **link = &fabric->closing; *link;) {
+		struct tk_counter *counter = *link;
+		if (counter->listed || __atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE)) {
+			link = &counter->next;
+			continue;
+		}
+		*link = counter->next;
+		free_counter(counter);
+	}
+	pthread_mutex_unlock(&fabric->handle_lock);
+}
+
+/* Back to nothing, and unfailed: only while nothing waits for it and nothing is to move it. */
+int core_reset_counter(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_counter *counter = argument;
+	if (__atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))
+		return -EBUSY;
+	if (counter->nic) {
+		int status = fi_cntr_set(counter->nic, 0);
+		if (status)
+			return status;
+		counter->mirrored = 0;
+	}
+	if (counter->word)
+		tk_word_store(counter->word, 0);
+	__atomic_store_n(&counter->failed, 0, __ATOMIC_RELEASE);
+	return 0;
+}

@@ -1,0 +1,92 @@
+"""Counters: what operations wait for, and what they move when they are done.
+
+A counter over a flag word (`Fabric.open_counter(word)`) has that word's value: whoever can map the word moves it, and
+the fabric's thread sees it move. One without a word belongs to the NIC where there is one with doorbells (cxi), so
+that a store to its doorbell fires operations with no thread of ours awake; elsewhere it is a word of ours.
+
+What always holds: a counter only grows, until it is reset, and it is reset only while nothing waits for it and nothing
+is to move it; one that an operation failed to move has failed: it moves no more, and what waits for it fails too.
+
+What it doesn't do: keep a flag word's memory alive once its `FlagWords` is closed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from nic_offload.fabric import Fabric
+    from nic_offload.flags import FlagWord
+
+__all__ = ["Counter", "Doorbell"]
+
+
+class Doorbell(NamedTuple):
+    """Where a 64-bit store moves a counter: by the stored value if it adds, else to it."""
+
+    address: int
+    adds: bool
+
+
+class Counter(Handle):
+    """A count that operations wait for."""
+
+    def __init__(self, fabric: Fabric, word: FlagWord | None) -> None:
+        self._fabric = fabric
+        self._word = word
+        out = ffi.new("struct tk_counter **")
+        pointer = ffi.NULL if word is None else ffi.cast("void *", word.address)
+        self._check(lib.tk_counter_open(fabric.handle, pointer, out), "Opening a counter")
+        self.handle: Any = out[0]
+        self.pointer = int(ffi.cast("uintptr_t", self.handle))
+        fabric.counters.add(self)
+
+    @staticmethod
+    def _check(code: int, doing: str) -> None:
+        if code:
+            raise FabricError.from_code(doing, code)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an operation that was to move it failed."""
+        return bool(lib.tk_counter_failed(self.handle))
+
+    def value(self) -> int:
+        """What it has counted to."""
+        out = ffi.new("uint64_t *")
+        self._check(lib.tk_counter_read(self.handle, out), "Reading a counter")
+        return int(out[0])
+
+    def add(self, value: int) -> None:
+        """Publish everything written before, then move the counter by so much: this is what fires operations."""
+        self._check(lib.tk_counter_add(self.handle, value), "Adding to a counter")
+
+    def set(self, value: int) -> None:
+        """Move the counter to a value that is not below its own."""
+        self._check(lib.tk_counter_set(self.handle, value), "Setting a counter")
+
+    def reset(self) -> None:
+        """Back to zero, and to not failed. Refused while anything waits for it or is to move it."""
+        self._check(lib.tk_counter_reset(self.handle), "Resetting a counter")
+
+    def doorbell(self) -> Doorbell:
+        """Where a GPU, or another process, stores to move it."""
+        address, adds = ffi.new("uint64_t *"), ffi.new("int *")
+        self._check(lib.tk_counter_doorbell(self.handle, address, adds), "Asking for a counter's doorbell")
+        return Doorbell(int(address[0]), bool(adds[0]))
+
+    def close(self) -> None:
+        """Let it go; what waits for it waits on, and it lives as long as that."""
+        if self.handle is None:
+            return
+        self._check(lib.tk_counter_close(self.handle), "Closing a counter")
+        self.detach()
+
+    def detach(self) -> None:
+        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        self.handle, self.pointer = None, 0
+        self._fabric.counters.discard(self)

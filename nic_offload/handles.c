@@ -1,0 +1,355 @@
+/*
+ * Endpoints, peers, regions and counters: opening and closing them. Any thread.
+ *
+ * What always holds: whatever changes what the progress thread reads from is done by that thread; a child of fork is
+ * refused everything.
+ */
+#define _GNU_SOURCE
+#include "cxi.h"
+#include "parts.h"
+
+#include <errno.h>
+#include <rdma/fi_cm.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#define CACHE_LINE 64
+#define KEY_TRIES 8
+
+static int open_endpoint(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_endpoint *endpoint = argument;
+	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	if (status)
+		return status;
+	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
+	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
+	    (status = fi_enable(endpoint->fid)))
+		fi_close(&endpoint->fid->fid);
+	return status;
+}
+
+int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message)
+{
+	message[0] = 0;
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	struct tk_endpoint *endpoint = calloc(1, sizeof *endpoint);
+	if (!endpoint)
+		return -ENOMEM;
+	endpoint->fabric = fabric;
+	int status = on_the_thread(fabric, open_endpoint, endpoint);
+	if (status) {
+		free(endpoint);
+		return refused(message, "opening an endpoint", status);
+	}
+	pthread_mutex_lock(&fabric->handle_lock);
+	endpoint->next = fabric->endpoints;
+	fabric->endpoints = endpoint;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	*out = endpoint;
+	return 0;
+}
+
+int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
+{
+	size_t length = TK_ADDRESS_BYTES;
+	int status = fi_getname(&endpoint->fid->fid, out, &length);
+	return status ? status : (int)length;
+}
+
+int tk_endpoint_close(struct tk_endpoint *endpoint)
+{
+	struct tk_fabric *fabric = endpoint->fabric;
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (struct tk_endpoint **link = &fabric->endpoints; *link; link = &(*link)->next)
+		if (*link == endpoint) {
+			*link = endpoint->next;
+			break;
+		}
+	pthread_mutex_unlock(&fabric->handle_lock);
+	int status = on_the_thread(fabric, core_close_endpoint, endpoint);
+	free(endpoint);
+	return status;
+}
+
+struct peer {
+	char address[TK_ADDRESS_BYTES]; /* padded: a peer's word is not trusted to be as long as its kind */
+	fi_addr_t number;
+};
+
+static int add_peer(struct tk_fabric *fabric, void *argument)
+{
+	struct peer *peer = argument;
+	int added = fi_av_insert(fabric->av, peer->address, 1, &peer->number, 0, NULL);
+	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
+}
+
+static int remove_peer(struct tk_fabric *fabric, void *argument)
+{
+	struct peer *peer = argument;
+	return fi_av_remove(fabric->av, &peer->number, 1, 0);
+}
+
+int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out)
+{
+	struct peer peer = {.number = FI_ADDR_UNSPEC};
+	if (length > TK_ADDRESS_BYTES || !length)
+		return -EINVAL;
+	memcpy(peer.address, address, length);
+	int status = on_the_thread(fabric, add_peer, &peer);
+	*out = peer.number;
+	return status;
+}
+
+int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
+{
+	struct peer peer = {.number = number};
+	return on_the_thread(fabric, remove_peer, &peer);
+}
+
+/* Keys are random so that nobody can guess the key of a region that was not given to him. */
+static int register_with_random_key(struct tk_fabric *fabric, void *address, size_t length, uint64_t access,
+				    struct fid_mr **mr)
+{
+	size_t key_bytes = fabric->info->domain_attr->mr_key_size;
+	for (int i = 0;; i++) {
+		uint64_t key;
+		if (getrandom(&key, sizeof key, 0) != sizeof key)
+			return -EIO;
+		if (key_bytes < sizeof key)
+			key &= ((uint64_t)1 << (8 * key_bytes)) - 1;
+		int status = fi_mr_reg(fabric->domain, address, length, access, 0, key, 0, mr, NULL);
+		if (status != -FI_ENOKEY || i == KEY_TRIES)
+			return status;
+	}
+}
+
+/* Where the provider binds memory to endpoints, memory that no peer may touch needs no registration at all. */
+static int register_region(struct tk_fabric *fabric, struct tk_endpoint *endpoint, struct tk_region *region,
+			   uint32_t access)
+{
+	uint64_t wanted = FI_WRITE | FI_READ;
+	if (access & TK_REMOTE_WRITE)
+		wanted |= FI_REMOTE_WRITE;
+	if (access & TK_REMOTE_READ)
+		wanted |= FI_REMOTE_READ;
+	int binds = !!(fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT);
+	if (binds && !access)
+		return 0;
+	if (binds && !endpoint)
+		return -EINVAL;
+	int status = register_with_random_key(fabric, (void *)region->address, region->length, wanted, &region->mr);
+	if (status || !binds)
+		return status;
+	if ((status = fi_mr_bind(region->mr, &endpoint->fid->fid, 0)) || (status = fi_mr_enable(region->mr))) {
+		fi_close(&region->mr->fid);
+		return status;
+	}
+	region->endpoint = endpoint;
+	return 0;
+}
+
+int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void *address, size_t length,
+		   uint32_t access, struct tk_region **out)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	if (!length || (endpoint && endpoint->fabric != fabric))
+		return -EINVAL;
+	struct tk_region *region = calloc(1, sizeof *region);
+	if (!region)
+		return -ENOMEM;
+	region->fabric = fabric;
+	region->address = (uintptr_t)address;
+	region->length = length;
+	int status = register_region(fabric, endpoint, region, access);
+	if (status) {
+		free(region);
+		return status;
+	}
+	region->key = region->mr ? fi_mr_key(region->mr) : 0;
+	region->desc = region->mr ? fi_mr_desc(region->mr) : NULL;
+	region->base = fabric->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? region->address : 0;
+	pthread_mutex_lock(&fabric->handle_lock);
+	region->next = fabric->regions;
+	fabric->regions = region;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	*out = region;
+	return 0;
+}
+
+int tk_region_close(struct tk_region *region)
+{
+	struct tk_fabric *fabric = region->fabric;
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	if (__atomic_load_n(&region->uses, __ATOMIC_ACQUIRE))
+		return -EBUSY;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (struct tk_region **link = &fabric->regions; *link; link = &(*link)->next)
+		if (*link == region) {
+			*link = region->next;
+			break;
+		}
+	pthread_mutex_unlock(&fabric->handle_lock);
+	int status = region->mr ? fi_close(&region->mr->fid) : 0;
+	free(region);
+	return status;
+}
+
+uint64_t tk_region_key(struct tk_region *region)
+{
+	return region->key;
+}
+
+uint64_t tk_region_base(struct tk_region *region)
+{
+	return region->base;
+}
+
+static int open_nic_counter(struct tk_fabric *fabric, void *counter)
+{
+	return nic_counter(fabric, &((struct tk_counter *)counter)->nic);
+}
+
+int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	if ((uintptr_t)word % 8)
+		return -EINVAL;
+	struct tk_counter *counter = calloc(1, sizeof *counter);
+	if (!counter)
+		return -ENOMEM;
+	counter->fabric = fabric;
+	counter->word = word;
+	if (!word && !fabric->nic.own_counters)
+		counter->word = counter->own_word = aligned_alloc(CACHE_LINE, CACHE_LINE);
+	int status = 0;
+	if (!word && !fabric->nic.own_counters && !counter->own_word)
+		status = -ENOMEM;
+	if (!status && counter->own_word)
+		*counter->own_word = 0;
+	if (!status && fabric->nic.used)
+		status = on_the_thread(fabric, open_nic_counter, counter);
+	if (status) {
+		free(counter->own_word);
+		free(counter);
+		return status;
+	}
+	pthread_mutex_lock(&fabric->handle_lock);
+	counter->next = fabric->counters;
+	fabric->counters = counter;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	*out = counter;
+	return 0;
+}
+
+/* The thread lets it go once nothing waits for it and nothing is to move it, and nobody waits for that. */
+int tk_counter_close(struct tk_counter *counter)
+{
+	struct tk_fabric *fabric = counter->fabric;
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (struct tk_counter **link = &fabric->counters; *link; link = &(*link)->next)
+		if (*link == counter) {
+			*link = counter->next;
+			break;
+		}
+	counter->next = fabric->closing;
+	__atomic_store_n(&fabric->closing, counter, __ATOMIC_RELEASE);
+	pthread_mutex_unlock(&fabric->handle_lock);
+	return 0;
+}
+
+int tk_counter_reset(struct tk_counter *counter)
+{
+	return on_the_thread(counter->fabric, core_reset_counter, counter);
+}
+
+struct movement {
+	struct tk_counter *counter;
+	uint64_t value;
+	int set;
+};
+
+/* On the thread where there is deferred work: it may replace the NIC's counter. */
+static int move(struct tk_fabric *fabric, void *argument)
+{
+	struct movement *movement = argument;
+	struct tk_counter *counter = movement->counter;
+	if (__atomic_load_n(&counter->failed, __ATOMIC_ACQUIRE))
+		return -EPIPE;
+	if (movement->set && movement->value < counter_value(counter))
+		return -ERANGE;
+	counter_move(counter, movement->value, movement->set);
+	return 0;
+}
+
+static int move_counter(struct tk_counter *counter, uint64_t value, int set)
+{
+	struct movement movement = {.counter = counter, .value = value, .set = set};
+	if (!fabric_is_ours(counter->fabric))
+		return -ECHILD;
+	return counter->word ? move(counter->fabric, &movement) : on_the_thread(counter->fabric, move, &movement);
+}
+
+int tk_counter_add(struct tk_counter *counter, uint64_t value)
+{
+	return move_counter(counter, value, 0);
+}
+
+int tk_counter_set(struct tk_counter *counter, uint64_t value)
+{
+	return move_counter(counter, value, 1);
+}
+
+struct reading {
+	struct tk_counter *counter;
+	uint64_t value;
+};
+
+static int read_counter(struct tk_fabric *fabric, void *argument)
+{
+	struct reading *reading = argument;
+	reading->value = counter_value(reading->counter);
+	return 0;
+}
+
+int tk_counter_read(struct tk_counter *counter, uint64_t *value)
+{
+	struct reading reading = {.counter = counter};
+	if (!fabric_is_ours(counter->fabric))
+		return -ECHILD;
+	int status = counter->word ? read_counter(counter->fabric, &reading) :
+				     on_the_thread(counter->fabric, read_counter, &reading);
+	*value = reading.value;
+	return status;
+}
+
+int tk_counter_failed(struct tk_counter *counter)
+{
+	return __atomic_load_n(&counter->failed, __ATOMIC_ACQUIRE);
+}
+
+int tk_counter_doorbell(struct tk_counter *counter, uint64_t *address, int *adds)
+{
+	*adds = !counter->word;
+	if (counter->word) {
+		*address = (uintptr_t)counter->word;
+		return 0;
+	}
+	struct cxi_counter_ops *ops = NULL;
+	void *page = NULL;
+	size_t length = 0;
+	int status = fi_open_ops(&counter->nic->fid, CXI_COUNTER_OPS, 0, (void **)&ops, NULL);
+	if (!status)
+		status = ops->get_mmio_addr(&counter->nic->fid, &page, &length);
+	*address = (uintptr_t)page; /* a store to its first word adds */
+	return status;
+}

@@ -1,0 +1,182 @@
+/*
+ * Queueing work and taking events. Any thread.
+ */
+#define _GNU_SOURCE
+#include "fabric.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
+
+/* Under inbox_lock. All or none: -EAGAIN when the bound on queued work would be passed. */
+static int reserve_work(struct tk_fabric *fabric, uint32_t count)
+{
+	if (fabric->stop)
+		return -ESHUTDOWN;
+	if (count > fabric->free_count + (fabric->work_max - fabric->work_count))
+		return -EAGAIN;
+	if (__atomic_load_n(&fabric->events_count, __ATOMIC_RELAXED) > EVENTS_FOR_EACH * fabric->work_max)
+		return -EAGAIN; /* nobody takes the events */
+	while (fabric->free_count < count) {
+		uint32_t left = fabric->work_max - fabric->work_count;
+		uint32_t more = left < WORK_CHUNK ? left : WORK_CHUNK;
+		struct work *chunk = calloc(more, sizeof *chunk);
+		if (!chunk)
+			return -ENOMEM;
+		fabric->chunks[fabric->chunks_count++] = chunk;
+		fabric->work_count += more;
+		fabric->free_count += more;
+		for (uint32_t i = 0; i < more; i++) {
+			chunk[i].next = fabric->free;
+			fabric->free = &chunk[i];
+		}
+	}
+	return 0;
+}
+
+/* Under inbox_lock, after reserve_work. */
+static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
+{
+	struct work *work = fabric->free;
+	fabric->free = work->next;
+	fabric->free_count--;
+	memset(work, 0, sizeof *work);
+	work->kind = kind;
+	work->sequence = fabric->sequence++;
+	if (fabric->inbox.tail)
+		fabric->inbox.tail->next = work;
+	else
+		fabric->inbox.head = work;
+	fabric->inbox.tail = work;
+	return work;
+}
+
+static int is_of(const struct tk_counter *counter, const struct tk_fabric *fabric)
+{
+	return !counter || counter->fabric == fabric;
+}
+
+static int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op)
+{
+	int transfers = op->length || op->flags & TK_FLAG_PUT;
+	if (!transfers && !op->completion)
+		return -EINVAL;
+	if (transfers ? !op->endpoint || op->endpoint->fabric != fabric : !!op->endpoint)
+		return -EINVAL;
+	if (!is_of(op->trigger, fabric) || !is_of(op->completion, fabric) || op->flag_target % 8)
+		return -EINVAL;
+	if (op->trigger && op->trigger == op->completion)
+		return -EINVAL; /* it would fire itself */
+	if (!op->length)
+		return 0;
+	const struct tk_region *region = op->region;
+	if (!region || region->fabric != fabric || op->local < region->address || op->length > region->length ||
+	    op->local - region->address > region->length - op->length)
+		return -ERANGE;
+	return 0;
+}
+
+static void start_using(uint64_t *uses)
+{
+	__atomic_add_fetch(uses, 1, __ATOMIC_RELAXED);
+}
+
+int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	for (int i = 0; i < count; i++) {
+		int status = check_operation(fabric, &operations[i]);
+		if (status)
+			return status;
+	}
+	pthread_mutex_lock(&fabric->inbox_lock);
+	int status = reserve_work(fabric, (uint32_t)count);
+	for (int i = 0; !status && i < count; i++) {
+		const struct tk_operation *op = &operations[i];
+		enqueue(fabric, WORK_OPERATION)->op = *op;
+		if (op->region)
+			start_using(&op->region->uses);
+		if (op->trigger)
+			start_using(&op->trigger->uses);
+		if (op->completion)
+			start_using(&op->completion->uses);
+	}
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	if (!status)
+		fabric_wake(fabric);
+	return status;
+}
+
+int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landings, int count)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	for (int i = 0; i < count; i++)
+		if (!landings[i].endpoint || !landings[i].word || landings[i].word % 8 || landings[i].ack_target % 8)
+			return -EINVAL;
+	pthread_mutex_lock(&fabric->inbox_lock);
+	int status = reserve_work(fabric, (uint32_t)count);
+	for (int i = 0; !status && i < count; i++)
+		enqueue(fabric, WORK_LANDING)->landing = landings[i];
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	if (!status)
+		fabric_wake(fabric);
+	return status;
+}
+
+int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, int count)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	for (int i = 0; i < count; i++)
+		if (!watches[i].endpoint || !watches[i].word || watches[i].word % 8)
+			return -EINVAL;
+	pthread_mutex_lock(&fabric->inbox_lock);
+	int status = reserve_work(fabric, (uint32_t)count);
+	for (int i = 0; !status && i < count; i++)
+		enqueue(fabric, WORK_ACK)->ack = watches[i];
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	if (!status)
+		fabric_wake(fabric);
+	return status;
+}
+
+int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
+{
+	struct cancellation wanted = {.tags = tags, .count = count};
+	return count > 0 ? on_the_thread(fabric, core_cancel, &wanted) : 0;
+}
+
+int tk_flush(struct tk_fabric *fabric)
+{
+	return on_the_thread(fabric, core_flush, NULL);
+}
+
+int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->event_lock);
+	uint32_t count = fabric->events_count;
+	if (count > (uint32_t)out_max)
+		count = (uint32_t)out_max;
+	if (count)
+		memcpy(out, fabric->events + fabric->events_first, count * sizeof *out);
+	fabric->events_first += count;
+	__atomic_store_n(&fabric->events_count, fabric->events_count - count, __ATOMIC_RELAXED);
+	if (!fabric->events_count) {
+		fabric->events_first = 0;
+		if (fabric->signalled) {
+			uint64_t ignored;
+			ssize_t got = read(fabric->event_fd, &ignored, sizeof ignored);
+			(void)got;
+			fabric->signalled = 0;
+		}
+	}
+	pthread_mutex_unlock(&fabric->event_lock);
+	return (int)count;
+}

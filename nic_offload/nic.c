@@ -1,0 +1,576 @@
+/*
+ * libfabric's deferred work: operations that the NIC holds and fires with no call of ours.
+ *
+ * An operation becomes up to three steps at the NIC: its bytes wait for the operation's own counter; its flag waits
+ * for a counter that the bytes move when they have been delivered; the counter it is to move follows at last. The
+ * steps are queued last first, so that a NIC which takes only some of them has taken none that could fire.
+ *
+ * What always holds: an operation is either in our own queue or at the NIC, never in both; a place is given to
+ * another operation only when nothing unfinished can be tied to it any more, and is counted as lost until then;
+ * what a NIC has no room for, the agent fires.
+ *
+ * Two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to follow
+ * the word here, so it is known which operations have fired; one that has not is taken back by closing the counter
+ * that it waits for. It tells of no completions, loses operations whose peer is dead, and stalls when its ring is
+ * full until it is kicked. `cxi` moves counters itself, and a GPU moves them through its doorbells; what has fired is
+ * seen from completions, and unfired operations are taken back by a flush of the whole domain, about a second.
+ */
+#define _GNU_SOURCE
+#include "cxi.h"
+#include "parts.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SOCKETS_DEPTH 512u /* steps; its ring takes about a thousand, and queueing grows slower with their number */
+#define SOCKETS_VALUE_MAX ((uint64_t)INT32_MAX) /* its counters are 32-bit, and signed */
+#define CXI_VALUE_MAX (((uint64_t)1 << 48) - 1)
+#define TRY_AGAIN_NS 1000000u
+#define KICK_NS 1000000u
+
+static uint64_t value_max(const struct nic *nic)
+{
+	return nic->own_counters ? CXI_VALUE_MAX : SOCKETS_VALUE_MAX;
+}
+
+static uint32_t depth_of_cxi(struct tk_fabric *fabric)
+{
+	struct cxi_domain_ops *ops = NULL;
+	size_t depth = CXI_DEPTH;
+	if (!fi_open_ops(&fabric->domain->fid, CXI_DOMAIN_OPS, 0, (void **)&ops, NULL))
+		ops->get_dwq_depth(&fabric->domain->fid, &depth);
+	return (uint32_t)depth;
+}
+
+int nic_open(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	nic->own_counters = !strcmp(fabric->info->fabric_attr->prov_name, "cxi");
+	nic->silent = !nic->own_counters;
+	nic->depth = nic->room = nic->own_counters ? depth_of_cxi(fabric) : SOCKETS_DEPTH;
+	nic->slots_count = nic->depth;
+	nic->slots = calloc(nic->slots_count, sizeof *nic->slots);
+	if (!nic->slots)
+		return -ENOMEM;
+	nic->used = 1;
+	return 0;
+}
+
+static void close_counter(struct fid_cntr *counter)
+{
+	if (counter)
+		fi_close(&counter->fid);
+}
+
+void nic_close(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		close_counter(nic->slots[i].moved);
+		close_counter(nic->slots[i].done);
+	}
+}
+
+int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out)
+{
+	struct fi_cntr_attr attr = {.events = FI_CNTR_EVENTS_COMP, .wait_obj = FI_WAIT_NONE};
+	return fi_cntr_open(fabric->domain, &attr, out, NULL);
+}
+
+/* --- slots */
+
+static int open_slot(struct tk_fabric *fabric, struct slot *slot)
+{
+	int status = nic_counter(fabric, &slot->moved);
+	if (!status && (status = nic_counter(fabric, &slot->done))) {
+		close_counter(slot->moved);
+		slot->moved = NULL;
+	}
+	return status;
+}
+
+static struct slot *take_slot(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	struct slot *slot = nic->free;
+	if (slot) {
+		nic->free = slot->next;
+		return slot;
+	}
+	if (nic->slots_opened == nic->slots_count || open_slot(fabric, &nic->slots[nic->slots_opened]))
+		return NULL;
+	return &nic->slots[nic->slots_opened++];
+}
+
+static void free_slot(struct tk_fabric *fabric, struct slot *slot)
+{
+	slot->work = NULL;
+	slot->fired = slot->lost = 0;
+	slot->next = fabric->nic.free;
+	fabric->nic.free = slot;
+	fabric->nic.room += slot->steps_count;
+}
+
+static int has_bytes(const struct tk_operation *op)
+{
+	return op->length > 0;
+}
+
+static int has_flag(const struct tk_operation *op)
+{
+	return !!(op->flags & TK_FLAG_PUT);
+}
+
+/* Whether the NIC itself moves the counter that the operation is to move. */
+static int has_counter(const struct tk_operation *op)
+{
+	return op->completion && !op->completion->word;
+}
+
+/* The flag of an operation that is over may still wait for the slot's first counter, which will therefore never be
+ * moved again: nothing unfinished moves it, and it can be replaced. */
+static int renew_moved(struct tk_fabric *fabric, struct slot *slot)
+{
+	struct fid_cntr *fresh;
+	int status = nic_counter(fabric, &fresh);
+	if (status)
+		return status;
+	close_counter(slot->moved);
+	slot->moved = fresh;
+	slot->moved_before = 0;
+	return 0;
+}
+
+/* The operation leaves the NIC, and its slot is lost or free. */
+static void leave(struct tk_fabric *fabric, struct slot *slot, int lost)
+{
+	struct work *work = slot->work;
+	struct nic *nic = &fabric->nic;
+	nic->held--;
+	if (slot->fired) {
+		nic->fired--;
+		fabric->in_flight--;
+		work->op.endpoint->in_flight--;
+	} else {
+		work->op.trigger->held--;
+	}
+	work->slot = NULL;
+	if (!lost) {
+		free_slot(fabric, slot);
+		return;
+	}
+	slot->work = NULL;
+	slot->lost = 1;
+	nic->lost++;
+	/* Its steps still name these. */
+	slot->trigger = work->op.trigger;
+	slot->completion = has_counter(&work->op) ? work->op.completion : NULL;
+	__atomic_add_fetch(&slot->trigger->uses, 1, __ATOMIC_RELAXED);
+	if (slot->completion)
+		__atomic_add_fetch(&slot->completion->uses, 1, __ATOMIC_RELAXED);
+}
+
+static void find_again(struct tk_fabric *fabric, struct slot *slot)
+{
+	__atomic_sub_fetch(&slot->trigger->uses, 1, __ATOMIC_RELEASE);
+	if (slot->completion)
+		__atomic_sub_fetch(&slot->completion->uses, 1, __ATOMIC_RELEASE);
+	fabric->nic.lost--;
+	free_slot(fabric, slot);
+}
+
+static void settle(struct tk_fabric *fabric, struct slot *slot)
+{
+	struct work *work = slot->work;
+	slot->done_before++;
+	if (has_bytes(&work->op) && has_flag(&work->op))
+		slot->moved_before++;
+	work->counted = has_counter(&work->op);
+	if (!slot->fired)
+		fabric->statistics.fired++;
+	leave(fabric, slot, 0);
+	finish(fabric, work, 0);
+}
+
+static void settle_failed(struct tk_fabric *fabric, struct slot *slot, int status)
+{
+	struct work *work = slot->work;
+	int waiting = slot->steps_count > 1; /* what was to follow waits, and goes with the counter it waits for */
+	if (!slot->fired)
+		fabric->statistics.fired++;
+	leave(fabric, slot, waiting && (fabric->nic.own_counters || renew_moved(fabric, slot)));
+	finish(fabric, work, status);
+}
+
+/* --- handing over */
+
+static struct fi_deferred_work *add_step(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold,
+					 struct fid_cntr *completion, enum fi_op_type type)
+{
+	struct fi_deferred_work *step = &slot->steps[slot->steps_count++];
+	*step = (struct fi_deferred_work){
+		.triggering_cntr = trigger, .threshold = threshold, .completion_cntr = completion, .op_type = type};
+	return step;
+}
+
+static void add_transfer(struct slot *slot, struct fi_deferred_work *step, int at, uint64_t flags)
+{
+	const struct tk_operation *op = &slot->work->op;
+	struct fi_op_rma *rma = &slot->rma[at];
+	*rma = (struct fi_op_rma){
+		.ep = op->endpoint->fid,
+		.msg = {.msg_iov = &slot->local[at],
+			.desc = &slot->desc[at],
+			.iov_count = 1,
+			.addr = op->peer,
+			.rma_iov = &slot->remote[at],
+			.rma_iov_count = 1,
+			.context = &step->context},
+		.flags = flags,
+	};
+	step->op.rma = rma;
+}
+
+static void add_count(struct slot *slot, struct fi_deferred_work *step, int at, struct fid_cntr *counter,
+		      uint64_t value)
+{
+	slot->counts[at] = (struct fi_op_cntr){.cntr = counter, .value = value};
+	step->op.cntr = &slot->counts[at];
+}
+
+static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold)
+{
+	const struct tk_operation *op = &slot->work->op;
+	int chained = has_flag(op), get = !!(op->flags & TK_GET);
+	slot->local[0] = (struct iovec){(void *)op->local, op->length};
+	slot->remote[0] = (struct fi_rma_iov){op->remote, op->length, op->remote_key};
+	slot->desc[0] = op->region->desc;
+	uint64_t flags = chained ? 0 : FI_COMPLETION;
+	if (!get)
+		flags |= FI_DELIVERY_COMPLETE; /* what follows is chained to the arrival of the bytes */
+	add_transfer(slot,
+		     add_step(slot, trigger, threshold, chained ? slot->moved : slot->done,
+			      get ? FI_OP_READ : FI_OP_WRITE),
+		     0, flags);
+}
+
+static void add_flag(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold)
+{
+	const struct tk_operation *op = &slot->work->op;
+	slot->flag_value = op->flag_value;
+	slot->local[1] = (struct iovec){&slot->flag_value, sizeof slot->flag_value};
+	slot->remote[1] = (struct fi_rma_iov){op->flag_target, sizeof slot->flag_value, op->flag_key};
+	slot->desc[1] = NULL;
+	add_transfer(slot, add_step(slot, trigger, threshold, slot->done, FI_OP_WRITE), 1, FI_COMPLETION);
+}
+
+static void make_steps(struct slot *slot)
+{
+	const struct tk_operation *op = &slot->work->op;
+	struct fid_cntr *trigger = op->trigger->nic;
+	uint64_t threshold = op->threshold;
+	slot->steps_count = 0;
+	if (has_bytes(op)) {
+		add_bytes(slot, trigger, threshold);
+		trigger = slot->moved;
+		threshold = slot->moved_before + 1;
+	}
+	if (has_flag(op))
+		add_flag(slot, trigger, threshold);
+	if (has_counter(op)) {
+		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
+		int alone = !slot->steps_count;
+		trigger = alone ? op->trigger->nic : slot->done;
+		threshold = alone ? op->threshold : slot->done_before + 1;
+		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 0, op->completion->nic, op->step);
+		if (alone) /* or nobody would learn of it */
+			add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 1, slot->done, 1);
+	}
+}
+
+static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
+{
+	for (uint32_t at = slot->steps_count; at--;) {
+		int status = fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[at]);
+		if (!status)
+			continue;
+		if (at + 1 < slot->steps_count && (fabric->nic.own_counters || renew_moved(fabric, slot)))
+			return 1; /* some steps are there, and wait for what will not come */
+		return status;
+	}
+	return 0;
+}
+
+/* The bytes of one that is to be summed must be seen here first. */
+static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
+{
+	const struct tk_operation *op = &work->op;
+	return (!(op->flags & TK_VERIFY_CRC) || !op->length) && op->threshold <= value_max(&fabric->nic) &&
+	       (op->endpoint || has_counter(op));
+}
+
+static int hand_one(struct tk_fabric *fabric, struct work *work)
+{
+	struct nic *nic = &fabric->nic;
+	struct slot *slot = take_slot(fabric);
+	if (!slot)
+		return -ENOSPC;
+	slot->work = work;
+	slot->endpoint = work->op.endpoint;
+	make_steps(slot);
+	nic->room -= slot->steps_count;
+	int status = queue_steps(fabric, slot);
+	work->slot = slot;
+	work->state = WORK_HELD;
+	work->op.trigger->held++;
+	nic->held++;
+	if (!status) {
+		fabric->statistics.handed++;
+		return 0;
+	}
+	leave(fabric, slot, status > 0);
+	work->state = WORK_WAITING;
+	return -ENOSPC;
+}
+
+/* As many as fit, lowest threshold first. One that can't be held stands in the way of those above it: the agent
+ * will fire them all, and the order in which operations are queued is not the order in which they fire. */
+int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	struct nic *nic = &fabric->nic;
+	int busy = 0;
+	if (nic->try_again_ns && tk_now_ns() < nic->try_again_ns)
+		return 0;
+	nic->try_again_ns = 0;
+	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0])) {
+		struct work *work = next_waiting(fabric, counter);
+		if (hand_one(fabric, work)) {
+			nic->try_again_ns = tk_now_ns() + TRY_AGAIN_NS;
+			int status = wait_for_counter(fabric, work);
+			if (status)
+				finish(fabric, work, status);
+			break;
+		}
+		busy = 1;
+	}
+	return busy;
+}
+
+/* --- firing, completion */
+
+static void fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
+{
+	struct work *work = slot->work;
+	slot->fired = 1;
+	fabric->nic.fired++;
+	fabric->in_flight++;
+	work->op.endpoint->in_flight++;
+	work->op.trigger->held--;
+	work->fired_ns = now_ns;
+	fabric->statistics.fired++;
+	if (work->op.flags & TK_REPORT_FIRED)
+		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
+}
+
+/* The word has moved: so does the NIC's counter. Where the NIC moves no counters itself, that is what fires. */
+void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
+{
+	struct nic *nic = &fabric->nic;
+	if (value > value_max(nic))
+		value = value_max(nic);
+	if (value <= counter->mirrored)
+		return;
+	if (counter->held) {
+		uint64_t now_ns = tk_now_ns();
+		for (uint32_t i = 0; i < nic->slots_opened; i++) {
+			struct slot *slot = &nic->slots[i];
+			if (slot->work && !slot->fired && slot->work->op.trigger == counter &&
+			    slot->work->op.threshold <= value && slot->work->op.endpoint)
+				fired(fabric, slot, now_ns);
+		}
+	}
+	fi_cntr_add(counter->nic, value - counter->mirrored);
+	counter->mirrored = value;
+}
+
+static struct slot *slot_of(struct nic *nic, const void *context)
+{
+	uintptr_t at = (uintptr_t)context - (uintptr_t)nic->slots;
+	if (!nic->slots || (uintptr_t)context < (uintptr_t)nic->slots || at >= nic->slots_count * sizeof *nic->slots)
+		return NULL;
+	return &nic->slots[at / sizeof *nic->slots];
+}
+
+/* Whether the completion was of one of the NIC's steps. */
+int nic_completed(struct tk_fabric *fabric, void *context, int status)
+{
+	struct slot *slot = slot_of(&fabric->nic, context);
+	if (!slot)
+		return 0;
+	if (!slot->work)
+		return 1; /* it is lost, and what is done with it is over */
+	int transfers = has_bytes(&slot->work->op) + has_flag(&slot->work->op);
+	if (status)
+		settle_failed(fabric, slot, status);
+	else if (context == &slot->steps[transfers - 1].context)
+		settle(fabric, slot);
+	return 1;
+}
+
+/* When the ring was full, what should have fired waits for the next movement of its counter. */
+static void kick(struct slot *slot)
+{
+	fi_cntr_add(slot->work->op.trigger->nic, 0);
+	fi_cntr_add(slot->moved, 0);
+}
+
+/* Completions that no queue tells of. */
+int nic_poll(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	if (!nic->held && !nic->lost)
+		return 0;
+	uint64_t now_ns = tk_now_ns();
+	int busy = 0, kicking = nic->silent && nic->fired && now_ns - nic->kicked_ns > KICK_NS;
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		struct slot *slot = &nic->slots[i];
+		if (!slot->work && !slot->lost)
+			continue;
+		int transfers = slot->work && slot->work->op.endpoint;
+		if (!nic->silent && (transfers || slot->lost))
+			continue; /* the queue tells of transfers, and only a flush ends what is lost */
+		if (!slot->fired && !slot->lost && nic->silent)
+			continue;
+		if (fi_cntr_read(slot->done) > slot->done_before) {
+			busy = 1;
+			if (slot->work) {
+				settle(fabric, slot);
+				continue;
+			}
+			slot->done_before++;
+			if (!renew_moved(fabric, slot))
+				find_again(fabric, slot);
+		} else if (kicking && slot->work) {
+			kick(slot);
+		}
+	}
+	if (kicking)
+		nic->kicked_ns = now_ns;
+	return busy;
+}
+
+/* --- taking back */
+
+static void taken_back(struct tk_fabric *fabric, struct slot *slot, int lost)
+{
+	struct work *work = slot->work;
+	leave(fabric, slot, lost);
+	fabric->statistics.taken_back++;
+	int status = wait_for_counter(fabric, work);
+	if (status)
+		finish(fabric, work, status);
+}
+
+/* All unfired operations that wait for this counter, by replacing it: what waits for a closed one never fires. Only
+ * where the NIC moves no counters of its own accord. */
+int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	struct nic *nic = &fabric->nic;
+	struct fid_cntr *fresh;
+	int status = nic_counter(fabric, &fresh);
+	if (status)
+		return status;
+	fi_cntr_set(fresh, counter->mirrored);
+	close_counter(counter->nic);
+	counter->nic = fresh;
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		struct slot *slot = &nic->slots[i];
+		if (!slot->work || slot->fired || slot->work->op.trigger != counter)
+			continue;
+		taken_back(fabric, slot, slot->steps_count > 1 && renew_moved(fabric, slot));
+	}
+	return 0;
+}
+
+/* After a flush the counters say how far each operation came: nothing is on its way any more. */
+static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
+{
+	struct work *work = slot->work;
+	uint64_t moved = fi_cntr_read(slot->moved), done = fi_cntr_read(slot->done);
+	int was_done = done > slot->done_before, was_moved = moved > slot->moved_before;
+	slot->moved_before = moved;
+	slot->done_before = done;
+	if (slot->lost) {
+		find_again(fabric, slot);
+	} else if (was_done) {
+		work->counted = has_counter(&work->op);
+		leave(fabric, slot, 0);
+		finish(fabric, work, 0);
+	} else if (was_moved) {
+		leave(fabric, slot, 0);
+		get_ready(fabric, work, WORK_FLAG_READY);
+	} else {
+		taken_back(fabric, slot, 0);
+	}
+}
+
+int nic_flush(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	int status = fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
+	if (status)
+		return status;
+	while (drain_completions(fabric))
+		;
+	for (uint32_t i = 0; i < nic->slots_opened; i++)
+		if (nic->slots[i].work || nic->slots[i].lost)
+			settle_flushed(fabric, &nic->slots[i]);
+	nic->try_again_ns = 0;
+	return 0;
+}
+
+/* Into our own queue and out of it, if it has not fired. */
+int nic_withdraw(struct tk_fabric *fabric, struct work *work)
+{
+	if (fabric->nic.own_counters || work->slot->fired)
+		return 0;
+	nic_take_back(fabric, work->op.trigger);
+	if (work->state != WORK_WAITING)
+		return 0;
+	stop_waiting(fabric, work);
+	return 1;
+}
+
+/* The work goes, and what the NIC holds for it stays. */
+void nic_give_up(struct tk_fabric *fabric, struct work *work)
+{
+	leave(fabric, work->slot, 1);
+}
+
+/* The counter will not be moved any more by us, and what waits for it fails. */
+void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	struct nic *nic = &fabric->nic;
+	if (!counter->held)
+		return;
+	if (!nic->own_counters)
+		nic_take_back(fabric, counter); /* each fails as it comes back */
+	for (uint32_t i = 0; i < nic->slots_opened && counter->held; i++) {
+		struct slot *slot = &nic->slots[i];
+		if (!slot->work || slot->fired || slot->work->op.trigger != counter)
+			continue;
+		struct work *work = slot->work;
+		nic_give_up(fabric, work);
+		finish(fabric, work, -EPIPE);
+	}
+}
+
+int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
+{
+	const struct nic *nic = &fabric->nic;
+	for (uint32_t i = 0; i < nic->slots_opened; i++)
+		if ((nic->slots[i].work || nic->slots[i].lost) && nic->slots[i].endpoint == endpoint)
+			return 1;
+	return 0;
+}
