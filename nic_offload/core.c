@@ -20,7 +20,7 @@
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define DRAIN_NS 20000000u /* for what is on the wire when an endpoint is closed */
 #define NAP_NS_MIN 30000u
-#define NAP_NS_MAX 1000000u
+#define NAP_NS_MAX 2000000u
 
 static void accept(struct tk_fabric *fabric, struct work *work)
 {
@@ -217,7 +217,7 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 		}
 		fabric->in_flight--;
 		if (work->op.completion)
-			counter_fail(fabric, work->op.completion);
+			counter_fail(fabric, work->op.completion, -ECANCELED);
 		disown(fabric, work);
 		if (fabric->ordered)
 			recycle(fabric, work);
@@ -338,12 +338,14 @@ static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 	if (!__atomic_load_n(&fabric->posted_something, __ATOMIC_SEQ_CST)) {
 		struct pollfd wait = {.fd = fabric->wake_fd, .events = POLLIN};
 		struct timespec timeout = {.tv_nsec = (long)nap_ns};
-		ppoll(&wait, 1, &timeout, NULL);
+		if (ppoll(&wait, 1, &timeout, NULL) > 0) {
+			uint64_t ignored;
+			ssize_t got = read(fabric->wake_fd, &ignored, sizeof ignored);
+			(void)got;
+		}
 	}
 	__atomic_store_n(&fabric->sleeping, 0, __ATOMIC_SEQ_CST);
-	uint64_t ignored;
-	ssize_t got = read(fabric->wake_fd, &ignored, sizeof ignored);
-	(void)got;
+	fabric->rested = 1;
 	fabric->statistics.sleeps++;
 	fabric->statistics.asleep_ns += tk_now_ns() - before_ns;
 }

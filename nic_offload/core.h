@@ -57,7 +57,7 @@ enum tk_event_kind {
 	TK_DONE,	/* local memory may be used again; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
 			 * (a put's CRC differs): nothing went out, nor will; any other is the provider's, and bytes may
-			 * have moved, in whole or in part */
+			 * have moved, in whole or in part. value: of -EPIPE, the errno of the one that failed first */
 	TK_LATE,	/* not final: the deadline is over and the operation is past recall. Closing its endpoint ends it */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */

@@ -139,9 +139,11 @@ void counter_move(struct tk_counter *counter, uint64_t step, int set)
 	}
 }
 
-void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter)
+/* The first failure is the cause of all that follows. */
+void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter, int status)
 {
-	__atomic_store_n(&counter->failed, 1, __ATOMIC_RELEASE);
+	if (!counter->failed)
+		__atomic_store_n(&counter->failed, -status, __ATOMIC_RELEASE);
 	activate(fabric, counter);
 }
 

@@ -67,7 +67,7 @@ struct tk_counter {
 	uint64_t *own_word;   /* what `word` is where the caller gave none; freed with the counter */
 	struct fid_cntr *nic; /* where there is deferred work: what the NIC's operations wait for */
 	uint64_t uses;	      /* atomic: operations that wait for it or are to move it */
-	int failed;	      /* atomic: an operation that was to move it failed */
+	int failed;	      /* atomic: the errno for which an operation failed to move it; 0: none did */
 
 	/* The progress thread's own. */
 	uint64_t mirrored; /* how far `nic` has been brought to follow `word` */
@@ -205,6 +205,7 @@ struct tk_fabric {
 	struct watches landings, acks;
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
+	int rested; /* since the wire was looked at last */
 	uint64_t started_ns;
 	struct work *finished;
 	struct tk_event *pending;

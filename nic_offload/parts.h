@@ -36,7 +36,7 @@ void activate(struct tk_fabric *fabric, struct tk_counter *counter);
 void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns);
 uint64_t counter_value(struct tk_counter *counter);
 void counter_move(struct tk_counter *counter, uint64_t step, int set);
-void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter);
+void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter, int status);
 int poll_counters(struct tk_fabric *fabric);
 void free_closed_counters(struct tk_fabric *fabric);
 void free_counter(struct tk_counter *counter);

@@ -72,6 +72,7 @@ class TriggeredPut(NamedTuple):
     crc32c: int | None = None  # send only if the bytes still have this checksum
     report_fired: bool = False
     acked: bool = False  # an ack watch tells of its success: report only its failure
+    quiet: bool = False  # report nothing: what waits for `completion` fails with it
 
 
 class TriggeredGet(NamedTuple):
@@ -94,6 +95,7 @@ class TriggeredGet(NamedTuple):
     deadline_ns: int = 0
     crc32c: int | None = None  # fail unless the bytes have this checksum: then no flag, and no count
     report_fired: bool = False
+    quiet: bool = False
 
 
 class TriggeredNotify(NamedTuple):
@@ -188,6 +190,8 @@ def _transfer_row(
     flag_target, crc32c = operation.flag_target, operation.crc32c
     if operation.report_fired:
         flags |= lib.TK_REPORT_FIRED
+    if operation.quiet:
+        flags |= lib.TK_QUIET
     if flag_target is not None:
         flags |= lib.TK_FLAG_PUT
     if crc32c is not None:

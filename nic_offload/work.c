@@ -222,7 +222,7 @@ void release(struct tk_fabric *fabric, struct work *work)
 void drop(struct tk_fabric *fabric, struct work *work)
 {
 	if (work->kind == WORK_OPERATION && work->op.completion)
-		counter_fail(fabric, work->op.completion);
+		counter_fail(fabric, work->op.completion, -ECANCELED);
 	release(fabric, work);
 }
 
@@ -248,13 +248,15 @@ static void count_end(struct tk_fabric *fabric, const struct tk_operation *op, i
 void finish(struct tk_fabric *fabric, struct work *work, int status)
 {
 	const struct tk_operation *op = &work->op;
+	int cause = status == -EPIPE && op->trigger ? op->trigger->failed : 0; /* what began it, or this itself */
 	count_end(fabric, op, status);
 	if (op->completion && status)
-		counter_fail(fabric, op->completion);
+		counter_fail(fabric, op->completion, cause ? -cause : status);
 	else if (op->completion && !work->counted && !__atomic_load_n(&op->completion->failed, __ATOMIC_RELAXED))
 		counter_move(op->completion, op->step, op->flags & TK_SET_COUNTER);
 	if (!(op->flags & (status ? TK_QUIET : TK_QUIET | TK_ACKED_PUT)))
-		report(fabric, status ? TK_FAILED : TK_DONE, op->tag, work->posted_ns, status, tk_now_ns());
+		report(fabric, status ? TK_FAILED : TK_DONE, op->tag, status ? (uint64_t)cause : work->posted_ns, status,
+		       tk_now_ns());
 	release(fabric, work);
 }
 
