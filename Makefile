@@ -35,8 +35,9 @@ crash: setup ## the long form: 1,000 SIGKILLs at unkind moments; every acknowled
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
 
 .PHONY: sanitize
-sanitize: setup ## the C core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: setup ## the C core's tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer
 	@tools/sanitize.sh address
+	@tools/sanitize.sh thread
 
 .PHONY: check
 check: setup ## ruff, its formatter, mypy --strict
