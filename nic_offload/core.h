@@ -164,7 +164,9 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 		   struct tk_fabric **out, char *message);
 int tk_fabric_close(struct tk_fabric *fabric);
 int tk_fabric_event_fd(struct tk_fabric *fabric);
-int tk_fabric_provider(struct tk_fabric *fabric, char *out);
+#define TK_FLAG_IN_MESSAGE 1 /* a put's flag travels in one message with its bytes */
+#define TK_BINDS_MEMORY 2    /* peers reach memory only through the endpoint to which it is bound */
+int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
 

@@ -191,10 +191,11 @@ int tk_fabric_event_fd(struct tk_fabric *fabric)
 	return fabric->event_fd;
 }
 
-int tk_fabric_provider(struct tk_fabric *fabric, char *out)
+int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 {
-	snprintf(out, TK_PROVIDER_NAME_BYTES, "%s", fabric->info->fabric_attr->prov_name);
-	return fabric->ordered;
+	snprintf(provider_name, TK_PROVIDER_NAME_BYTES, "%s", fabric->info->fabric_attr->prov_name);
+	return (fabric->ordered ? TK_FLAG_IN_MESSAGE : 0) |
+	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
 }
 
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *, void *), void *argument)

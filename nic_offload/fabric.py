@@ -40,7 +40,7 @@ assert _EVENT.size == ffi.sizeof("struct tk_event")
 
 
 def _close_at_exit() -> None:
-    """libfabric takes itself down when the process ends, and no thread of ours may be inside it then."""
+    """End every thread of ours: libfabric takes itself down with the process, and none may be inside it then."""
     for fabric in tuple(_open):
         with contextlib.suppress(FabricError):  # a forked child has none of the threads
             fabric.close()
@@ -113,11 +113,15 @@ class Region(Handle):
         self._pin = ffi.from_buffer(memory, require_writable=remote_write)
         self.address = int(ffi.cast("uintptr_t", self._pin))
         self.length = len(self._pin)
+        self._memory, self._rights = memory, {"remote_write": remote_write, "remote_read": remote_read}
+        self._named: dict[Endpoint, Region] = {}
         self._fabric = fabric
         out = ffi.new("struct tk_region **")
         pointer = ffi.cast("void *", self.address)
         through = ffi.NULL if endpoint is None else endpoint.handle
         access = (lib.TK_REMOTE_WRITE if remote_write else 0) | (lib.TK_REMOTE_READ if remote_read else 0)
+        if fabric.binds_memory and endpoint is None:
+            access = 0
         code = lib.tk_region_open(fabric.handle, through, pointer, self.length, access, out)
         if code:
             raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
@@ -127,10 +131,22 @@ class Region(Handle):
         self.base = int(lib.tk_region_base(self.handle))
         fabric.regions.add(self)
 
+    def through(self, endpoint: Endpoint) -> Region:
+        """What peers of this endpoint call the region: itself, but for NICs that bind memory to endpoints."""
+        if not self._fabric.binds_memory:
+            return self
+        for other in [other for other in self._named if other.handle is None]:
+            self._named.pop(other).close()
+        if endpoint not in self._named:
+            self._named[endpoint] = self._fabric.register(self._memory, endpoint=endpoint, **self._rights)
+        return self._named[endpoint]
+
     def close(self) -> None:
         """Take the memory back: from now on no peer can write to it. Refused while a put reads from it."""
         if self.handle is None:
             return
+        for named in self._named.values():
+            named.close()
         code = lib.tk_region_close(self.handle)
         if code:
             raise FabricError.from_code("Closing a region", code)
@@ -216,7 +232,9 @@ class Fabric(Handle):
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
         self._events_view = memoryview(ffi.buffer(self._events))
         name = ffi.new("char[]", lib.TK_PROVIDER_NAME_BYTES)
-        self.flag_in_message = bool(lib.tk_fabric_provider(self.handle, name))
+        traits = lib.tk_fabric_traits(self.handle, name)
+        self.flag_in_message = bool(traits & lib.TK_FLAG_IN_MESSAGE)
+        self.binds_memory = bool(traits & lib.TK_BINDS_MEMORY)
         self.provider: str = ffi.string(name).decode()
         self._fd = int(lib.tk_fabric_event_fd(self.handle))
         if not _open:
@@ -260,6 +278,7 @@ class Fabric(Handle):
         """Register memory, for our own operations and, where asked, for peers to write to or read from.
 
         Some NICs (cxi) bind memory to an endpoint: what peers may do they may do through that one, while it is open.
+        There, memory registered without one is for our own operations, and `Region.through` names it to peers.
         """
         return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read)
 

@@ -39,6 +39,8 @@ int tk_library_load(const char *path, char *message)
 	setenv("FI_SOCKETS_PE_WAITTIME", "0", 0);
 	/* Without it a Cassini whose slots are taken, be it by other processes, would hang who queues one more. */
 	setenv("FI_CXI_ENABLE_TRIG_OP_LIMIT", "1", 0);
+	/* With it a key of Cassini's names all memory of the process, whatever was registered, and goes on doing so. */
+	setenv("FI_CXI_PROV_KEY_CACHE", "0", 0);
 	void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 	if (!handle) {
 		snprintf(message, TK_MESSAGE_BYTES, "%s", dlerror());

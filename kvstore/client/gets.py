@@ -61,17 +61,18 @@ class Get:
 
     def request(self, fingerprint: bytes) -> pb.FetchRequest:
         """The call that asks the node for all of it."""
+        named = [block.region.through(self._link.endpoint) for block in self._blocks]
         return pb.FetchRequest(
             connection=self._link.number,
             blocks=[
                 pb.FetchBlock(
                     name=pb.BlockName(key=block.key, fingerprint=fingerprint, length=block.length),
-                    target=block.region.base + block.offset,
-                    target_key=block.region.key,
+                    target=region.base + block.offset,
+                    target_key=region.key,
                     ack_word=self._words[i],
                     ack_generation=self._generations[i],
                 )
-                for i, block in enumerate(self._blocks)
+                for i, (block, region) in enumerate(zip(self._blocks, named, strict=True))
             ],
         )
 

@@ -91,8 +91,8 @@ class Link:
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
         self._memory = mmap.mmap(-1, ACK_WORDS * _WORD_BYTES)
-        self._acks = fabric.register(self._memory)
         self.endpoint = fabric.open_endpoint()
+        self._acks = fabric.register(self._memory, endpoint=self.endpoint)
         request = pb.AttachRequest(
             tenant=tenant,
             provider=fabric.provider,

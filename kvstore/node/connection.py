@@ -87,7 +87,7 @@ class Connection:
         self.endpoint = fabric.open_endpoint()
         self.peer = fabric.add_peer(peer_address)
         self._memory = memory
-        self._region = fabric.register(self._memory)
+        self._region = fabric.register(self._memory, endpoint=self.endpoint)
         self.landing_key = self._region.key
 
     def remote(self, offset: int) -> int:

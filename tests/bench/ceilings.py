@@ -37,7 +37,7 @@ _GENERATIONS = 1_000_000  # the sink watches for 1, 2, 3, ... in one flag word
 
 
 def sink(
-    provider: str, peer_address: bytes, ack_base: int, ack_key: int, slots_bytes: int, deferred: bool
+    provider: str, peer_address: bytes, ack_base: int, ack_key: int, slots_bytes: int, *, deferred: bool
 ) -> None:
     """The other process: memory that is written into, and an acknowledgement for each flag."""
     memory, words = allocate(slots_bytes), mmap.mmap(-1, PAGE_BYTES)
@@ -91,9 +91,10 @@ class BareFabric:
         self._counter = self._fabric.open_counter(self._flags[0])
         self._generations, self._tags = itertools.count(1), itertools.count(1)
         address = self._endpoint.address()
-        arguments = (provider, address, self._acks.base, self._acks.key, slots_bytes, deferred_work)
+        arguments = (provider, address, self._acks.base, self._acks.key, slots_bytes)
+        program = f"from tests.bench.ceilings import sink; sink(*{arguments!r}, deferred={deferred_work})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from tests.bench.ceilings import sink; sink(*{arguments!r})"],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -74,7 +74,7 @@ class _End:
         return seen
 
 
-def bounce(provider: str, deferred_work: bool) -> None:
+def bounce(provider: str, *, deferred_work: bool) -> None:
     """The other process: for each number that it reads it passes the word back so often."""
     end = _End(provider, deferred_work=deferred_work)
     with end.fabric:
@@ -87,7 +87,7 @@ def bounce(provider: str, deferred_work: bool) -> None:
 
 
 class WordsBackAndForth:
-    """This end, with the other one in a process of its own."""
+    """Our end, with the other one in a process of its own."""
 
     def __init__(self, provider: str, *, deferred_work: bool = False) -> None:
         self._end = _End(provider, deferred_work=deferred_work)
@@ -95,7 +95,7 @@ class WordsBackAndForth:
             [
                 sys.executable,
                 "-c",
-                f"from tests.bench.words import bounce; bounce({provider!r}, {deferred_work})",
+                f"from tests.bench.words import bounce; bounce({provider!r}, deferred_work={deferred_work})",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
