@@ -33,6 +33,12 @@ uint64_t word_at(const void *address)
 	return __atomic_load_n((const uint64_t *)address, __ATOMIC_ACQUIRE);
 }
 
+/* Whatever was written before is there when the doorbell rings. */
+void store(uint64_t *word, uint64_t value)
+{
+	__atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
 struct fi_info *hints_new(void)
 {
 	struct fi_info *hints = library.dupinfo(NULL);
@@ -152,19 +158,19 @@ struct fi_cxi_cntr_ops *counter_ops(struct fid_cntr *counter)
 	return ops;
 }
 
-volatile uint64_t *doorbell(struct fid_cntr *counter, size_t offset)
+uint64_t *doorbell(struct fid_cntr *counter, size_t offset)
 {
 	void *page;
 	size_t length;
 	GIVES(0, counter_ops(counter)->get_mmio_addr(&counter->fid, &page, &length));
-	return (volatile uint64_t *)((char *)page + offset);
+	return (uint64_t *)((char *)page + offset);
 }
 
 void ring(struct fid_cntr *counter, uint64_t value)
 {
-	volatile uint64_t *word = doorbell(counter, CXI_DOORBELL_ADD);
-	*word = value;
-	BECOMES(*word == 0);
+	uint64_t *word = doorbell(counter, CXI_DOORBELL_ADD);
+	store(word, value);
+	BECOMES(word_at(word) == 0);
 }
 
 int queue_put(struct side *from, const struct put *put)

@@ -69,7 +69,8 @@ void name_of(struct fid_ep *ep, void *address);
 
 struct fid_cntr *counter_new(struct side *side);
 struct fi_cxi_cntr_ops *counter_ops(struct fid_cntr *counter);
-volatile uint64_t *doorbell(struct fid_cntr *counter, size_t offset);
+uint64_t *doorbell(struct fid_cntr *counter, size_t offset);
+void store(uint64_t *word, uint64_t value);
 void ring(struct fid_cntr *counter, uint64_t value); /* and wait until the NIC took it */
 
 /* A deferred write of `length` bytes from the start of `from`'s memory to `offset` of the peer's region. */

@@ -98,7 +98,7 @@ static void waiting_ends_with_the_count_the_first_failure_or_the_time(void)
 	HOLDS(!pthread_join(thread, NULL));
 	GIVES(0, fi_cntr_wait(counter, 0, 0));
 	GIVES(-FI_EINVAL, fi_cntr_wait(counter, FI_CXI_CNTR_SUCCESS_MAX + 1, 0));
-	*doorbell(counter, CXI_DOORBELL_ADD_FAILURE) = 1;
+	store(doorbell(counter, CXI_DOORBELL_ADD_FAILURE), 1);
 	int status = fi_cntr_wait(counter, 100, 5000);
 	/* The failure came before the wait or within it: then it ends the wait. */
 	if (status == -FI_ETIMEDOUT)
@@ -118,15 +118,15 @@ static void doorbells_add_and_reset(void)
 	ring(counter, 3);
 	ring(counter, 4);
 	GIVES(7, fi_cntr_read(counter));
-	volatile uint64_t *failures = doorbell(counter, CXI_DOORBELL_ADD_FAILURE);
-	*failures = 5;
-	BECOMES(*failures == 0);
+	uint64_t *failures = doorbell(counter, CXI_DOORBELL_ADD_FAILURE);
+	store(failures, 5);
+	BECOMES(word_at(failures) == 0);
 	GIVES(5, fi_cntr_readerr(counter));
 	GIVES(7, fi_cntr_read(counter));
-	*doorbell(counter, CXI_DOORBELL_RESET) = 0;
+	store(doorbell(counter, CXI_DOORBELL_RESET), 0);
 	BECOMES(fi_cntr_read(counter) == 0);
 	GIVES(5, fi_cntr_readerr(counter));
-	*doorbell(counter, CXI_DOORBELL_RESET_FAILURE) = 0;
+	store(doorbell(counter, CXI_DOORBELL_RESET_FAILURE), 0);
 	BECOMES(fi_cntr_readerr(counter) == 0);
 	ring(counter, FI_CXI_CNTR_SUCCESS_MAX);
 	GIVES(FI_CXI_CNTR_SUCCESS_MAX, fi_cntr_read(counter));
@@ -176,9 +176,9 @@ static void the_write_back_word_is_written_only_at_its_occasions(void)
 	HOLDS(word_at(words) == (VALID | FAILURES(2) | 5)); /* the first failure, and no other */
 	GIVES(0, fi_cntr_adderr(counter, 1));
 	HOLDS(word_at(words) == (VALID | FAILURES(2) | 5));
-	*doorbell(counter, CXI_DOORBELL_RESET) = 0;
+	store(doorbell(counter, CXI_DOORBELL_RESET), 0);
 	BECOMES(word_at(words) == (VALID | FAILURES(3))); /* a reset */
-	*doorbell(counter, CXI_DOORBELL_RESET_FAILURE) = 0;
+	store(doorbell(counter, CXI_DOORBELL_RESET_FAILURE), 0);
 	BECOMES(word_at(words) == VALID);
 	HOLDS(words[1] == 0);
 	GIVES(0, fi_close(&counter->fid));
@@ -241,7 +241,7 @@ static void aborts(size_t offset, uint64_t first, uint64_t second)
 		side_open(&side);
 		struct fid_cntr *counter = counter_new(&side);
 		ring(counter, first);
-		*doorbell(counter, offset) = second;
+		store(doorbell(counter, offset), second);
 		for (;;)
 			pause();
 	}

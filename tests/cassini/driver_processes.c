@@ -135,10 +135,10 @@ static void another_process_can_ring(void)
 		size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
 		void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), page.offset);
 		HOLDS(at != MAP_FAILED);
-		volatile uint64_t *word = at;
+		uint64_t *word = at;
 		for (int i = 0; i < 100; i++) {
-			*word = 3;
-			BECOMES(*word == 0);
+			store(word, 3);
+			BECOMES(word_at(word) == 0);
 		}
 		_exit(0);
 	}

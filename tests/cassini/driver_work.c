@@ -39,8 +39,8 @@ static void a_doorbell_moves_bytes_without_any_call(void)
 	struct fid_cntr *trigger = counter_new(&from), *end = counter_new(&from);
 	struct put put = {.trigger = trigger, .end = end, .threshold = 1, .key = to.key, .length = MEMORY_BYTES};
 	GIVES(0, queue_put(&from, &put));
-	volatile uint64_t *word = doorbell(trigger, CXI_DOORBELL_ADD);
-	*word = 1; /* from here on libfabric is not called until the last byte is there */
+	uint64_t *word = doorbell(trigger, CXI_DOORBELL_ADD);
+	store(word, 1); /* from here on libfabric is not called until the last byte is there */
 	BECOMES(!memcmp(to.memory, from.memory, MEMORY_BYTES));
 	BECOMES(fi_cntr_read(end) == 1);
 	expect_nothing(&from);
