@@ -200,6 +200,7 @@ struct domain {
 	struct counter *moved;
 	char *doorbells;
 	uint64_t key_sequence;
+	uint64_t unreachable_ns; /* how long the wire may say "not now" of a peer */
 	uint64_t region_ids[1024]; /* a bit for each of 65536 */
 	uint8_t pages_used[COUNTERS_MAX];
 	int doorbell_fd;

@@ -255,7 +255,7 @@ static int counter_close(struct fid *fid)
 		status = -FI_EBUSY;
 	} else if (counter->uses) {
 		/* The provider would let it go, and then touch it when the queue is drained. */
-		status = say(-FI_EBUSY, "a counter was closed that deferred work, or a request not yet drained, still needs.");
+		status = say(-FI_EBUSY, "a counter was closed that work, or a request not yet drained, still needs.");
 	} else {
 		work_forget_waits(counter);
 		struct counter **at = &domain->counters;

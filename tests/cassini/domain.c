@@ -11,6 +11,8 @@
 #include <sys/random.h>
 #include <time.h>
 
+#define UNREACHABLE_MS 5000
+
 static struct fi_ops fabric_fid_ops, fid_ops;
 static struct fi_ops_fabric fabric_ops;
 static struct fi_ops_domain domain_ops;
@@ -220,6 +222,7 @@ int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain 
 	pthread_mutex_init(&domain->lock, NULL);
 	pthread_mutex_init(&domain->commands, NULL);
 	domain->doorbell_fd = -1;
+	domain->unreachable_ns = (uint64_t)setting("SOFT_CASSINI_UNREACHABLE_MS", UNREACHABLE_MS) * 1000000u;
 	domain->fabric = (struct fabric *)fid;
 	domain->optimized_regions = domain->key_cache = true;
 	domain->fid.fid = (struct fid){.fclass = FI_CLASS_DOMAIN, .context = context, .ops = &fid_ops};

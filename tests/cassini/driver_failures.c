@@ -124,10 +124,10 @@ static void a_peer_that_is_not_there_is_a_failure(void)
 {
 	struct side from, to;
 	void *context;
+	setenv("SOFT_CASSINI_UNREACHABLE_MS", "200", 1);
 	pair_open(&from, &to);
 	struct fid_cntr *trigger = counter_new(&from), *end = counter_new(&from);
 	struct put put = {.trigger = trigger, .end = end, .threshold = 1, .key = to.key, .length = 512};
-	setenv("SOFT_CASSINI_UNREACHABLE_MS", "200", 1);
 	GIVES(0, queue_put(&from, &put));
 	side_close(&to);
 	ring(trigger, 1);

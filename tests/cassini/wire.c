@@ -17,7 +17,6 @@
 #define POSTED_MAX 64u
 #define ENTRIES 1024
 #define COMPLETIONS_A_TURN 32
-#define UNREACHABLE_MS 5000
 #define MOVED_NS 5000u
 
 static int refused(struct endpoint *endpoint, int status)
@@ -146,8 +145,7 @@ static int try_to_post(struct op_list *list, struct op *op)
 		peer->refuses = 1;
 		if (!op->refused_since_ns || endpoint->posted_count)
 			op->refused_since_ns = now;
-		if (now - op->refused_since_ns <
-		    (uint64_t)setting("SOFT_CASSINI_UNREACHABLE_MS", UNREACHABLE_MS) * 1000000u)
+		if (now - op->refused_since_ns < endpoint->domain->unreachable_ns)
 			return 0;
 		op_remove(list, op);
 		endpoint_finish(op, FI_EHOSTUNREACH);

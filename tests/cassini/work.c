@@ -18,10 +18,14 @@ static unsigned slots_taken; /* of all domains of the process: the service is on
 
 static int take_slots(unsigned count)
 {
+	static int said;
 	unsigned others = (unsigned)setting("SOFT_CASSINI_DEPTH_TAKEN", 0);
 	if (__atomic_add_fetch(&slots_taken, count, __ATOMIC_RELAXED) + others <= TRIGGERS_MAX)
 		return 0;
 	__atomic_sub_fetch(&slots_taken, count, __ATOMIC_RELAXED);
+	if (!setting("FI_CXI_ENABLE_TRIG_OP_LIMIT", 0) && !__atomic_exchange_n(&said, 1, __ATOMIC_RELAXED))
+		say(0, "there is more deferred work than slots; without FI_CXI_ENABLE_TRIG_OP_LIMIT a NIC takes it and "
+		       "what happens then is not known.");
 	return -FI_ENOSPC;
 }
 
