@@ -31,7 +31,7 @@
 #include <rdma/fi_rma.h>
 #include <rdma/fi_trigger.h>
 
-#define COUNTERS_MAX 2048u
+#define COUNTERS_MAX 2047u  /* a NIC has 2048, and the first is no counter */
 #define TRIGGERS_MAX 504u /* a service has 512, of which the provider keeps 8 */
 #define INJECT_BYTES_MAX 192u
 #define MESSAGE_BYTES_MAX 0xffffffffu

@@ -1,8 +1,8 @@
 /*
  * Doorbell pages: one for each counter, in a file without a name that any process can map.
  *
- * A store to a real doorbell is a message to the NIC. Here it is a word of memory that the NIC's thread takes with
- * an exchange: of two stores that come between two looks of the thread, it sees the last. Whoever rings must
+ * A store to a real doorbell, once fenced, is a message to the NIC. Here it is a word of memory that the NIC's thread
+ * takes with an exchange: of two stores that come between two looks of the thread, it sees the last. Whoever rings must
  * therefore wait until the word for adding reads 0 again, and the words for resetting their idle value, before
  * ringing once more. Nothing better is robust: a trap on each store (a protected page and SIGSEGV, or userfaultfd)
  * would have to decode the storing instruction, would take SIGSEGV from the process, and does not see the mappings

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#define COUNTERS 2047
 #define VALID CXI_WRITE_BACK_VALID
 #define FAILURES(count) ((uint64_t)(count) << CXI_WRITE_BACK_FAILURE_SHIFT)
 
@@ -60,22 +61,22 @@ static void counters_are_opened_only_as_cxi_has_them(void)
 	side_close(&side);
 }
 
-static void there_are_2048_counters(void)
+static void there_are_2047_counters(void)
 {
-	static struct fid_cntr *counters[2048];
+	static struct fid_cntr *counters[COUNTERS];
 	struct side side;
 	struct fid_cntr *one_more;
 	side_open(&side);
-	for (int i = 0; i < 2048; i++)
+	for (int i = 0; i < COUNTERS; i++)
 		counters[i] = counter_new(&side);
 	GIVES(-FI_EDOMAIN, fi_cntr_open(side.domain, NULL, &one_more, NULL));
-	ring(counters[2047], 9);
-	GIVES(9, fi_cntr_read(counters[2047]));
-	GIVES(0, fi_cntr_read(counters[2046]));
-	GIVES(0, fi_close(&counters[2047]->fid));
-	counters[2047] = counter_new(&side);
-	GIVES(0, fi_cntr_read(counters[2047]));
-	for (int i = 0; i < 2048; i++)
+	ring(counters[COUNTERS - 1], 9);
+	GIVES(9, fi_cntr_read(counters[COUNTERS - 1]));
+	GIVES(0, fi_cntr_read(counters[COUNTERS - 2]));
+	GIVES(0, fi_close(&counters[COUNTERS - 1]->fid));
+	counters[COUNTERS - 1] = counter_new(&side);
+	GIVES(0, fi_cntr_read(counters[COUNTERS - 1]));
+	for (int i = 0; i < COUNTERS; i++)
 		GIVES(0, fi_close(&counters[i]->fid));
 	side_close(&side);
 }
@@ -264,7 +265,7 @@ static void what_hardware_leaves_undefined_ends_with_a_sentence(void)
 const struct rule counter_rules[] = {
 	{"counters_add_set_and_refuse_what_they_cannot_hold", counters_add_set_and_refuse_what_they_cannot_hold},
 	{"counters_are_opened_only_as_cxi_has_them", counters_are_opened_only_as_cxi_has_them},
-	{"there_are_2048_counters", there_are_2048_counters},
+	{"there_are_2047_counters", there_are_2047_counters},
 	{"waiting_ends_with_the_count_the_first_failure_or_the_time",
 	 waiting_ends_with_the_count_the_first_failure_or_the_time},
 	{"doorbells_add_and_reset", doorbells_add_and_reset},

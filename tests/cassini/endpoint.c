@@ -256,7 +256,7 @@ static int endpoint_close(struct fid *fid)
 	if (endpoint->bound) {
 		status = -FI_EBUSY;
 	} else if (endpoint->triggered) {
-		status = say(-FI_EBUSY, "an endpoint was closed whose deferred work has neither fired nor been flushed.");
+		status = say(-FI_EBUSY, "an endpoint was closed whose deferred work neither fired nor was flushed.");
 	} else {
 		struct op_list *lists[] = {&endpoint->ready, &endpoint->suspects, &endpoint->posted, &endpoint->done};
 		wire_close(endpoint);

@@ -45,7 +45,7 @@ ENDPOINTS = (
 COUNTERS = (
     "counters_add_set_and_refuse_what_they_cannot_hold",
     "counters_are_opened_only_as_cxi_has_them",
-    "there_are_2048_counters",
+    "there_are_2047_counters",
     "waiting_ends_with_the_count_the_first_failure_or_the_time",
     "doorbells_add_and_reset",
     "the_doorbells_length_is_not_the_pages",
