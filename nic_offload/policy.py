@@ -96,7 +96,7 @@ class FlagPolicy:
             start = block * shape.block_tokens
             for word in range(self.words(shape)):
                 end = start + shape.block_tokens
-                yield Piece(block, word * layers, layers, start, shape.block_tokens, word, end)
+                yield Piece(block, word, layers, start, shape.block_tokens, word, end)
 
 
 class Producer:
