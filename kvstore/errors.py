@@ -18,18 +18,30 @@
     │   ├── FabricUnavailable
     │   └── PutFailed
     ├── RuleError              a rule or request that the match-action table cannot use
-    └── TableFull              the match-action table is at one of its bounds
+    ├── TableFull              the match-action table is at one of its bounds
+    ├── CudaUnavailable        CuPy or a GPU is missing (also defined there)
+    └── StagingFull            every slot of a staging buffer is taken
 
 A miss is not an error: see `kvstore.miss`.
 """
 
 from __future__ import annotations
 
-from nic_offload.errors import FabricError, FabricUnavailable, KvError, PutFailed, RuleError, TableFull
+from nic_offload.errors import (
+    CudaUnavailable,
+    FabricError,
+    FabricUnavailable,
+    KvError,
+    PutFailed,
+    RuleError,
+    StagingFull,
+    TableFull,
+)
 
 __all__ = [
     "ConfigError",
     "Corrupt",
+    "CudaUnavailable",
     "DeadlineExceeded",
     "FabricError",
     "FabricUnavailable",
@@ -43,6 +55,7 @@ __all__ = [
     "PutFailed",
     "ReadOnly",
     "RuleError",
+    "StagingFull",
     "StorageError",
     "TableFull",
     "TenantDenied",

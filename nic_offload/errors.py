@@ -1,4 +1,4 @@
-"""The root of the project's one error tree, and the branches that belong to the fabric and to match-action.
+"""The root of the project's one error tree, and the branches that belong to the fabric, to GPUs and to match-action.
 
 `kvstore.errors` draws the whole tree and re-exports what is here; this package is the lower one, so
 the root has to live here. A miss is a value (`kvstore.miss`), never an exception.
@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FabricError", "FabricUnavailable", "KvError", "PutFailed", "RuleError", "TableFull"]
+__all__ = [
+    "CudaUnavailable",
+    "FabricError",
+    "FabricUnavailable",
+    "KvError",
+    "PutFailed",
+    "RuleError",
+    "StagingFull",
+    "TableFull",
+]
 
 
 class KvError(Exception):
@@ -38,3 +47,11 @@ class RuleError(KvError):
 
 class TableFull(KvError):
     """The match-action table is at one of its bounds; nothing was changed."""
+
+
+class CudaUnavailable(KvError):
+    """CuPy or a GPU is missing; the message says which."""
+
+
+class StagingFull(KvError):
+    """Every slot of a staging buffer is taken; nothing was changed, and a put that ends makes room."""

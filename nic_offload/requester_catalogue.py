@@ -1,0 +1,140 @@
+"""What the requester knows: for each user, in order, where every piece of his KV lies.
+
+An `Extent` is one block on a drive of a node. Its generation counts up each time the block is stored anew or
+moved, whoever does it and wherever to, so of two reports about a block the one with the higher generation is the
+newer, in whatever order they come.
+
+What always holds: a report that is not newer than what is known changes nothing. Users, extents of one and of all
+are bounded; past a bound a block is left out and what was known stays, so a user keeps a usable prefix.
+
+What it doesn't do: prove anything. The truth is on the drive: a node that is asked for an extent checks key and
+generation, and says MISS. Nor does it remember what was dropped: a late report brings it back, until that MISS.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from nic_offload.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Catalogue", "Change", "Extent", "User"]
+
+TEXT_MAX = 256  # characters of a tenant, a user or a node
+KEY_BYTES_MAX = 64
+
+
+class User(NamedTuple):
+    """Whose KV it is."""
+
+    tenant: str
+    user: str
+
+
+class Extent(NamedTuple):
+    """Where one block lies."""
+
+    node: str
+    drive: int
+    address: int
+    length: int
+    key: bytes
+    generation: int
+
+
+class Change(enum.Enum):
+    """What a report did."""
+
+    ADDED = "added"
+    REPLACED = "replaced"
+    REMOVED = "removed"
+    STALE = "stale"  # something as new or newer is known
+    UNKNOWN = "unknown"  # there is no such block, or no such user
+    NO_ROOM = "no room"  # at a bound
+
+
+_NOTHING: Mapping[bytes, Extent] = MappingProxyType({})
+
+
+class Catalogue:
+    """Users, and their extents in the order in which the blocks were first stored."""
+
+    def __init__(
+        self, *, users_max: int, extents_max: int, extents_per_user_max: int, extent_bytes_max: int
+    ) -> None:
+        self._users_max = users_max
+        self._extents_max = extents_max
+        self._extents_per_user_max = extents_per_user_max
+        self._extent_bytes_max = extent_bytes_max
+        self._users: dict[User, dict[bytes, Extent]] = {}
+        self.extents = 0
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def of(self, user: User) -> Mapping[bytes, Extent]:
+        """The user's extents by key, in order; empty for somebody unknown. To be read only."""
+        return self._users.get(user, _NOTHING)
+
+    def stored(self, user: User, extent: Extent) -> Change:
+        """A block was stored: it is new, or the known one has become this."""
+        self._check(user, extent)
+        theirs = self._users.get(user)
+        known = None if theirs is None else theirs.get(extent.key)
+        if known is not None:
+            return self._replace(user, known, extent)
+        if theirs is None:
+            if len(self._users) >= self._users_max:
+                return Change.NO_ROOM
+            theirs = {}
+        if len(theirs) >= self._extents_per_user_max or self.extents >= self._extents_max:
+            return Change.NO_ROOM
+        theirs[extent.key] = extent
+        self._users[user] = theirs
+        self.extents += 1
+        return Change.ADDED
+
+    def moved(self, user: User, extent: Extent) -> Change:
+        """A known block lies somewhere else now."""
+        self._check(user, extent)
+        known = self.of(user).get(extent.key)
+        return Change.UNKNOWN if known is None else self._replace(user, known, extent)
+
+    def dropped(self, user: User, key: bytes, generation: int) -> Change:
+        """A block of this generation is gone."""
+        known = self.of(user).get(key)
+        if known is None:
+            return Change.UNKNOWN
+        if known.generation > generation:
+            return Change.STALE
+        theirs = self._users[user]
+        del theirs[key]
+        self.extents -= 1
+        if not theirs:
+            del self._users[user]
+        return Change.REMOVED
+
+    def forget(self, user: User) -> int:
+        """All KV of the user is gone; gives how many extents that were."""
+        count = len(self._users.pop(user, ()))
+        self.extents -= count
+        return count
+
+    def _replace(self, user: User, known: Extent, extent: Extent) -> Change:
+        if extent.generation <= known.generation:
+            return Change.STALE
+        self._users[user][extent.key] = extent
+        return Change.REPLACED
+
+    def _check(self, user: User, extent: Extent) -> None:
+        for name, text in (*zip(user._fields, user, strict=True), ("node", extent.node)):
+            if not 1 <= len(text) <= TEXT_MAX:
+                raise KvError(f"The {name} of an extent takes 1 to {TEXT_MAX} characters, not {len(text)}.")
+        if not 1 <= len(extent.key) <= KEY_BYTES_MAX:
+            raise KvError(f"The key of an extent takes 1 to {KEY_BYTES_MAX} bytes, not {len(extent.key)}.")
+        if not 1 <= extent.length <= self._extent_bytes_max:
+            raise KvError(f"An extent is 1 to {self._extent_bytes_max} bytes long, not {extent.length}.")

@@ -1,0 +1,147 @@
+"""What goes into the requester and comes out of it: its seam, its bounds, its answers and its counts.
+
+What always holds: bounds at which some extent could never be fetched are refused. Nothing here has behaviour.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from nic_offload.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from nic_offload.requester_catalogue import Extent, User
+
+__all__ = [
+    "Answer",
+    "Ended",
+    "Ending",
+    "Fetcher",
+    "Finished",
+    "Limits",
+    "Outcome",
+    "Placement",
+    "Statistics",
+]
+
+
+class Fetcher(Protocol):
+    """Who issues gets: the one seam."""
+
+    def issue(self, user: User, extents: Sequence[Extent]) -> Hashable:
+        """Begin to get these, all on one node, and give a ticket; a KvError says that none was begun.
+
+        Every ticket is reported to `KvRequester.finished` once, later, whatever becomes of it.
+        """
+        ...
+
+    def cancel(self, ticket: Hashable) -> None:
+        """Nobody waits for this any more. It may still come, and is reported as finished all the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every bound."""
+
+    users_max: int = 100_000
+    extents_max: int = 1_000_000
+    extents_per_user_max: int = 65_536
+    extent_bytes_max: int = 16 << 20  # also what a turn is worth
+    requests_max: int = 10_000
+    bytes_in_flight_max: int = 1 << 30
+    user_bytes_in_flight_max: int = 256 << 20
+    gets_in_flight_max: int = 8192
+    gets_per_ticket_max: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse bounds at which something could never be fetched."""
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise KvError(f"{name} has to be at least 1, not {getattr(self, name)}.")
+        if not self.extent_bytes_max <= self.user_bytes_in_flight_max <= self.bytes_in_flight_max:
+            raise KvError(
+                "An extent has to fit into what a user may have on its way, and that into what all may have:"
+                f" {self.extent_bytes_max}, {self.user_bytes_in_flight_max}, {self.bytes_in_flight_max}."
+            )
+
+
+class Outcome(enum.Enum):
+    """What became of the asking."""
+
+    QUEUED = "queued"
+    MERGED = "merged with the user's earlier request"
+    MISS = "nothing is known of this user"
+    FULL = "too many requests"
+    LATE = "its deadline had passed"
+
+
+class Answer(NamedTuple):
+    """The request's number where it was taken, or why not."""
+
+    outcome: Outcome
+    number: int | None = None
+
+
+class Ending(enum.Enum):
+    """How a request ended."""
+
+    COMPLETE = "all that was known has come"
+    PARTIAL = "something was missing or failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "its deadline passed"
+
+
+class Ended(NamedTuple):
+    """The end of a request."""
+
+    number: int
+    user: User
+    ending: Ending
+
+
+class Finished(NamedTuple):
+    """What a ticket brought: for whom, and how many bytes (`Table.add_bytes` takes them)."""
+
+    user: User
+    moved_bytes: int
+
+
+class Placement(NamedTuple):
+    """What the rules said about KV that the user's requests will make."""
+
+    keep: bool = False
+    node: str = ""  # "": no matter which
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts since the beginning, and what there is now."""
+
+    users: int = 0
+    extents: int = 0
+    requests: int = 0
+    bytes_in_flight: int = 0
+    gets_in_flight: int = 0
+    tickets: int = 0
+    queued: int = 0
+    merged: int = 0
+    missed: int = 0
+    refused_full: int = 0
+    refused_late: int = 0
+    refused_foreign: int = 0
+    completed: int = 0
+    partial: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    gets: int = 0
+    gets_missing: int = 0
+    gets_failed: int = 0
+    fetched_bytes: int = 0
+    reports_stale: int = 0
+    reports_without_room: int = 0
+    placements_without_room: int = 0

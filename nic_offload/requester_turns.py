@@ -1,0 +1,150 @@
+"""Whose turn it is, fairly by bytes: deficit round robin, between tenants and then between users of one.
+
+Members stand in a ring, each with a credit of bytes. The first is served while his credit covers his next piece;
+then he is given a quantum and goes to the end. Who can't be served for a while (he is at a bound of his own)
+pauses: he keeps his credit and comes back to the front, or his bound would cost him his share as well.
+
+What always holds: of two members that wait all the time, neither gets more than two quanta ahead of the other. With
+a quantum no smaller than any piece, finding the next takes at most one step a member. Who has nothing to wait for
+leaves his credit behind: nobody saves up turns. Urgent users of a tenant come before his others, and no tenant
+gets more for having urgent ones.
+
+What it doesn't do: know what is served. The cost of a member's next piece is asked for; it must not change
+between `head` and `charge`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from nic_offload.requester_catalogue import User
+
+    Member = TypeVar("Member", bound=Hashable)
+else:
+    Member = TypeVar("Member")
+
+__all__ = ["Line", "Lines", "Turns"]
+
+
+class Turns(Generic[Member]):
+    """The ring."""
+
+    def __init__(self, quantum_bytes: int) -> None:
+        self._quantum_bytes = quantum_bytes
+        self._credit: dict[Member, int] = {}  # of those in the ring, and of those that pause
+        self._ring: OrderedDict[Member, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many can be served."""
+        return len(self._ring)
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody, be it one who pauses."""
+        return bool(self._credit)
+
+    def add(self, member: Member) -> None:
+        """Come in at the end, or back from a pause; nothing happens to who is in already."""
+        if member in self._ring:
+            return
+        self._ring[member] = None
+        if member in self._credit:
+            self._ring.move_to_end(member, last=False)
+        else:
+            self._credit[member] = self._quantum_bytes
+
+    def pause(self, member: Member) -> None:
+        """Not to be served until added again."""
+        self._credit.setdefault(member, self._quantum_bytes)
+        self._ring.pop(member, None)
+
+    def discard(self, member: Member) -> None:
+        """Leave, if in."""
+        self._credit.pop(member, None)
+        self._ring.pop(member, None)
+
+    def head(self, cost: Callable[[Member], int]) -> Member:
+        """Who is to be served next; the same one until he is charged, leaves, or his cost changes."""
+        while True:
+            member = next(iter(self._ring))
+            if self._credit[member] >= cost(member):
+                return member
+            self._credit[member] += self._quantum_bytes
+            self._ring.move_to_end(member)
+
+    def charge(self, member: Member, cost_bytes: int) -> None:
+        """The member was served."""
+        self._credit[member] -= cost_bytes
+
+
+class Line(enum.Enum):
+    """Where a user stands."""
+
+    URGENT = "urgent"
+    AHEAD = "ahead of time"
+
+
+class _Tenant:
+    """Whose turn it is within a tenant."""
+
+    def __init__(self, quantum_bytes: int) -> None:
+        self.lines: dict[Line, Turns[User]] = {line: Turns(quantum_bytes) for line in Line}
+
+    @property
+    def turns(self) -> Turns[User]:
+        """Those of the urgent users while any of them can be served."""
+        urgent = self.lines[Line.URGENT]
+        return urgent if len(urgent) else self.lines[Line.AHEAD]
+
+
+class Lines:
+    """All users that wait for their turn."""
+
+    def __init__(self, quantum_bytes: int) -> None:
+        self._quantum_bytes = quantum_bytes
+        self._tenants: dict[str, _Tenant] = {}
+        self._turns: Turns[str] = Turns(quantum_bytes)
+
+    def __len__(self) -> int:
+        """How many tenants have somebody who can be served."""
+        return len(self._turns)
+
+    def __bool__(self) -> bool:
+        """Whether anybody stands in line, be it one who pauses."""
+        return bool(self._tenants)
+
+    def stand(self, user: User, line: Line | None, *, pauses: bool = False) -> None:
+        """Stand in this line and in no other; None: in none."""
+        tenant = self._tenants.get(user.tenant)
+        if tenant is None:
+            if line is None:
+                return
+            tenant = self._tenants[user.tenant] = _Tenant(self._quantum_bytes)
+        for name, turns in tenant.lines.items():
+            if name is not line:
+                turns.discard(user)
+            elif pauses:
+                turns.pause(user)
+            else:
+                turns.add(user)
+        if len(tenant.turns):
+            self._turns.add(user.tenant)
+        elif any(tenant.lines.values()):
+            self._turns.pause(user.tenant)
+        else:
+            self._turns.discard(user.tenant)
+            del self._tenants[user.tenant]
+
+    def head(self, cost: Callable[[User], int]) -> User:
+        """Who is to be served next."""
+        tenant = self._turns.head(lambda name: cost(self._tenants[name].turns.head(cost)))
+        return self._tenants[tenant].turns.head(cost)
+
+    def charge(self, user: User, cost_bytes: int) -> None:
+        """The user that `head` gave was served."""
+        self._tenants[user.tenant].turns.charge(user, cost_bytes)
+        self._turns.charge(user.tenant, cost_bytes)
