@@ -5,8 +5,8 @@ copies it into a slot here and rings the slot's flag word, both on the applicati
 armed on the slot beforehand leaves. The agent drives, and not the application: it calls nothing after `stage`.
 
     slot = staging.reserve(length)             # or StagingFull
-    arm(fabric, [TriggeredPut(..., region, slot.source, length, ...,
-                              trigger_address=slot.word, threshold=slot.threshold)])
+    with fabric.open_counter(slot.word) as copied:
+        arm(fabric, [TriggeredPut(..., region, slot.source, length, ..., trigger=copied, threshold=slot.threshold)])
     staging.stage(slot, tensor.data_ptr(), length, stream)
     ...                                        # the put's final event comes
     staging.release(slot)
@@ -35,6 +35,8 @@ from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nic_offload.flags import FlagWord
 
 __all__ = ["PinnedStaging", "SlotRing", "StagingSlot", "Use"]
 
@@ -127,7 +129,7 @@ class StagingSlot(NamedTuple):
 
     use: Use
     source: int  # the address at which the put reads
-    word: int  # the address of the flag word that fires it
+    word: FlagWord  # a counter over it fires the put
     threshold: int
 
 
@@ -159,7 +161,7 @@ class PinnedStaging(Handle):
         self._check_length(length)
         use = self.slots.reserve()
         source = self._address + use.slot * self.slot_bytes
-        return StagingSlot(use, source, self._words[use.slot].address, use.threshold)
+        return StagingSlot(use, source, self._words[use.slot], use.threshold)
 
     def stage(self, slot: StagingSlot, device_address: int, length: int, stream: Any = None) -> None:
         """Queue the copy and the ring behind what the stream does already; the block is read when it runs.

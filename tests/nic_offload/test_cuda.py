@@ -99,7 +99,7 @@ def test_who_sees_the_flag_sees_all_bytes(gpu: Any) -> None:
             with stream:
                 block.fill(value)
             staging.stage(slot, int(block.data.ptr), LARGE, stream)
-            word = FlagWord(slot.word)
+            word = slot.word
             while word.load() < slot.threshold:
                 os.sched_yield()
             tail = staging.memory[LARGE - 4096 :]
@@ -198,12 +198,15 @@ def test_a_block_goes_from_the_gpu_to_a_peer_with_no_call_after_stage(gpu: Any) 
             slot = staging.reserve(length)
             pair.there.arm(
                 pair.there.put(turn, length, flag=(0, turn))._replace(
-                    region=region, source=slot.source, trigger_address=slot.word, threshold=slot.threshold
+                    region=region,
+                    source=slot.source,
+                    trigger=pair.near.counter(slot.word),
+                    threshold=slot.threshold,
                 )
             )
             staging.stage(slot, int(block.data.ptr), length, stream)
             seen(pair.far.word(0), turn)
             assert pair.far.bytes_at(0, length) == wanted
-            assert pair.near.final(turn).kind == EventKind.PUT_DONE
+            assert pair.near.final(turn).kind == EventKind.DONE
             staging.release(slot)
         region.close()

@@ -188,7 +188,7 @@ def test_a_block_leaves_the_gpu_with_no_call_after_stage(cupy: FakeCupy, provide
             stream.run()
             wait_until(lambda turn=turn: pair.far.word(0).load() == turn, "the flag")  # type: ignore[misc]
             assert pair.far.bytes_at(0, length) == wanted
-            assert pair.near.final(turn).kind == EventKind.PUT_DONE
+            assert pair.near.final(turn).kind == EventKind.DONE
             staging.release(slot)
         assert used == {0, 1, 2}
         region.close()
@@ -198,5 +198,5 @@ def test_a_block_leaves_the_gpu_with_no_call_after_stage(cupy: FakeCupy, provide
 def put_of(pair: Pair, slot: StagingSlot, turn: int, length: int, region: Region) -> TriggeredPut:
     put = pair.there.put(turn, length, flag=(0, turn))
     return put._replace(
-        region=region, source=slot.source, trigger_address=slot.word, threshold=slot.threshold
+        region=region, source=slot.source, trigger=pair.near.counter(slot.word), threshold=slot.threshold
     )
