@@ -10,45 +10,43 @@
 #include <errno.h>
 #include <stdlib.h>
 
-static int fires_before(const struct work *a, const struct work *b)
+static int fires_before(const struct waiting *a, const struct waiting *b)
 {
-	if (a->op.threshold != b->op.threshold)
-		return a->op.threshold < b->op.threshold;
-	return a->sequence < b->sequence;
+	return a->threshold != b->threshold ? a->threshold < b->threshold : a->sequence < b->sequence;
 }
 
 static void sift_up(struct tk_counter *counter, uint32_t at)
 {
-	struct work *work = counter->heap[at];
+	struct waiting moving = counter->heap[at];
 	for (uint32_t parent; at; at = parent) {
 		parent = (at - 1) / 2;
-		if (!fires_before(work, counter->heap[parent]))
+		if (!fires_before(&moving, &counter->heap[parent]))
 			break;
 		counter->heap[at] = counter->heap[parent];
 	}
-	counter->heap[at] = work;
+	counter->heap[at] = moving;
 }
 
 static void sift_down(struct tk_counter *counter, uint32_t at)
 {
-	struct work *work = counter->heap[at];
+	struct waiting moving = counter->heap[at];
 	for (;;) {
 		uint32_t child = 2 * at + 1;
 		if (child >= counter->count)
 			break;
-		if (child + 1 < counter->count && fires_before(counter->heap[child + 1], counter->heap[child]))
+		if (child + 1 < counter->count && fires_before(&counter->heap[child + 1], &counter->heap[child]))
 			child++;
-		if (!fires_before(counter->heap[child], work))
+		if (!fires_before(&counter->heap[child], &moving))
 			break;
 		counter->heap[at] = counter->heap[child];
 		at = child;
 	}
-	counter->heap[at] = work;
+	counter->heap[at] = moving;
 }
 
 static void heap_remove(struct tk_fabric *fabric, struct tk_counter *counter, uint32_t at)
 {
-	struct work *last = counter->heap[--counter->count];
+	struct waiting last = counter->heap[--counter->count];
 	fabric->statistics.waiting--;
 	if (at == counter->count)
 		return;
@@ -75,7 +73,8 @@ int wait_for_counter(struct tk_fabric *fabric, struct work *work)
 	if (grow((void **)&counter->heap, &counter->capacity, counter->count, sizeof *counter->heap))
 		return -ENOMEM;
 	work->state = WORK_WAITING;
-	counter->heap[counter->count] = work;
+	counter->heap[counter->count] =
+		(struct waiting){.threshold = work->op.threshold, .sequence = work->sequence, .work = work};
 	sift_up(counter, counter->count++);
 	fabric->statistics.waiting++;
 	activate(fabric, counter);
@@ -86,7 +85,7 @@ void stop_waiting(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_counter *counter = work->op.trigger;
 	for (uint32_t at = 0; at < counter->count; at++)
-		if (counter->heap[at] == work) {
+		if (counter->heap[at].work == work) {
 			heap_remove(fabric, counter, at);
 			return;
 		}
@@ -94,7 +93,7 @@ void stop_waiting(struct tk_fabric *fabric, struct work *work)
 
 struct work *next_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
 {
-	struct work *work = counter->heap[0];
+	struct work *work = counter->heap[0].work;
 	heap_remove(fabric, counter, 0);
 	return work;
 }
@@ -156,12 +155,12 @@ static void fail_all(struct tk_fabric *fabric, struct tk_counter *counter)
 
 static int fire_reached(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
 {
-	if (!counter->count || counter->heap[0]->op.threshold > value)
+	if (!counter->count || counter->heap[0].threshold > value)
 		return 0;
 	uint64_t now_ns = tk_now_ns();
 	do
 		fire(fabric, next_waiting(fabric, counter), now_ns);
-	while (counter->count && counter->heap[0]->op.threshold <= value);
+	while (counter->count && counter->heap[0].threshold <= value);
 	return 1;
 }
 

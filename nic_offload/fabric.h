@@ -59,6 +59,12 @@ struct queue {
 	struct work *head, *tail;
 };
 
+/* One that waits. What the order goes by stands here, so that finding its place touches no other item's memory. */
+struct waiting {
+	uint64_t threshold, sequence;
+	struct work *work;
+};
+
 /* A counter and the operations that wait for it in our own queue, lowest threshold first. */
 struct tk_counter {
 	struct tk_fabric *fabric;
@@ -71,7 +77,7 @@ struct tk_counter {
 
 	/* The progress thread's own. */
 	uint64_t mirrored; /* how far `nic` has been brought to follow `word` */
-	struct work **heap;
+	struct waiting *heap;
 	uint32_t count, capacity;
 	uint32_t held; /* unfired, as far as we know, at the NIC */
 	int listed;    /* among the fabric's active counters */

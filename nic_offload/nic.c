@@ -343,7 +343,7 @@ int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 	if (nic->try_again_ns && tk_now_ns() < nic->try_again_ns)
 		return 0;
 	nic->try_again_ns = 0;
-	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0])) {
+	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0].work)) {
 		struct work *work = next_waiting(fabric, counter);
 		if (hand_one(fabric, work)) {
 			nic->try_again_ns = tk_now_ns() + TRY_AGAIN_NS;
