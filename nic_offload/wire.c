@@ -13,7 +13,8 @@
 
 #define COMPLETIONS_A_ROUND 64
 #define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
-#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
+#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
+#define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
 #define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
 
 /* The flag of an operation that is to move a counter: what waits for that finds the flag delivered. */
@@ -228,23 +229,15 @@ int drain_completions(struct tk_fabric *fabric)
 	return count > 0;
 }
 
-static int drain_took_long(struct tk_fabric *fabric, int *drained)
-{
-	uint64_t before_ns = tk_now_ns();
-	*drained = drain_completions(fabric);
-	return tk_now_ns() - before_ns > MOVED_NS;
-}
-
 /* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
  * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
- * not nap now, or the peer's writes would advance by one socket buffer a nap. The first read after a nap takes long
- * because its caches are cold, so it is asked once more. */
+ * not nap now, or the peer's writes would advance by one socket buffer a nap. The first read after a nap takes longer
+ * in any case, because its caches are cold. */
 int progress_wire(struct tk_fabric *fabric)
 {
-	int drained, rested = fabric->rested;
+	uint64_t limit_ns = fabric->rested ? MOVED_RESTED_NS : MOVED_NS;
+	uint64_t before_ns = tk_now_ns();
 	fabric->rested = 0;
-	int moved = drain_took_long(fabric, &drained);
-	if (moved && !drained && rested)
-		moved = drain_took_long(fabric, &drained);
-	return drained || moved;
+	int drained = drain_completions(fabric);
+	return drained || tk_now_ns() - before_ns > limit_ns;
 }
