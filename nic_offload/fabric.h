@@ -211,6 +211,7 @@ struct tk_fabric {
 	struct watches landings, acks;
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
+	uint64_t now_ns; /* a little before now: asking for the time costs a round as much as looking at a word */
 	int rested; /* since the wire was looked at last */
 	uint64_t started_ns;
 	struct work *finished;

@@ -340,7 +340,7 @@ int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	struct nic *nic = &fabric->nic;
 	int busy = 0;
-	if (nic->try_again_ns && tk_now_ns() < nic->try_again_ns)
+	if (nic->try_again_ns && fabric->now_ns < nic->try_again_ns)
 		return 0;
 	nic->try_again_ns = 0;
 	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0].work)) {
@@ -431,7 +431,7 @@ int nic_poll(struct tk_fabric *fabric)
 	struct nic *nic = &fabric->nic;
 	if (!nic->held && !nic->lost)
 		return 0;
-	uint64_t now_ns = tk_now_ns();
+	uint64_t now_ns = fabric->now_ns;
 	int busy = 0, kicking = nic->silent && nic->fired && now_ns - nic->kicked_ns > KICK_NS;
 	for (uint32_t i = 0; i < nic->slots_opened; i++) {
 		struct slot *slot = &nic->slots[i];

@@ -112,6 +112,7 @@ class TriggeredNotify(NamedTuple):
     completion: Counter | None = None
     deadline_ns: int = 0
     report_fired: bool = False
+    quiet: bool = False
 
 
 class CounterMove(NamedTuple):
@@ -219,7 +220,11 @@ def _transfer_row(
 
 
 def _notify_row(notify: TriggeredNotify) -> bytes:
-    flags = lib.TK_FLAG_PUT | (lib.TK_REPORT_FIRED if notify.report_fired else 0)
+    flags = lib.TK_FLAG_PUT
+    if notify.report_fired:
+        flags |= lib.TK_REPORT_FIRED
+    if notify.quiet:
+        flags |= lib.TK_QUIET
     return _OPERATION.pack(
         notify.tag,
         notify.endpoint.pointer,

@@ -236,8 +236,9 @@ int drain_completions(struct tk_fabric *fabric)
 int progress_wire(struct tk_fabric *fabric)
 {
 	uint64_t limit_ns = fabric->rested ? MOVED_RESTED_NS : MOVED_NS;
-	uint64_t before_ns = tk_now_ns();
+	uint64_t before_ns = fabric->now_ns;
 	fabric->rested = 0;
 	int drained = drain_completions(fabric);
-	return drained || tk_now_ns() - before_ns > limit_ns;
+	fabric->now_ns = tk_now_ns();
+	return drained || fabric->now_ns - before_ns > limit_ns;
 }

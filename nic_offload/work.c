@@ -124,7 +124,7 @@ void publish_soon(struct tk_fabric *fabric)
 	show_statistics(fabric);
 	if (!fabric->pending_count)
 		return;
-	uint64_t now_ns = tk_now_ns();
+	uint64_t now_ns = fabric->now_ns;
 	int stream = fabric->landings.count + fabric->acks.count + fabric->in_flight >= EVENTS_STREAM;
 	if (stream && fabric->pending_count < EVENTS_A_BATCH && now_ns - fabric->published_ns < EVENTS_PACE_NS)
 		return;

@@ -125,6 +125,7 @@ class BareFabric:
                 target_key=self._target_key,
                 trigger=self._counter,
                 threshold=generation,
+                acked=True,
             )
             for i in range(self._blocks)
         ]
