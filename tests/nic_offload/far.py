@@ -1,5 +1,7 @@
 """A second process, `python -m tests.nic_offload.far PROVIDER LENGTH`: it does as it is told.
 
+Peers may write to its memory and read from it.
+
 It prints one line of JSON about itself, reads one about its peer, and if that names slots it puts every one
 of them once, over and over nothing else. Then it waits until its standard input ends.
 """
@@ -77,7 +79,7 @@ class Far:
 
 def main(arguments: Sequence[str]) -> None:
     provider, length = arguments
-    with Side(provider, int(length)) as side:
+    with Side(provider, int(length), remote_read=True) as side:
         print(json.dumps(about(side)), flush=True)  # noqa: T201 - this is how it talks
         for line in sys.stdin:
             told = json.loads(line)
