@@ -302,12 +302,18 @@ static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
 	return 0;
 }
 
+/* The NIC's counter follows the word forwards only: after a word that went back it would fire at once. */
+static int waits_at_the_nic(const struct tk_operation *op)
+{
+	return !op->trigger->word || op->threshold > op->trigger->mirrored;
+}
+
 /* The bytes of one that is to be summed must be seen here first. */
 static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
 {
 	const struct tk_operation *op = &work->op;
 	return (!(op->flags & TK_VERIFY_CRC) || !op->length) && op->threshold <= value_max(&fabric->nic) &&
-	       (op->endpoint || has_counter(op));
+	       waits_at_the_nic(op) && (op->endpoint || has_counter(op));
 }
 
 static int hand_one(struct tk_fabric *fabric, struct work *work)
