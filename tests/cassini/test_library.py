@@ -1,0 +1,68 @@
+"""The stand-in as nic_offload finds it, and its building."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.cassini import build as builder
+from tests.cassini.build import build
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 110
+
+LIST_PROVIDERS = """
+from nic_offload.library import load
+library = load()
+for provider in library.providers():
+    print(provider.name, provider.rma, provider.deferred_work)
+print(library.best_provider())
+"""
+
+
+def test_nic_offload_finds_cxi_and_nothing_else() -> None:
+    environment = {**os.environ, "TRIGGERKV_LIBFABRIC": str(build())}
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_PROVIDERS],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["cxi True True", "cxi"]
+
+
+def test_processes_that_build_at_once_get_the_same_whole_file(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from tests.cassini.build import build; print(build(Path({str(tmp_path)!r})))"
+    command = [sys.executable, "-c", code]
+
+    def run(_: int) -> str:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+        ctypes.CDLL(done.stdout.strip())
+        return done.stdout.strip()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(run, range(3))) == {str(tmp_path / "libcassini.so")}
+
+
+def test_it_is_compiled_again_only_when_something_is_newer(tmp_path: Path) -> None:
+    library = build(tmp_path)
+    first = library.stat().st_mtime_ns
+    assert build(tmp_path).stat().st_mtime_ns == first
+    os.utime(library, ns=(0, 0))
+    assert build(tmp_path).stat().st_mtime_ns >= first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["libcassini.so", "libcassini.so.lock"]
+
+
+def test_the_build_lies_where_git_does_not_look() -> None:
+    assert builder.FOLDER == ROOT / "build" / "cassini"
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/build/" in ignored
