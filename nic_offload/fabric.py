@@ -10,6 +10,8 @@ What it doesn't do: memory of a GPU, which goes out through pinned host memory.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import enum
 import struct
 from dataclasses import dataclass
@@ -32,8 +34,16 @@ __all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
 
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
+_open: set[Fabric] = set()  # those that are not closed live on, whoever forgets them: their threads do
 _EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
 assert _EVENT.size == ffi.sizeof("struct tk_event")
+
+
+def _close_at_exit() -> None:
+    """libfabric takes itself down when the process ends, and no thread of ours may be inside it then."""
+    for fabric in tuple(_open):
+        with contextlib.suppress(FabricError):  # a forked child has none of the threads
+            fabric.close()
 
 
 class EventKind(enum.IntEnum):
@@ -209,6 +219,9 @@ class Fabric(Handle):
         self.flag_in_message = bool(lib.tk_fabric_provider(self.handle, name))
         self.provider: str = ffi.string(name).decode()
         self._fd = int(lib.tk_fabric_event_fd(self.handle))
+        if not _open:
+            atexit.register(_close_at_exit)
+        _open.add(self)
 
     @property
     def closed(self) -> bool:
@@ -298,6 +311,9 @@ class Fabric(Handle):
         if self.handle is None:
             return
         handle, self.handle = self.handle, None
+        _open.discard(self)
+        if not _open:
+            atexit.unregister(_close_at_exit)
         code = lib.tk_fabric_close(handle)
         for endpoint in tuple(self.endpoints):
             endpoint.detach()

@@ -188,7 +188,7 @@ static void moved(struct tk_fabric *fabric, struct work *work)
 	if (op->flags & TK_GET && op->flags & TK_VERIFY_CRC) {
 		work->state = WORK_SUMMING;
 		queue_push(&fabric->summing, work);
-	} else if (op->flags & TK_FLAG_PUT && !flag_travels_along(fabric, op)) {
+	} else if (op->length && op->flags & TK_FLAG_PUT && !flag_travels_along(fabric, op)) {
 		get_ready(fabric, work, WORK_FLAG_READY);
 	} else {
 		finish(fabric, work, 0);

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -179,3 +181,20 @@ def test_a_peer_that_stands_still_does_not_hold_up_the_others(provider: str) -> 
         assert {finals[tag].kind for tag in range(1000, 1100)} == {EventKind.DONE}
         stopped.endpoint.close()
         near.region.close()
+
+
+FORGETFUL = """
+import sys
+from tests.nic_offload.rig import Pair
+pair = Pair(sys.argv[1])
+pair.there.arm(*(pair.there.put(i, 1 << 16, flag=(0, i + 1)) for i in range(500)))
+pair.there.arm(pair.there.put(501, 8, fires=(pair.flags[0], 1)))
+"""
+
+
+def test_a_process_that_forgets_to_close_ends_all_the_same(provider: str) -> None:
+    for _ in range(5):
+        ended = subprocess.run(
+            [sys.executable, "-c", FORGETFUL, provider], check=False, capture_output=True, timeout=60
+        )
+        assert (ended.returncode, ended.stderr) == (0, b"")

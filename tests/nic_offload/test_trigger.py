@@ -247,3 +247,15 @@ def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: 
             assert (event.kind, event.status) == (EventKind.FAILED, -errno.ETIMEDOUT)
             assert pair.far.bytes_at(0, 6) == b"canary"
         source.close()
+
+
+def test_a_word_alone_is_put_once(pair: Pair) -> None:
+    """Once it was put again when its own completion came, over whatever had been put there since."""
+    near, there = pair.near, pair.there
+    for value in range(1, 200):
+        there.arm(there.put(value, 0, flag=(0, value)))
+        assert near.final(value).kind == EventKind.DONE
+        wait_until(lambda value=value: pair.far.word(0).load() == value, "the word")  # type: ignore[misc]
+        pair.far.word(0).store(0)
+        there.fence()
+        assert pair.far.word(0).load() == 0

@@ -1,0 +1,78 @@
+"""Two processes of `plain_fabric.c`: what the provider gives without any code of ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Self
+
+__all__ = ["PlainFabric"]
+
+_SOURCE = Path(__file__).with_name("plain_fabric.c")
+_PROGRAM = Path("build/plain_fabric")
+_WAIT_S = 60.0
+
+
+def _build() -> Path:
+    if not _PROGRAM.exists() or _PROGRAM.stat().st_mtime < _SOURCE.stat().st_mtime:
+        _PROGRAM.parent.mkdir(exist_ok=True)
+        subprocess.run(["cc", "-O2", "-o", _PROGRAM, _SOURCE, "-lfabric"], check=True)
+    return _PROGRAM.resolve()
+
+
+class PlainFabric:
+    """Plain writes of the provider, and its words back and forth, between two processes that spin."""
+
+    def __init__(self, provider: str) -> None:
+        environment = os.environ | {"FI_SOCKETS_PE_WAITTIME": "0", "IPATH_NO_BACKTRACE": "1"}
+        self._processes = [
+            subprocess.Popen(
+                [_build(), provider],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for _ in range(2)
+        ]
+        about = [self._answer(i) for i in range(2)]
+        for i in range(2):
+            self._tell(i, about[1 - i])
+
+    def _tell(self, i: int, line: str) -> None:
+        pipe = self._processes[i].stdin
+        assert pipe is not None
+        pipe.write(line + "\n")
+        pipe.flush()
+
+    def _answer(self, i: int) -> str:
+        pipe = self._processes[i].stdout
+        assert pipe is not None
+        return pipe.readline().strip()
+
+    def gbps(self, block_bytes: int, blocks: int) -> float:
+        """Blocks written one after the other, until the word behind the last came back."""
+        self._tell(1, "serve 1")
+        self._tell(0, f"write {block_bytes} {blocks}")
+        return block_bytes * blocks / int(self._answer(0))
+
+    def one_way_us(self, rounds: int) -> float:
+        """An 8-byte word from one process to the other."""
+        self._tell(1, f"serve {rounds}")
+        self._tell(0, f"word {rounds}")
+        return int(self._answer(0)) / rounds / 2 / 1e3
+
+    def close(self) -> None:
+        """End both."""
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+            process.wait(_WAIT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
