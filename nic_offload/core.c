@@ -92,7 +92,7 @@ static void flush_if_held(struct tk_fabric *fabric, const struct cancellation *w
 	if (!fabric->nic.own_counters || !fabric->nic.held)
 		return;
 	for (struct work *work = fabric->all; work; work = work->after)
-		if (work->state == WORK_HELD && is_wanted(wanted, work)) {
+		if (work->state == WORK_HELD && !work->slot->fired && is_wanted(wanted, work)) {
 			nic_flush(fabric);
 			return;
 		}

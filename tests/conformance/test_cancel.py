@@ -142,8 +142,9 @@ def test_what_others_wait_for_survives_a_cancel(stage: Stage, gate: Gate) -> Non
         *(there.notify(tag, tag, 7, fires=(gate.counter, 50), completion=moved) for tag in range(100, 150)),
         there.notify(200, 200, 7, fires=(moved, 50)),
     )
-    there.arm(*(there.notify(tag, 300, 7, fires=(gate.counter, 60)) for tag in range(300, 330)))
-    for tag in range(300, 330):
+    cancels = 5 if stage.provider == "cxi" else 30  # each of which is a flush of the NIC
+    there.arm(*(there.notify(tag, 300, 7, fires=(gate.counter, 60)) for tag in range(300, 300 + cancels)))
+    for tag in range(300, 300 + cancels):
         assert near.fabric.cancel([tag]) == 1
         gate.raise_to(tag - 299)
     for value in (49, 50, 100):
