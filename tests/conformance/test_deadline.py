@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import signal
 from typing import TYPE_CHECKING
 
 from nic_offload.fabric import EventKind
@@ -114,7 +112,7 @@ def test_what_is_on_the_wire_to_one_who_stands_still_is_late_and_ends_when_he_go
         way.arm(way.notify(0, 0, 1, fires=(gate.counter, 1), completion=moved[0]))  # makes the connection
         gate.raise_to(1)
         near.final(0)
-        os.kill(far.process.pid, signal.SIGSTOP)
+        far.stop()
         deadline_ns = after_ms(300)
         way.arm(
             *(
@@ -125,7 +123,7 @@ def test_what_is_on_the_wire_to_one_who_stands_still_is_late_and_ends_when_he_go
         gate.raise_to(2)
         ended = {tag: end_or_late(near, tag) for tag in range(1, 11)}
         assert all(near.of(tag)[0].time_ns >= deadline_ns for tag in ended)
-        os.kill(far.process.pid, signal.SIGCONT)
+        far.go_on()
         near.all_final(ended)
         late = [tag for tag, kind in ended.items() if kind == EventKind.LATE]
         assert late
@@ -147,7 +145,7 @@ def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gat
     with Far(backend.provider, 1 << 20) as far:
         way = way_to(Side.more(near), far.said)
         way.fence()
-        os.kill(far.process.pid, signal.SIGSTOP)
+        far.stop()
         fires, deadline_ns = (gate.counter, 1), after_ms(200)
         way.arm(
             *(

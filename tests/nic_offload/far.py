@@ -9,7 +9,9 @@ of them once, over and over nothing else. Then it waits until its standard input
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +62,14 @@ class Far:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """It stands still, all of its threads, when this returns."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
