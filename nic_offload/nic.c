@@ -106,7 +106,7 @@ static struct slot *take_slot(struct tk_fabric *fabric)
 static void free_slot(struct tk_fabric *fabric, struct slot *slot)
 {
 	slot->work = NULL;
-	slot->fired = slot->lost = slot->cut = 0;
+	slot->fired = slot->lost = 0;
 	slot->next = fabric->nic.free;
 	fabric->nic.free = slot;
 	fabric->nic.room += slot->steps_count;
@@ -156,6 +156,7 @@ void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 		work->op.trigger->held--;
 	}
 	work->slot = NULL;
+	slot->cut = 0;
 	if (!lost) {
 		free_slot(fabric, slot);
 		return;
