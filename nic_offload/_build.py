@@ -21,6 +21,7 @@ _PARTS = (
     "inbox",
     "library",
     "nic",
+    "nic_flush",
     "watch",
     "wire",
     "words",

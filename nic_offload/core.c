@@ -93,7 +93,7 @@ static void flush_if_held(struct tk_fabric *fabric, const struct cancellation *w
 	if (!fabric->nic.own_counters || !fabric->nic.held)
 		return;
 	for (struct work *work = fabric->all; work; work = work->after)
-		if (work->state == WORK_HELD && (!wanted || is_wanted(wanted, work))) {
+		if (work->state == WORK_HELD && !work->slot->fired && is_wanted(wanted, work)) {
 			nic_flush(fabric);
 			return;
 		}
@@ -123,7 +123,8 @@ int core_cancel(struct tk_fabric *fabric, void *argument)
 
 int core_flush(struct tk_fabric *fabric, void *unused)
 {
-	flush_if_held(fabric, NULL);
+	if (fabric->nic.own_counters && (fabric->nic.held || fabric->nic.lost))
+		nic_flush(fabric);
 	return cancel_all(fabric, NULL);
 }
 

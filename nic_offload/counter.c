@@ -124,18 +124,25 @@ uint64_t counter_value(struct tk_counter *counter)
 	return counter->word ? tk_word_load(counter->word) : fi_cntr_read(counter->nic);
 }
 
+/* Whoever else moves the word meanwhile may have been faster: it does not go back for this. */
+static void raise_word(uint64_t *word, uint64_t value)
+{
+	uint64_t before = __atomic_load_n(word, __ATOMIC_RELAXED);
+	while (before < value &&
+	       !__atomic_compare_exchange_n(word, &before, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+		;
+}
+
 void counter_move(struct tk_counter *counter, uint64_t step, int set)
 {
-	if (!counter->word) {
-		if (set)
-			fi_cntr_set(counter->nic, step);
-		else
-			fi_cntr_add(counter->nic, step);
-	} else if (set) {
-		tk_word_store(counter->word, step);
-	} else {
+	if (counter->word && set)
+		raise_word(counter->word, step);
+	else if (counter->word)
 		__atomic_add_fetch(counter->word, step, __ATOMIC_RELEASE);
-	}
+	else if (!set)
+		fi_cntr_add(counter->nic, step);
+	else if (fi_cntr_read(counter->nic) < step)
+		fi_cntr_set(counter->nic, step);
 }
 
 /* The first failure is the cause of all that follows. */
@@ -237,10 +244,13 @@ void free_closed_counters(struct tk_fabric *fabric)
 	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
-/* Back to nothing, and unfailed: only while nothing waits for it and nothing is to move it. */
+/* Back to nothing, and unfailed: only while nothing waits for it and nothing is to move it. What a NIC keeps of
+ * operations that failed is in the way as well, and a flush takes it out. */
 int core_reset_counter(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_counter *counter = argument;
+	if (fabric->nic.own_counters && fabric->nic.lost && __atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))
+		nic_flush(fabric);
 	if (__atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))
 		return -EBUSY;
 	if (counter->nic) {

@@ -129,7 +129,7 @@ struct tk_region {
 	struct tk_endpoint *endpoint; /* to which it is bound, where the provider binds */
 };
 
-#define STEPS_MAX 3u
+#define STEPS_MAX 2u
 
 /* A place at the NIC: all that one operation needs there. A place is used again, so its two counters only grow. */
 struct slot {
@@ -139,6 +139,8 @@ struct slot {
 	struct tk_counter *trigger, *completion;
 	struct tk_endpoint *endpoint;
 	int fired; /* its counter has reached the threshold, as far as we know */
+	int cut;   /* a flush took its flag, and its bytes are under way */
+	int moved_by_then, reached_before; /* what was known when the last flush began */
 	struct fid_cntr *moved, *done;	    /* the bytes have moved; all is done */
 	uint64_t moved_before, done_before; /* what these were when the operation was handed over */
 	uint32_t steps_count;

@@ -54,6 +54,8 @@ int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *m
 
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 {
+	if (!fabric_is_ours(endpoint->fabric))
+		return -ECHILD;
 	size_t length = TK_ADDRESS_BYTES;
 	int status = fi_getname(&endpoint->fid->fid, out, &length);
 	return status ? status : (int)length;
@@ -339,6 +341,8 @@ int tk_counter_failed(struct tk_counter *counter)
 
 int tk_counter_doorbell(struct tk_counter *counter, uint64_t *address, int *adds)
 {
+	if (!fabric_is_ours(counter->fabric))
+		return -ECHILD;
 	*adds = !counter->word;
 	if (counter->word) {
 		*address = (uintptr_t)counter->word;

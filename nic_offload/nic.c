@@ -1,9 +1,9 @@
 /*
  * libfabric's deferred work: operations that the NIC holds and fires with no call of ours.
  *
- * An operation becomes up to three steps at the NIC: its bytes wait for the operation's own counter; its flag waits
- * for a counter that the bytes move when they have been delivered; the counter it is to move follows at last. The
- * steps are queued last first, so that a NIC which takes only some of them has taken none that could fire.
+ * An operation becomes one or two steps at the NIC: its bytes wait for the operation's own counter, its flag waits for
+ * a counter that the bytes move when they have been delivered; the last of them moves the counter that the operation is
+ * to move. The steps are queued last first, so that a NIC which takes only some of them has taken none that could fire.
  *
  * What always holds: an operation is either in our own queue or at the NIC, never in both; a place is given to
  * another operation only when nothing unfinished can be tied to it any more, and is counted as lost until then;
@@ -13,7 +13,7 @@
  * the word here, so it is known which operations have fired; one that has not is taken back by closing the counter
  * that it waits for. It tells of no completions, loses operations whose peer is dead, and stalls when its ring is
  * full until it is kicked. `cxi` moves counters itself, and a GPU moves them through its doorbells; what has fired is
- * seen from completions, and unfired operations are taken back by a flush of the whole domain, about a second.
+ * seen from completions, and unfired operations are taken back by a flush of the whole domain: see nic_flush.c.
  */
 #define _GNU_SOURCE
 #include "cxi.h"
@@ -143,7 +143,7 @@ static int renew_moved(struct tk_fabric *fabric, struct slot *slot)
 }
 
 /* The operation leaves the NIC, and its slot is lost or free. */
-static void leave(struct tk_fabric *fabric, struct slot *slot, int lost)
+void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
 	struct nic *nic = &fabric->nic;
@@ -156,6 +156,7 @@ static void leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 		work->op.trigger->held--;
 	}
 	work->slot = NULL;
+	slot->cut = 0;
 	if (!lost) {
 		free_slot(fabric, slot);
 		return;
@@ -171,7 +172,7 @@ static void leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 		__atomic_add_fetch(&slot->completion->uses, 1, __ATOMIC_RELAXED);
 }
 
-static void find_again(struct tk_fabric *fabric, struct slot *slot)
+void nic_find_again(struct tk_fabric *fabric, struct slot *slot)
 {
 	__atomic_sub_fetch(&slot->trigger->uses, 1, __ATOMIC_RELEASE);
 	if (slot->completion)
@@ -180,26 +181,35 @@ static void find_again(struct tk_fabric *fabric, struct slot *slot)
 	free_slot(fabric, slot);
 }
 
-static void settle(struct tk_fabric *fabric, struct slot *slot)
+/* Which counter the last step moves. */
+static struct fid_cntr *moved_at_last(const struct slot *slot)
+{
+	const struct tk_operation *op = &slot->work->op;
+	return op->endpoint && has_counter(op) ? op->completion->nic : slot->done;
+}
+
+void nic_settle(struct tk_fabric *fabric, struct slot *slot)
 {
 	struct work *work = slot->work;
-	slot->done_before++;
+	if (moved_at_last(slot) == slot->done)
+		slot->done_before++;
 	if (has_bytes(&work->op) && has_flag(&work->op))
 		slot->moved_before++;
 	work->counted = has_counter(&work->op);
 	if (!slot->fired)
 		fabric->statistics.fired++;
-	leave(fabric, slot, 0);
+	nic_leave(fabric, slot, 0);
 	finish(fabric, work, 0);
 }
 
 static void settle_failed(struct tk_fabric *fabric, struct slot *slot, int status)
 {
 	struct work *work = slot->work;
-	int waiting = slot->steps_count > 1; /* what was to follow waits, and goes with the counter it waits for */
+	/* What was to follow waits, and goes with the counter it waits for. */
+	int waiting = slot->steps_count > 1 && !slot->cut;
 	if (!slot->fired)
 		fabric->statistics.fired++;
-	leave(fabric, slot, waiting && (fabric->nic.own_counters || renew_moved(fabric, slot)));
+	nic_leave(fabric, slot, waiting && (fabric->nic.own_counters || renew_moved(fabric, slot)));
 	finish(fabric, work, status);
 }
 
@@ -250,7 +260,7 @@ static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t thre
 	if (!get)
 		flags |= FI_DELIVERY_COMPLETE; /* what follows is chained to the arrival of the bytes */
 	add_transfer(slot,
-		     add_step(slot, trigger, threshold, chained ? slot->moved : slot->done,
+		     add_step(slot, trigger, threshold, chained ? slot->moved : moved_at_last(slot),
 			      get ? FI_OP_READ : FI_OP_WRITE),
 		     0, flags);
 }
@@ -262,7 +272,7 @@ static void add_flag(struct slot *slot, struct fid_cntr *trigger, uint64_t thres
 	slot->local[1] = (struct iovec){&slot->flag_value, sizeof slot->flag_value};
 	slot->remote[1] = (struct fi_rma_iov){op->flag_target, sizeof slot->flag_value, op->flag_key};
 	slot->desc[1] = NULL;
-	add_transfer(slot, add_step(slot, trigger, threshold, slot->done, FI_OP_WRITE), 1, FI_COMPLETION);
+	add_transfer(slot, add_step(slot, trigger, threshold, moved_at_last(slot), FI_OP_WRITE), 1, FI_COMPLETION);
 }
 
 static void make_steps(struct slot *slot)
@@ -278,14 +288,11 @@ static void make_steps(struct slot *slot)
 	}
 	if (has_flag(op))
 		add_flag(slot, trigger, threshold);
-	if (has_counter(op)) {
+	if (!op->endpoint) {
 		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
-		int alone = !slot->steps_count;
-		trigger = alone ? op->trigger->nic : slot->done;
-		threshold = alone ? op->threshold : slot->done_before + 1;
 		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 0, op->completion->nic, op->step);
-		if (alone) /* or nobody would learn of it */
-			add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 1, slot->done, 1);
+		/* Or nobody would learn of it. */
+		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 1, slot->done, 1);
 	}
 }
 
@@ -302,12 +309,26 @@ static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
 	return 0;
 }
 
+/* The NIC's counter follows the word forwards only: after a word that went back it would fire at once. */
+static int waits_at_the_nic(const struct tk_operation *op)
+{
+	return !op->trigger->word || op->threshold > op->trigger->mirrored;
+}
+
+/* What a transfer ends with is one more in a counter, and no other movement. */
+static int counts_as_a_nic_does(const struct tk_operation *op)
+{
+	if (!op->endpoint)
+		return has_counter(op);
+	return !has_counter(op) || (op->step == 1 && !(op->flags & TK_SET_COUNTER));
+}
+
 /* The bytes of one that is to be summed must be seen here first. */
 static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
 {
 	const struct tk_operation *op = &work->op;
 	return (!(op->flags & TK_VERIFY_CRC) || !op->length) && op->threshold <= value_max(&fabric->nic) &&
-	       (op->endpoint || has_counter(op));
+	       waits_at_the_nic(op) && counts_as_a_nic_does(op);
 }
 
 static int hand_one(struct tk_fabric *fabric, struct work *work)
@@ -329,9 +350,15 @@ static int hand_one(struct tk_fabric *fabric, struct work *work)
 		fabric->statistics.handed++;
 		return 0;
 	}
-	leave(fabric, slot, status > 0);
+	nic_leave(fabric, slot, status > 0);
 	work->state = WORK_WAITING;
 	return -ENOSPC;
+}
+
+/* Nothing would keep the NIC from firing it all the same. */
+static int is_over(const struct work *work)
+{
+	return work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns;
 }
 
 /* As many as fit, lowest threshold first. One that can't be held stands in the way of those above it: the agent
@@ -345,6 +372,10 @@ int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 	nic->try_again_ns = 0;
 	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0].work)) {
 		struct work *work = next_waiting(fabric, counter);
+		if (is_over(work)) {
+			finish(fabric, work, -ETIMEDOUT);
+			continue;
+		}
 		if (hand_one(fabric, work)) {
 			nic->try_again_ns = tk_now_ns() + TRY_AGAIN_NS;
 			int status = wait_for_counter(fabric, work);
@@ -359,7 +390,7 @@ int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 
 /* --- firing, completion */
 
-static void fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
+void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 {
 	struct work *work = slot->work;
 	slot->fired = 1;
@@ -369,7 +400,7 @@ static void fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 	work->op.trigger->held--;
 	work->fired_ns = now_ns;
 	fabric->statistics.fired++;
-	if (work->op.flags & TK_REPORT_FIRED)
+	if (work->op.flags & TK_REPORT_FIRED && work->op.trigger->word)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 }
 
@@ -387,7 +418,7 @@ void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint6
 			struct slot *slot = &nic->slots[i];
 			if (slot->work && !slot->fired && slot->work->op.trigger == counter &&
 			    slot->work->op.threshold <= value && slot->work->op.endpoint)
-				fired(fabric, slot, now_ns);
+				nic_fired(fabric, slot, now_ns);
 		}
 	}
 	fi_cntr_add(counter->nic, value - counter->mirrored);
@@ -414,7 +445,7 @@ int nic_completed(struct tk_fabric *fabric, void *context, int status)
 	if (status)
 		settle_failed(fabric, slot, status);
 	else if (context == &slot->steps[transfers - 1].context)
-		settle(fabric, slot);
+		nic_settle(fabric, slot);
 	return 1;
 }
 
@@ -437,6 +468,10 @@ int nic_poll(struct tk_fabric *fabric)
 		struct slot *slot = &nic->slots[i];
 		if (!slot->work && !slot->lost)
 			continue;
+		if (slot->cut && nic_follow_cut(fabric, slot)) {
+			busy = 1;
+			continue;
+		}
 		int transfers = slot->work && slot->work->op.endpoint;
 		if (!nic->silent && (transfers || slot->lost))
 			continue; /* the queue tells of transfers, and only a flush ends what is lost */
@@ -445,12 +480,12 @@ int nic_poll(struct tk_fabric *fabric)
 		if (fi_cntr_read(slot->done) > slot->done_before) {
 			busy = 1;
 			if (slot->work) {
-				settle(fabric, slot);
+				nic_settle(fabric, slot);
 				continue;
 			}
 			slot->done_before++;
 			if (!renew_moved(fabric, slot))
-				find_again(fabric, slot);
+				nic_find_again(fabric, slot);
 		} else if (kicking && slot->work) {
 			kick(slot);
 		}
@@ -462,10 +497,10 @@ int nic_poll(struct tk_fabric *fabric)
 
 /* --- taking back */
 
-static void taken_back(struct tk_fabric *fabric, struct slot *slot, int lost)
+void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
-	leave(fabric, slot, lost);
+	nic_leave(fabric, slot, lost);
 	fabric->statistics.taken_back++;
 	int status = wait_for_counter(fabric, work);
 	if (status)
@@ -488,45 +523,8 @@ int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter)
 		struct slot *slot = &nic->slots[i];
 		if (!slot->work || slot->fired || slot->work->op.trigger != counter)
 			continue;
-		taken_back(fabric, slot, slot->steps_count > 1 && renew_moved(fabric, slot));
+		nic_taken_back(fabric, slot, slot->steps_count > 1 && renew_moved(fabric, slot));
 	}
-	return 0;
-}
-
-/* After a flush the counters say how far each operation came: nothing is on its way any more. */
-static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
-{
-	struct work *work = slot->work;
-	uint64_t moved = fi_cntr_read(slot->moved), done = fi_cntr_read(slot->done);
-	int was_done = done > slot->done_before, was_moved = moved > slot->moved_before;
-	slot->moved_before = moved;
-	slot->done_before = done;
-	if (slot->lost) {
-		find_again(fabric, slot);
-	} else if (was_done) {
-		work->counted = has_counter(&work->op);
-		leave(fabric, slot, 0);
-		finish(fabric, work, 0);
-	} else if (was_moved) {
-		leave(fabric, slot, 0);
-		get_ready(fabric, work, WORK_FLAG_READY);
-	} else {
-		taken_back(fabric, slot, 0);
-	}
-}
-
-int nic_flush(struct tk_fabric *fabric)
-{
-	struct nic *nic = &fabric->nic;
-	int status = fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
-	if (status)
-		return status;
-	while (drain_completions(fabric))
-		;
-	for (uint32_t i = 0; i < nic->slots_opened; i++)
-		if (nic->slots[i].work || nic->slots[i].lost)
-			settle_flushed(fabric, &nic->slots[i]);
-	nic->try_again_ns = 0;
 	return 0;
 }
 
@@ -545,25 +543,7 @@ int nic_withdraw(struct tk_fabric *fabric, struct work *work)
 /* The work goes, and what the NIC holds for it stays. */
 void nic_give_up(struct tk_fabric *fabric, struct work *work)
 {
-	leave(fabric, work->slot, 1);
-}
-
-/* The counter will not be moved any more by us, and what waits for it fails. */
-void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
-{
-	struct nic *nic = &fabric->nic;
-	if (!counter->held)
-		return;
-	if (!nic->own_counters)
-		nic_take_back(fabric, counter); /* each fails as it comes back */
-	for (uint32_t i = 0; i < nic->slots_opened && counter->held; i++) {
-		struct slot *slot = &nic->slots[i];
-		if (!slot->work || slot->fired || slot->work->op.trigger != counter)
-			continue;
-		struct work *work = slot->work;
-		nic_give_up(fabric, work);
-		finish(fabric, work, -EPIPE);
-	}
+	nic_leave(fabric, work->slot, 1);
 }
 
 int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint)

@@ -41,7 +41,7 @@ int poll_counters(struct tk_fabric *fabric);
 void free_closed_counters(struct tk_fabric *fabric);
 void free_counter(struct tk_counter *counter);
 
-/* nic.c: what libfabric's deferred work holds */
+/* nic.c, nic_flush.c: what libfabric's deferred work holds */
 int nic_open(struct tk_fabric *fabric);
 void nic_close(struct tk_fabric *fabric);
 int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out);
@@ -55,6 +55,12 @@ int nic_withdraw(struct tk_fabric *fabric, struct work *work);
 void nic_give_up(struct tk_fabric *fabric, struct work *work);
 int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter);
+void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost);
+void nic_find_again(struct tk_fabric *fabric, struct slot *slot);
+void nic_settle(struct tk_fabric *fabric, struct slot *slot);
+void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns);
+void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost);
+int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
 
 /* wire.c: what is posted, what has completed */
 int status_of_provider(int error);

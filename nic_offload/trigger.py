@@ -116,7 +116,10 @@ class TriggeredNotify(NamedTuple):
 
 
 class CounterMove(NamedTuple):
-    """Add to a counter, or set it, when another reaches a threshold."""
+    """Add to a counter, or set it, when another reaches a threshold.
+
+    Setting it to less than it has moves nothing, but for a counter of a NIC's own, where it must not be done.
+    """
 
     tag: int
     counter: Counter

@@ -1,5 +1,7 @@
 """A second process, `python -m tests.nic_offload.far PROVIDER LENGTH`: it does as it is told.
 
+Peers may write to its memory and read from it.
+
 It prints one line of JSON about itself, reads one about its peer, and if that names slots it puts every one
 of them once, over and over nothing else. Then it waits until its standard input ends.
 """
@@ -7,7 +9,9 @@ of them once, over and over nothing else. Then it waits until its standard input
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +63,14 @@ class Far:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
+    def stop(self) -> None:
+        """It stands still, all of its threads, when this returns."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(30)
@@ -77,7 +89,7 @@ class Far:
 
 def main(arguments: Sequence[str]) -> None:
     provider, length = arguments
-    with Side(provider, int(length)) as side:
+    with Side(provider, int(length), remote_read=True) as side:
         print(json.dumps(about(side)), flush=True)  # noqa: T201 - this is how it talks
         for line in sys.stdin:
             told = json.loads(line)

@@ -16,13 +16,14 @@ from nic_offload.fabric import WORK_MAX, Event, EventKind, Fabric
 from nic_offload.flags import FlagWord, FlagWords
 from nic_offload.library import load
 from nic_offload.memory import allocate
-from nic_offload.trigger import TriggeredPut, arm
+from nic_offload.trigger import TriggeredGet, TriggeredNotify, TriggeredPut, arm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from nic_offload.counter import Counter
-    from nic_offload.fabric import Endpoint
+    from nic_offload.fabric import Endpoint, Region
+    from nic_offload.trigger import Operation
 
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 WAIT_S = 20.0
@@ -36,9 +37,9 @@ def offered() -> set[str]:
     return {provider.name for provider in load().providers() if provider.rma}
 
 
-def open_fabric(provider: str, work_max: int = WORK_MAX) -> Fabric:
+def open_fabric(provider: str, work_max: int = WORK_MAX, *, deferred_work: bool | None = None) -> Fabric:
     """A fabric that stays on this machine."""
-    return Fabric(provider, address="127.0.0.1", work_max=work_max)
+    return Fabric(provider, address="127.0.0.1", work_max=work_max, deferred_work=deferred_work)
 
 
 def after_ms(milliseconds: float) -> int:
@@ -58,12 +59,21 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S
 class Side:
     """A fabric with one endpoint and one registered piece of memory. Its last page is for words."""
 
-    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX) -> None:
+    def __init__(
+        self,
+        provider: str,
+        length: int = 1 << 20,
+        work_max: int = WORK_MAX,
+        *,
+        deferred_work: bool | None = None,
+        remote_read: bool = False,
+    ) -> None:
         assert length % PAGE == 0
-        self.fabric = open_fabric(provider, work_max)
+        self.fabric = open_fabric(provider, work_max, deferred_work=deferred_work)
         self.endpoint = self.fabric.open_endpoint()
         self.memory = allocate(length + PAGE)
-        self.region = self.fabric.register(self.memory)
+        self._remote_read = remote_read
+        self.region = self._register()
         self.length = length
         self.events: list[Event] = []
         self._counters: dict[int, Counter] = {}
@@ -75,7 +85,13 @@ class Side:
         """The same side through one more endpoint."""
         another = copy.copy(side)
         another.endpoint = side.fabric.open_endpoint()
+        if side.fabric.provider == "cxi":
+            another.region = another._register()
         return another
+
+    def _register(self) -> Region:
+        """For the endpoint, as some NICs bind memory to one."""
+        return self.fabric.register(self.memory, remote_read=self._remote_read, endpoint=self.endpoint)
 
     def counter(self, word: FlagWord) -> Counter:
         """The counter over a flag word, opened once."""
@@ -172,28 +188,67 @@ class Way:
         source: int = 0,
         target: int = 0,
         flag: tuple[int, int] | None = None,
-        fires: tuple[FlagWord, int] | None = None,
+        fires: tuple[FlagWord | Counter, int] | None = None,
         **more: Any,
     ) -> TriggeredPut:
-        """A put of `length` bytes; `flag` is a word's index and value, `fires` a word and a threshold."""
+        """A put of `length` bytes; `flag` is a word's index and value, `fires` a word or counter and a threshold."""
         fields: dict[str, Any] = {
-            "tag": tag,
-            "endpoint": self.endpoint,
-            "peer": self.peer,
             "region": self.near.region,
             "source": self.near.region.address + source,
             "length": length,
             "target": self.base + target,
             "target_key": self.key,
         }
+        return TriggeredPut(**(self._fields(tag, flag, fires) | fields | more))
+
+    def get(
+        self,
+        tag: int,
+        length: int,
+        *,
+        source: int = 0,
+        target: int = 0,
+        flag: tuple[int, int] | None = None,
+        fires: tuple[FlagWord | Counter, int] | None = None,
+        **more: Any,
+    ) -> TriggeredGet:
+        """A get of `length` bytes, from `source` over there to `target` here."""
+        fields: dict[str, Any] = {
+            "region": self.near.region,
+            "target": self.near.region.address + target,
+            "length": length,
+            "source": self.base + source,
+            "source_key": self.key,
+        }
+        return TriggeredGet(**(self._fields(tag, flag, fires) | fields | more))
+
+    def notify(
+        self,
+        tag: int,
+        index: int,
+        value: int,
+        *,
+        fires: tuple[FlagWord | Counter, int] | None = None,
+        **more: Any,
+    ) -> TriggeredNotify:
+        """A word put into word `index` over there."""
+        fields = {"target": self.word_target(index), "target_key": self.key, "value": value}
+        return TriggeredNotify(**(self._fields(tag, None, fires) | fields | more))
+
+    def _fields(
+        self, tag: int, flag: tuple[int, int] | None, fires: tuple[FlagWord | Counter, int] | None
+    ) -> dict[str, Any]:
+        fields: dict[str, Any] = {"tag": tag, "endpoint": self.endpoint, "peer": self.peer}
         if flag is not None:
             fields |= {"flag_target": self.word_target(flag[0]), "flag_key": self.key, "flag_value": flag[1]}
         if fires is not None:
-            fields |= {"trigger": self.near.counter(fires[0]), "threshold": fires[1]}
-        return TriggeredPut(**(fields | more))
+            on, threshold = fires
+            trigger = self.near.counter(on) if isinstance(on, FlagWord) else on
+            fields |= {"trigger": trigger, "threshold": threshold}
+        return fields
 
-    def arm(self, *puts: TriggeredPut) -> None:
-        arm(self.near.fabric, puts)
+    def arm(self, *operations: Operation) -> None:
+        arm(self.near.fabric, operations)
 
     def fence(self) -> None:
         """A put at once, and its end: by then the agent has looked at every flag word once more."""
@@ -205,11 +260,11 @@ class Way:
 class Pair:
     """Two fabrics of this process that know each other, and flag words that outlive both."""
 
-    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX) -> None:
+    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX, **more: bool | None) -> None:
         self.provider = provider
         self.flags = FlagWords.create(64)
-        self.near = Side(provider, length, work_max)
-        self.far = Side(provider, length)
+        self.near = Side(provider, length, work_max, **more)
+        self.far = Side(provider, length, **more)
         self.there = Way.between(self.near, self.far)
         self.back = Way.between(self.far, self.near)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -174,7 +173,7 @@ def test_a_peer_that_stands_still_does_not_hold_up_the_others(provider: str) -> 
         stopped = Side.more(near)
         way = way_to(stopped, far.said)
         way.fence()
-        os.kill(far.process.pid, signal.SIGSTOP)
+        far.stop()
         way.arm(*(way.put(tag, length, flag=(0, 7)) for tag in range(200)))
         pair.there.arm(*(pair.there.put(tag, 5000, flag=(0, 7)) for tag in range(1000, 1100)))
         finals = near.all_final(range(1000, 1100))

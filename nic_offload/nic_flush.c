@@ -1,0 +1,125 @@
+/*
+ * Taking operations back from a NIC with counters of its own (cxi), which is a flush of its whole domain: everything
+ * that has not fired is gone without a trace, and what has fired goes on, for as long as its peer lets it.
+ *
+ * What always holds: what is known to have fired is not taken back, so it is not sent twice; what comes back waits in
+ * our own queue, and is handed over again or cancelled there. A flag whose bytes were under way went with the flush,
+ * and is put by the agent once they have arrived.
+ *
+ * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
+ * It had at least most of a second to complete. If it did not, it has not gone out; unless something else that went to
+ * the same peer is stuck as well.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+
+static int is_reached(const struct slot *slot)
+{
+	const struct tk_operation *op = &slot->work->op;
+	return fi_cntr_read(op->trigger->nic) >= op->threshold;
+}
+
+static int is_pair(const struct slot *slot)
+{
+	return slot->work->op.length && slot->work->op.flags & TK_FLAG_PUT;
+}
+
+static int have_moved(const struct slot *slot)
+{
+	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
+}
+
+/* The flag is the agent's now. The one that the NIC held is gone, but that is known for certain only later. */
+static void put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
+{
+	struct work *work = slot->work;
+	slot->moved_before++;
+	nic_leave(fabric, slot, lost);
+	get_ready(fabric, work, WORK_FLAG_READY);
+}
+
+/* Whether its bytes have arrived since a flush took its flag. */
+int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot)
+{
+	if (!have_moved(slot))
+		return 0;
+	put_flag(fabric, slot, 0);
+	return 1;
+}
+
+static void goes_on(struct tk_fabric *fabric, struct slot *slot, int cut)
+{
+	slot->cut = cut;
+	if (!slot->fired)
+		nic_fired(fabric, slot, tk_now_ns());
+}
+
+/* Whether something that had fired before the flush, to the same peer, has not come through yet. */
+static int is_stuck(const struct nic *nic, const struct slot *slot)
+{
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		const struct slot *other = &nic->slots[i];
+		if (other->work && other->reached_before && other->work->op.endpoint == slot->work->op.endpoint &&
+		    other->work->op.peer == slot->work->op.peer)
+			return 1;
+	}
+	return 0;
+}
+
+static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
+{
+	if (slot->lost) {
+		slot->moved_before = fi_cntr_read(slot->moved);
+		slot->done_before = fi_cntr_read(slot->done);
+		nic_find_again(fabric, slot);
+	} else if (!slot->work->op.endpoint) {
+		if (fi_cntr_read(slot->done) > slot->done_before)
+			nic_settle(fabric, slot);
+		else
+			nic_taken_back(fabric, slot, 0);
+	} else if (slot->cut) {
+		/* An earlier flush has seen to it. */
+	} else if (slot->moved_by_then) {
+		goes_on(fabric, slot, 0);
+	} else if (have_moved(slot)) {
+		put_flag(fabric, slot, 1);
+	} else if (slot->reached_before || slot->fired || (is_reached(slot) && is_stuck(&fabric->nic, slot))) {
+		goes_on(fabric, slot, is_pair(slot));
+	} else {
+		nic_taken_back(fabric, slot, is_reached(slot));
+	}
+}
+
+int nic_flush(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		struct slot *slot = &nic->slots[i];
+		slot->moved_by_then = slot->work && have_moved(slot);
+		slot->reached_before = slot->work && is_reached(slot);
+	}
+	int status = fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
+	if (status)
+		return status;
+	while (drain_completions(fabric))
+		;
+	for (uint32_t i = 0; i < nic->slots_opened; i++)
+		if (nic->slots[i].work || nic->slots[i].lost)
+			settle_flushed(fabric, &nic->slots[i]);
+	nic->try_again_ns = 0;
+	return 0;
+}
+
+/* The counter has failed, and what waits for it fails as it comes back: a NIC that kept it might fire it yet, as whoever
+ * can ring moves the counter. */
+void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
+{
+	if (!counter->held)
+		return;
+	if (fabric->nic.own_counters)
+		nic_flush(fabric);
+	else
+		nic_take_back(fabric, counter);
+}

@@ -1,0 +1,155 @@
+"""The backends, and why one is not there.
+
+libfabric is loaded once a process, so the stand-in for a Cassini and the software providers never meet: what this
+process's library does not offer is skipped, and `test_cassini` runs the suite once more in a process of the other kind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from nic_offload.errors import FabricUnavailable
+from nic_offload.fabric import EventKind
+from nic_offload.flags import FlagWord, FlagWords
+from nic_offload.library import load
+from tests.nic_offload.rig import WAIT_S, WORK_MAX, Pair, Side, Way, offered, wait_until
+
+if TYPE_CHECKING:
+    from nic_offload.counter import Counter
+
+REACHED_MAX = 1 << 47  # the counters of a NIC have 48 bits
+
+
+class Backend(NamedTuple):
+    """Who fires, over what, and whether the counters are words that anybody may map."""
+
+    name: str
+    provider: str
+    deferred_work: bool
+    own_counters: bool  # counters opened without a word: on cxi the NIC's, with doorbells
+
+    def missing(self) -> str | None:
+        """Why it can't be tested here."""
+        try:
+            version, names = load().version, offered()
+        except FabricUnavailable as error:
+            return str(error)
+        if self.provider not in names:
+            return f"provider {self.provider} not offered by this libfabric ({version})"
+        return None
+
+    @property
+    def nic_counts(self) -> bool:
+        """The NIC moves counters itself, and what it holds is past recall but for a flush."""
+        return self.provider == "cxi" and self.own_counters
+
+    @property
+    def one_memory(self) -> bool:
+        """Both ends in one process share what they have mapped: neither may be closed before the other."""
+        return self.provider == "shm"
+
+
+BACKENDS = (
+    Backend("net", "net", deferred_work=False, own_counters=False),
+    Backend("rxm-own", "tcp;ofi_rxm", deferred_work=False, own_counters=True),
+    Backend("shm", "shm", deferred_work=False, own_counters=False),
+    Backend("sockets-own", "sockets", deferred_work=False, own_counters=True),
+    Backend("sockets-deferred", "sockets", deferred_work=True, own_counters=False),
+    Backend("sockets-deferred-own", "sockets", deferred_work=True, own_counters=True),
+    Backend("cxi", "cxi", deferred_work=True, own_counters=False),
+    Backend("cxi-own", "cxi", deferred_work=True, own_counters=True),
+)
+
+
+class Gate:
+    """A counter that a test moves as a GPU would: by a store, with no call into the fabric."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+        address, self._adds = counter.doorbell()
+        self._bell = FlagWord(address)
+        self.at = 0
+
+    def raise_to(self, value: int) -> None:
+        if not self._adds:
+            self._bell.store(value)
+        elif value > self.at:
+            wait_until(lambda: self._bell.load() == 0, "the doorbell's last ring to be taken")
+            self._bell.store(value - self.at)
+        self.at = value
+
+
+class Stage(Pair):
+    """Two sides of a backend, and counters of its kind."""
+
+    def __init__(self, backend: Backend, length: int = 1 << 20, work_max: int = WORK_MAX) -> None:
+        super().__init__(
+            backend.provider, length, work_max, deferred_work=backend.deferred_work, remote_read=True
+        )
+        self.backend = backend
+        self.words = FlagWords.create(512)
+        self._words_taken = 0
+
+    def counter(self, side: Side | None = None) -> Counter:
+        """A new counter of the backend's kind, which operations may move too."""
+        fabric = (side or self.near).fabric
+        if self.backend.own_counters:
+            return fabric.open_counter()
+        self._words_taken += 1
+        return fabric.open_counter(self.words[self._words_taken - 1])
+
+    def gate(self, side: Side | None = None) -> Gate:
+        return Gate(self.counter(side))
+
+    def settle(self, gate: Gate | None = None) -> None:
+        """What the counters let out by now is out, and has arrived."""
+        if gate is not None:
+            wait_until(lambda: gate.counter.value() >= gate.at, "the counter to have taken its stores")
+        for way in (self.there, self.back, self.there):
+            way.fence()
+        self.near.reap()
+
+    def holds_nothing(self) -> None:
+        """Everything that was armed has ended, and the statistics say so."""
+        fabric = self.near.fabric
+        wait_until(lambda: busy_with(self.near) == 0, "nothing under way")
+        now = fabric.statistics()
+        assert now.armed == now.done + now.failed + now.cancelled
+        assert now.expired <= now.failed
+        assert (now.waiting, now.held, now.in_flight) == (0, 0, 0)
+
+    def close(self) -> None:
+        super().close()
+        self.words.close()
+
+
+def busy_with(side: Side) -> int:
+    now = side.fabric.statistics()
+    return now.waiting + now.held + now.in_flight
+
+
+def lands(word: FlagWord, value: int, seconds: float = WAIT_S) -> None:
+    """Wait for a word of memory, looking at nothing else: no call into any fabric."""
+    wait_until(lambda: word.load() == value, f"{value} in a word that holds {word.load()}", seconds)
+
+
+def end_or_late(side: Side, tag: int) -> EventKind:
+    """How the operation stands when its deadline is over: done, failed, or late."""
+    ends = {EventKind.DONE, EventKind.FAILED, EventKind.LATE}
+    side.wait(lambda: bool(ends & set(side.kinds(tag))), f"an end of {tag}, or its being late")
+    return next(kind for kind in side.kinds(tag) if kind in ends)
+
+
+def through(near: Side, far: Side) -> Way:
+    """One more way from `near` to `far`, through an endpoint of its own."""
+    return Way.between(Side.more(near), far)
+
+
+def each_once(side: Side, tags: range, kind: EventKind = EventKind.DONE) -> None:
+    """Every one of the tags has exactly one event, of this kind."""
+    seen = [event for event in side.events if event.tag in tags]
+    assert len(seen) == len(tags)
+    assert {event.tag for event in seen} == set(tags)
+    assert {event.kind for event in seen} == {kind}
+
+

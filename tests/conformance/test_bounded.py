@@ -1,0 +1,177 @@
+"""Bounded queues, and as many operations as one likes through them; a counter that is armed again and again."""
+
+from __future__ import annotations
+
+import errno
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.errors import FabricError
+from nic_offload.fabric import EventKind
+from tests.conformance.backends import Stage, each_once, lands
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.trigger import Operation, TriggeredPut
+    from tests.conformance.backends import Backend, Gate
+
+PUTS = 100_000
+QUEUE = 4096
+BATCH = 512
+
+
+def armed(stage: Stage, operations: Sequence[Operation]) -> bool:
+    """Whether there was room."""
+    try:
+        stage.there.arm(*operations)
+    except FabricError as error:
+        if str(-errno.EAGAIN) not in str(error):
+            raise
+        return False
+    return True
+
+
+def eight_bytes(stage: Stage, gate: Gate, tags: range) -> list[TriggeredPut]:
+    """Each puts its own eight bytes, and waits for its own number."""
+    first = stage.there.put(tags[0], 8, fires=(gate.counter, 1))
+    source, target = first.source, first.target
+    return [
+        first._replace(tag=tag, source=source + 8 * tag, target=target + 8 * tag, threshold=tag + 1)
+        for tag in tags
+    ]
+
+
+def test_100_000_puts_wait_for_one_counter_in_a_bounded_queue(backend: Backend) -> None:
+    """The counter is far ahead of some, and far behind others; every one is done once, and has its bytes."""
+    rng = random.Random(9)
+    with Stage(backend, 1 << 20, work_max=QUEUE) as stage:
+        gate, near = stage.gate(), stage.near
+        near.fill(0, rng.randbytes(8 * PUTS))
+        next_tag, refused = 0, 0
+        while next_tag < PUTS:
+            tags = range(next_tag, min(PUTS, next_tag + BATCH))
+            if armed(stage, eight_bytes(stage, gate, tags)):
+                next_tag = tags.stop
+                if rng.random() < 0.3:
+                    gate.raise_to(max(gate.at, rng.randrange(next_tag + 1)))
+                continue
+            refused += 1
+            gate.raise_to(next_tag)
+            near.wait(lambda before=len(near.events): len(near.events) > before, "room")  # type: ignore[misc]
+        gate.raise_to(PUTS)
+        near.wait(lambda: len(near.events) >= PUTS, "all of them", 60)
+        each_once(near, range(PUTS))
+        stage.holds_nothing()
+        stage.there.fence()
+        assert stage.far.bytes_at(0, 8 * PUTS) == near.bytes_at(0, 8 * PUTS)
+        now = near.fabric.statistics()
+        assert now.done == now.armed == PUTS + 1
+        assert now.put_bytes == 8 * PUTS
+        assert refused
+        assert (now.handed > 0) == backend.deferred_work
+
+
+def test_a_full_queue_fires_at_one_store(backend: Backend) -> None:
+    """More than any NIC holds, and more than its rings take; nothing is refused but what is too much."""
+    with Stage(backend, work_max=QUEUE) as stage:
+        gate, near = stage.gate(), stage.near
+        near.fill(0, random.Random(10).randbytes(8 * QUEUE))
+        for start in range(0, QUEUE, BATCH):
+            assert armed(stage, eight_bytes(stage, gate, range(start, start + BATCH)))
+        assert not armed(stage, eight_bytes(stage, gate, range(QUEUE, QUEUE + 1)))
+        now = near.fabric.statistics()
+        wait_until(lambda: near.fabric.statistics().armed == QUEUE, "the inbox to be taken")
+        assert now.done == 0
+        gate.raise_to(QUEUE)
+        near.wait(lambda: len(near.events) >= QUEUE, "all of them")
+        each_once(near, range(QUEUE))
+        stage.holds_nothing()
+        stage.there.fence()
+        assert stage.far.bytes_at(0, 8 * QUEUE) == near.bytes_at(0, 8 * QUEUE)
+
+
+def test_what_a_full_nic_has_no_room_for_is_not_held_up(backend: Backend) -> None:
+    """Thousands wait for a counter that never moves; another counter's are served."""
+    with Stage(backend, work_max=QUEUE) as stage:
+        never, gate = stage.gate(), stage.gate()
+        stage.there.arm(*(stage.there.notify(tag, 0, 9, fires=(never.counter, 1)) for tag in range(3000)))
+        for turn in range(50):
+            tag = 10_000 + turn
+            stage.there.arm(stage.there.put(tag, 64, flag=(1, turn + 1), fires=(gate.counter, turn + 1)))
+            gate.raise_to(turn + 1)
+            lands(stage.far.word(1), turn + 1)
+        now = stage.near.fabric.statistics()
+        assert now.waiting + now.held == 3000
+        assert stage.near.fabric.flush() == 3000
+        assert stage.far.word(0).load() == 0
+        stage.near.all_final(range(10_000, 10_050))
+        stage.holds_nothing()
+
+
+def test_a_refused_batch_leaves_nothing_behind(backend: Backend) -> None:
+    with Stage(backend, work_max=1024) as stage:
+        gate, moved = stage.gate(), stage.counter()
+        there = stage.there
+        there.arm(*(there.notify(tag, 0, 7, fires=(gate.counter, 1)) for tag in range(1020)))
+        more = [there.put(2000 + i, 8, fires=(gate.counter, 1), completion=moved) for i in range(5)]
+        assert not armed(stage, more)
+        moved.reset()  # nothing is to move it
+        odd = there.notify(3000, 0, 7, fires=(gate.counter, 1), completion=moved)._replace(
+            target=there.word_target(0) + 1
+        )
+        with pytest.raises(FabricError, match=str(-errno.EINVAL)):
+            there.arm(more[0], odd)
+        moved.reset()
+        gate.raise_to(1)
+        stage.near.all_final(range(1020))
+        assert {event.tag for event in stage.near.events} == set(range(1020))
+        stage.near.region.close()
+
+
+def test_a_counter_is_armed_again_a_hundred_times(stage: Stage, gate: Gate) -> None:
+    """The next thresholds each time; now and then it starts again from nothing."""
+    near, far, there = stage.near, stage.far, stage.there
+    rng = random.Random(11)
+    moved = stage.counter()
+    base = counted = 0
+    for turn in range(100):
+        if turn % 25 == 24:
+            gate.counter.reset()
+            moved.reset()
+            gate.at = base = counted = 0
+        count = rng.randrange(1, 12)
+        tags = range(100 * turn, 100 * turn + count)
+        block = rng.randbytes(64 * count)
+        near.fill(0, block)
+        there.arm(
+            *(
+                there.put(
+                    tag,
+                    64,
+                    source=64 * i,
+                    target=64 * i,
+                    flag=(i, turn + 1),
+                    fires=(gate.counter, base + rng.randrange(1, 4)),
+                    completion=moved,
+                )
+                for i, tag in enumerate(tags)
+            ),
+            there.notify(100 * turn + 99, 99, turn + 1, fires=(moved, counted + count)),
+        )
+        base, counted = base + 3, counted + count
+        for value in range(base - 2, base + 1):
+            gate.raise_to(value)
+        lands(far.word(99), turn + 1)
+        assert far.bytes_at(0, 64 * count) == block
+        assert [far.word(i).load() for i in range(count)] == [turn + 1] * count
+        near.all_final([*tags, 100 * turn + 99])
+    assert {event.kind for event in near.events} == {EventKind.DONE}
+    assert len(near.events) == len(near.finals())
+    stage.holds_nothing()
+    now = near.fabric.statistics()
+    assert now.done == now.armed == now.fired
+    assert (now.failed, now.cancelled, now.expired, now.late, now.slots_lost) == (0, 0, 0, 0, 0)
