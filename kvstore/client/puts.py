@@ -189,6 +189,8 @@ class ArmedPuts:
                 self._acked(put, event)
             case EventKind.FAILED:
                 self._put_failed(put, event.status)
+            case EventKind.LATE:
+                self._late(put)
             case EventKind.WATCH_FAILED:
                 error = DeadlineExceeded("A block went out and was not acknowledged in time.")
                 self._end(put, error)
@@ -219,6 +221,11 @@ class ArmedPuts:
             self._client.abort(self._link, [put.lease])  # it never went out, and never will
         else:
             self._client.lose(self._link, error)
+
+    def _late(self, put: _Put) -> None:
+        """The NIC holds it past its deadline. If it has gone out, the acknowledgement's deadline decides."""
+        if self._client.fabric.cancel([put.tag]):
+            self._put_failed(put, -errno.ETIMEDOUT)
 
     def _give_up(self, put: _Put, error: KvError) -> None:
         """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain."""

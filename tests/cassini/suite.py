@@ -1,0 +1,37 @@
+"""Other tests once more, in a process of its own whose libfabric is the software Cassini."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cassini.build import build
+
+__all__ = ["passes_on_cassini"]
+
+_INSIDE = "TRIGGERKV_TESTS_ON_CASSINI"
+
+
+def passes_on_cassini(*paths: str, timeout_s: float) -> None:
+    """Run these tests there; fail with the end of what they print."""
+    if _INSIDE in os.environ:
+        pytest.skip("these are those tests already")
+    environment = os.environ | {
+        _INSIDE: "1",
+        "TRIGGERKV_LIBFABRIC": str(build()),
+        "SOFT_CASSINI_FLUSH_MS": "20",
+    }
+    environment.pop("FI_PROVIDER", None)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert " passed" in ran.stdout

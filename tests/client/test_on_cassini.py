@@ -1,0 +1,12 @@
+"""The whole path under Cassini's rules: a NIC that holds the puts, memory bound to endpoints, offsets for addresses."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cassini.suite import passes_on_cassini
+
+
+@pytest.mark.timeout(300)
+def test_puts_and_gets_and_their_promises_hold_on_the_software_cassini() -> None:
+    passes_on_cassini("tests/client/test_put_get.py", "tests/client/test_promises.py", timeout_s=240)
