@@ -22,6 +22,8 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "GENERATION_MAX",
     "HEADER_BYTES",
+    "HOT_BYTES_DEFAULT",
+    "HOT_BYTES_MIN",
     "INLINE_CHUNK_BYTES",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
@@ -34,7 +36,6 @@ __all__ = [
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
     "SLOTS_PER_CLIENT_MAX",
-    "STAGING_BYTES",
     "STORE_QUEUED_MAX",
     "TENANT_BYTES",
     "ZERO_FILL_BYTES_MAX",
@@ -73,7 +74,8 @@ STORE_QUEUED_MAX = (
 )  # puts, and as many gets, that the store has accepted and not answered
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
-STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
+HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
+HOT_BYTES_MIN = 128 << 20
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
@@ -84,7 +86,7 @@ FETCH_TIMEOUT_MS = 30_000
 
 assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
-assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
+assert BLOCK_BYTES_MAX + HEADER_BYTES <= HOT_BYTES_MIN <= HOT_BYTES_DEFAULT
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX

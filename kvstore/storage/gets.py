@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Quarantine = Callable[[bytes, bytes, int], None]
 
-__all__ = ["Gets"]
+__all__ = ["Gets", "mismatch"]
 
 
 class Gets:
@@ -63,7 +63,7 @@ class Gets:
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
                 self._miss(item, done, MissReason.UNKNOWN)
-            elif (miss := _mismatch(item, entry, now_ms)) is not None:
+            elif (miss := mismatch(item, entry, now_ms)) is not None:
                 self._miss(item, done, *miss)
             else:
                 self._extents.pin(entry.offset // PAGE_BYTES)
@@ -127,7 +127,7 @@ class _Read:
         self._gets.arrived(self, result)
 
 
-def _mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
+def mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
     """Say why what is stored is not what was asked for."""
     assert item.slot_address % PAGE_BYTES == 0
     if entry.expires_ms != 0 and entry.expires_ms <= now_ms:
