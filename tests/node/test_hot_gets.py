@@ -140,3 +140,22 @@ def test_an_inline_get_finds_and_leaves_blocks_there_too(
     node.call(damage)
     outcome = rig.client.get_inline(rig.key(0), len(data))
     assert isinstance(outcome, Miss), "the drive's bytes are broken as well"
+
+
+def test_an_inline_get_replaces_bytes_that_changed_in_memory(
+    tmp_path: Path, node: NodeInProcess, rig: Rig
+) -> None:
+    data = rig.source[:100_000]
+    rig.client.put_inline(rig.key(0), data)
+    assert rig.client.get_inline(rig.key(0), len(data)) == data
+
+    def damage(inside: Node) -> None:
+        piece = inside.hot.pages.find(next(iter(inside.hot.pages._probation)))
+        assert piece is not None
+        inside.hot.payload(piece, 100_000)[77_777] ^= 1
+        inside.hot.pages.release(piece)
+
+    node.call(damage)
+    assert rig.client.get_inline(rig.key(0), len(data)) == data
+    flip_a_bit_of(tmp_path / "node" / "drive-0.kv", data, 5000)
+    assert rig.client.get_inline(rig.key(0), len(data)) == data, "the drive's bytes have taken their place"
