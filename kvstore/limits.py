@@ -16,6 +16,7 @@ __all__ = [
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
     "DRIVE_INFLIGHT_OPS_MIN",
+    "DRIVE_INFLIGHT_READ_BYTES_MAX",
     "DRIVE_QUEUE_DEPTH",
     "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
@@ -66,7 +67,8 @@ QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this end
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
 DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
 DRIVE_QUEUE_DEPTH = 256
-DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
+DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = (
@@ -89,6 +91,7 @@ assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
 assert BLOCK_BYTES_MAX + HEADER_BYTES <= HOT_BYTES_MIN <= HOT_BYTES_DEFAULT
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
+assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
@@ -110,6 +110,8 @@ class Gets:
 
 class _Read:
     """One record on its way into a slot."""
+
+    reads: Final = True
 
     __slots__ = ("_gets", "done", "entry", "item", "size_bytes")
 

@@ -245,6 +245,8 @@ class Puts:
 class _Write:
     """One record on its way to the drive, and the later puts of its name."""
 
+    reads: Final = False
+
     __slots__ = (
         "_puts",
         "done",
@@ -290,6 +292,7 @@ class _Sync:
 
     __slots__ = ("_puts", "generation")
     size_bytes: int = 0
+    reads: Final = False
 
     def __init__(self, puts: Puts) -> None:
         self._puts = puts

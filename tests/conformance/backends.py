@@ -151,5 +151,3 @@ def each_once(side: Side, tags: range, kind: EventKind = EventKind.DONE) -> None
     assert len(seen) == len(tags)
     assert {event.tag for event in seen} == set(tags)
     assert {event.kind for event in seen} == {kind}
-
-

@@ -260,7 +260,9 @@ class Way:
 class Pair:
     """Two fabrics of this process that know each other, and flag words that outlive both."""
 
-    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX, **more: bool | None) -> None:
+    def __init__(
+        self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX, **more: bool | None
+    ) -> None:
         self.provider = provider
         self.flags = FlagWords.create(64)
         self.near = Side(provider, length, work_max, **more)
