@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import CounterMove, TriggeredGet
-from tests.conformance.backends import Gate
 from tests.nic_offload.rig import Side, Way, after_ms, wait_until
 
 if TYPE_CHECKING:
     from nic_offload.fabric import Event
     from nic_offload.trigger import Operation
-    from tests.conformance.backends import Stage
+    from tests.conformance.backends import Gate, Stage
 
 OPERATIONS_MAX = 400
 GATES = 4  # moved by the test
@@ -101,7 +100,7 @@ class Model:
 
     def step(self) -> None:
         actions = [self.arm, self.arm, self.arm, self.move, self.move, self.move, self.cancel, self.reset]
-        if self.stage.provider != "tcp;ofi_rxm" and self.stage.provider != "shm":
+        if self.stage.provider not in {"tcp;ofi_rxm", "shm"}:
             actions.append(self.close_endpoint)
         for _ in range(self.rng.randrange(1, 4)):
             self.rng.choice(actions)()

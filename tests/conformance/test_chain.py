@@ -130,7 +130,7 @@ def test_a_chain_of_a_hundred_links_runs_through(stage: Stage, gate: Gate) -> No
 
 
 def test_counters_are_added_to_and_set(stage: Stage, gate: Gate) -> None:
-    """put -> add 5 -> set another to 1000 -> notify, and nothing at a threshold one higher."""
+    """Put -> add 5 -> set another to 1000 -> notify, and nothing at a threshold one higher."""
     there, far = stage.there, stage.far
     moved, added, put_to = stage.counter(), stage.counter(), stage.counter()
     there.arm(
@@ -212,7 +212,7 @@ def test_a_peer_pulls_when_it_is_told_and_says_so(stage: Stage, gate: Gate) -> N
 
 
 def test_a_get_is_acknowledged_through_a_chain(stage: Stage, gate: Gate) -> None:
-    """get -> count -> notify: the owner may use his memory again, as all of them have been read."""
+    """Get -> count -> notify: the owner may use his memory again, as all of them have been read."""
     near, far, there = stage.near, stage.far, stage.there
     got = stage.counter()
     for turn in range(10):

@@ -36,9 +36,7 @@ def arm_some(stage: Stage, way: Way, gate: Gate, cycle: int) -> Gate:
             for tag in range(100)
         ),
         *(
-            way.get(
-                tag, length, target=600_000 + tag % 8 * 40_000, fires=(gate.counter, base + 1 + tag % 3)
-            )
+            way.get(tag, length, target=600_000 + tag % 8 * 40_000, fires=(gate.counter, base + 1 + tag % 3))
             for tag in range(100, 120)
         ),
     )
@@ -75,7 +73,7 @@ def test_an_endpoint_closes_while_everything_waits(backend: Backend) -> None:
     with Stage(backend) as stage:
         near, far, there = stage.near, stage.far, stage.there
         gate = stage.gate()
-        for cycle in range(10 if backend.provider != "cxi" else 3):
+        for cycle in range(6 if backend.provider != "cxi" else 3):
             way = Way.between(Side.more(near), far)
             fires = (gate.counter, gate.at + 1)
             way.arm(*(way.put(tag, 100, flag=(tag, 9), fires=fires) for tag in range(0, 300, 2)))

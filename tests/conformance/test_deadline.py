@@ -68,7 +68,10 @@ def test_deadlines_end_only_their_own(stage: Stage, gate: Gate) -> None:
         if kind == EventKind.FAILED:
             assert near.final(tag).status == -errno.ETIMEDOUT
             assert far.word(tag).load() == 0
-    assert all(near.kinds(tag) in ([EventKind.DONE], [ended.get(tag)], [EventKind.LATE, EventKind.DONE]) for tag in range(120))
+    assert all(
+        near.kinds(tag) in ([EventKind.DONE], [ended.get(tag)], [EventKind.LATE, EventKind.DONE])
+        for tag in range(120)
+    )
     stage.holds_nothing()
 
 
@@ -148,10 +151,7 @@ def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gat
         far.stop()
         fires, deadline_ns = (gate.counter, 1), after_ms(200)
         way.arm(
-            *(
-                way.put(tag, 3000, fires=fires, completion=moved, deadline_ns=deadline_ns)
-                for tag in range(20)
-            )
+            *(way.put(tag, 3000, fires=fires, completion=moved, deadline_ns=deadline_ns) for tag in range(20))
         )
         there.arm(there.notify(50, 50, 7, fires=(moved, 1)))
         gate.raise_to(1)
@@ -165,5 +165,9 @@ def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gat
         assert stage.far.word(50).load() == 0
         wait_until(lambda: near.fabric.statistics().in_flight == 0, "an empty wire")
         for tag in range(20):  # the provider may have given some back before the endpoint went
-            assert near.kinds(tag) in ([EventKind.LATE], [EventKind.LATE, EventKind.FAILED], [EventKind.FAILED])
+            assert near.kinds(tag) in (
+                [EventKind.LATE],
+                [EventKind.LATE, EventKind.FAILED],
+                [EventKind.FAILED],
+            )
         near.region.close()

@@ -63,7 +63,9 @@ def test_a_child_is_refused_everything_and_the_parent_goes_on(stage: Stage, gate
 def test_a_child_that_merely_ends_takes_nothing_with_it(stage: Stage, gate: Gate) -> None:
     near, there = stage.near, stage.there
     for turn in range(5):
-        there.arm(*(there.notify(100 * turn + i, i, turn + 1, fires=(gate.counter, turn + 1)) for i in range(50)))
+        there.arm(
+            *(there.notify(100 * turn + i, i, turn + 1, fires=(gate.counter, turn + 1)) for i in range(50))
+        )
         child = os.fork()
         if child == 0:
             os._exit(0)

@@ -84,7 +84,11 @@ def test_many_peers_put_into_one(backend: Backend) -> None:
                 way.arm(
                     *(
                         way.put(
-                            j, PAGE, target=(i * 10 + j) * PAGE, flag=(i * 10 + j, 7), fires=(gates[i].counter, j + 1)
+                            j,
+                            PAGE,
+                            target=(i * 10 + j) * PAGE,
+                            flag=(i * 10 + j, 7),
+                            fires=(gates[i].counter, j + 1),
                         )
                         for j in range(10)
                     )

@@ -47,7 +47,7 @@ class Storer:
 
 
 def test_a_third_process_fires_a_round_trip_through_the_second(backend: Backend) -> None:
-    """put -> count -> get of the same bytes back -> count -> notify of our own word; this process only looks on."""
+    """A put -> count -> get of the same bytes back -> count -> notify of our own word; this process only looks on."""
     if backend.own_counters:
         pytest.skip("a counter without a word has no memory that another process can map")
     with (
