@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from tests.nic_offload.rig import wait_until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nic_offload.fabric import Event
     from nic_offload.trigger import Operation, TriggeredPut
     from tests.conformance.backends import Backend, Gate
 
@@ -33,6 +35,10 @@ def armed(stage: Stage, operations: Sequence[Operation]) -> bool:
             raise
         return False
     return True
+
+
+def more_than(events: list[Event], count: int) -> bool:
+    return len(events) > count
 
 
 def eight_bytes(stage: Stage, gate: Gate, tags: range) -> list[TriggeredPut]:
@@ -61,15 +67,15 @@ def test_100_000_puts_wait_for_one_counter_in_a_bounded_queue(backend: Backend) 
                 continue
             refused += 1
             gate.raise_to(next_tag)
-            near.wait(lambda before=len(near.events): len(near.events) > before, "room")  # type: ignore[misc]
+            near.wait(partial(more_than, near.events, len(near.events)), "room")
         gate.raise_to(PUTS)
         near.wait(lambda: len(near.events) >= PUTS, "all of them", 60)
         each_once(near, range(PUTS))
         stage.holds_nothing()
-        stage.there.fence()
+        stage.settle()
         assert stage.far.bytes_at(0, 8 * PUTS) == near.bytes_at(0, 8 * PUTS)
         now = near.fabric.statistics()
-        assert now.done == now.armed == PUTS + 1
+        assert now.done == now.armed == PUTS + 2  # and two fences
         assert now.put_bytes == 8 * PUTS
         assert refused
         assert (now.handed > 0) == backend.deferred_work
@@ -90,7 +96,7 @@ def test_a_full_queue_fires_at_one_store(backend: Backend) -> None:
         near.wait(lambda: len(near.events) >= QUEUE, "all of them")
         each_once(near, range(QUEUE))
         stage.holds_nothing()
-        stage.there.fence()
+        stage.settle()
         assert stage.far.bytes_at(0, 8 * QUEUE) == near.bytes_at(0, 8 * QUEUE)
 
 

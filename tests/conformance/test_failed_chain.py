@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,7 +23,7 @@ CANARY = b"canary" * 500
 OURS = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EBADMSG, -errno.EPIPE}
 
 
-def refused_operations(way: Way, tag: int, **more: object) -> dict[str, Operation]:
+def refused_operations(way: Way, tag: int, **more: Any) -> dict[str, Operation]:
     """Each of them is refused by the peer's side of the wire."""
     bad = way.key ^ 0x5A5A5A
     far_off = way.length + (1 << 30)
