@@ -21,6 +21,7 @@ _PARTS = (
     "inbox",
     "library",
     "nic",
+    "streams",
     "nic_flush",
     "watch",
     "wire",

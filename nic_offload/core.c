@@ -203,6 +203,7 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 		nic_flush(fabric);
 	withdraw_all(fabric, endpoint);
 	drain_endpoint(fabric, endpoint);
+	stop_streams(fabric, endpoint);
 	close_regions_of(fabric, endpoint);
 	int status = fi_close(&endpoint->fid->fid);
 	while (drain_completions(fabric))
