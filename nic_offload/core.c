@@ -17,6 +17,7 @@
 
 #define SPIN_NS 50000u
 #define SPINS_A_YIELD 8
+#define TAKEN_NS 2000u /* a yield that takes longer has let somebody else run */
 #define NAP_SHARE 16 /* a nap is this part of the idleness before it */
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define DRAIN_NS 20000000u /* for what is on the wire when an endpoint is closed */
@@ -318,6 +319,19 @@ static int is_working(const struct tk_fabric *fabric)
 	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
+/* A spin that does not yield starves the application on few cores; one that does costs a flag as much as all else in a
+ * round. So it yields each time for as long as somebody takes the core, and else now and then. */
+static void spin(struct tk_fabric *fabric)
+{
+	if (fabric->spins_alone) {
+		fabric->spins_alone--;
+		return;
+	}
+	uint64_t before_ns = tk_now_ns();
+	sched_yield();
+	fabric->spins_alone = tk_now_ns() - before_ns < TAKEN_NS ? SPINS_A_YIELD : 0;
+}
+
 static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
@@ -326,10 +340,7 @@ static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 		return;
 	}
 	if (idle_ns < (working ? SPIN_WORKING_NS : SPIN_NS)) {
-		/* A spin that never yields starves the application on few cores; one that always does costs a flag
-		 * as much as all else in a round. */
-		if (fabric->statistics.loops % SPINS_A_YIELD == 0)
-			sched_yield();
+		spin(fabric);
 		return;
 	}
 	uint64_t nap_ns = idle_ns / NAP_SHARE;
