@@ -13,6 +13,7 @@ from tests.nic_offload.rig import Side, after_ms, wait_until
 if TYPE_CHECKING:
     from tests.conformance.backends import Backend, Gate, Stage
 
+MS_NS = 1_000_000
 EXPIRED = (EventKind.FAILED, -errno.ETIMEDOUT)
 
 
@@ -151,7 +152,10 @@ def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gat
         far.stop()
         fires, deadline_ns = (gate.counter, 1), after_ms(200)
         way.arm(
-            *(way.put(tag, 3000, fires=fires, completion=moved, deadline_ns=deadline_ns) for tag in range(20))
+            *(
+                way.put(tag, 3000, fires=fires, completion=moved, deadline_ns=deadline_ns + tag * MS_NS)
+                for tag in range(20)  # one after the other, and each is told of once
+            )
         )
         there.arm(there.notify(50, 50, 7, fires=(moved, 1)))
         gate.raise_to(1)
