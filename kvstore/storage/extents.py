@@ -97,6 +97,10 @@ class Extents:
         """Keep a live extent from being given out again."""
         self._pins[start] = self._pins.get(start, 0) + 1
 
+    def is_pinned(self, start: int) -> bool:
+        """Tell whether somebody reads from an extent."""
+        return start in self._pins
+
     def unpin(self, start: int) -> None:
         """Take one pin back."""
         left = self._pins.pop(start) - 1

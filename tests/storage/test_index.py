@@ -50,7 +50,7 @@ def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
         raise StorageError("The index could not be written.")
 
     monkeypatch.setattr(Index, "publish", fail)
-    monkeypatch.setattr(Index, "_write", fail)
+    monkeypatch.setattr(Index, "write", fail)
     assert isinstance(fake.put(2, b"during").error, ReadOnly)
     assert isinstance(fake.put(3, b"after").error, ReadOnly)
     assert fake.get(1)[1] == b"before"

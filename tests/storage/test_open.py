@@ -20,7 +20,7 @@ from kvstore.errors import (
     StorageError,
     WrongVersion,
 )
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, GENERATION_MAX, PAGE_BYTES
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, GENERATION_MAX, PAGE_BYTES
 from kvstore.storage.store import Store
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import Rig
@@ -60,9 +60,9 @@ def test_a_folder_is_opened_by_one_at_a_time(filled: Rig) -> None:
 def test_a_drive_of_another_version_is_refused_and_left_alone(filled: Rig) -> None:
     filled.store.close()
     for copy in (0, PAGE_BYTES):
-        poke(drive_of(filled), copy + 8, b"\x02")
+        poke(drive_of(filled), copy + 8, b"\x03")
     before = drive_of(filled).read_bytes()
-    with pytest.raises(WrongVersion, match="version 2; this build reads version 1"):
+    with pytest.raises(WrongVersion, match="version 3; this build reads version 2"):
         filled.open()
     assert drive_of(filled).read_bytes() == before
 
@@ -107,11 +107,11 @@ def test_a_drive_a_page_shorter_than_its_superblock_says_is_refused(tmp_path: Pa
 
 
 def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None:
-    for capacity in (None, DRIVE_CAPACITY_BYTES_MIN - 1):
+    for capacity in (None, 0, DRIVE_CAPACITY_BYTES_MIN - 1, DRIVE_CAPACITY_BYTES_MAX + 1):
         with pytest.raises(ConfigError):
             Store.open(tmp_path / "data", capacity_bytes=capacity, clock=SystemClock())
     with pytest.raises(NoSpace):
-        Store.open(tmp_path / "data", capacity_bytes=1 << 45, clock=SystemClock())
+        Store.open(tmp_path / "data", capacity_bytes=1 << 43, clock=SystemClock())
     assert not list((tmp_path / "data").glob("drive*"))
 
 
