@@ -16,7 +16,7 @@ import shutil
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
@@ -33,14 +33,14 @@ from nic_offload.checksum import crc32c
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from typing import TypeVar
 
     from kvstore.storage.disk import Disk, DiskFactory, Progress
     from kvstore.storage.index import Entry, Name
 
-    T = TypeVar("T")
-
 __all__ = ["Report", "check", "run"]
+
+T = TypeVar("T")
+N = TypeVar("N", bound="tuple[bytes, ...]")
 
 _SECOND_NAME: Final = "index.fsck"
 _FIRST_NAME: Final = "index.old"
@@ -99,7 +99,8 @@ class Report:
         shown = [*_NOTES, *self.damage]
         width = max(map(len, shown))
         return [
-            f"{what:{width}}  {self.counts[what]:>10}  {self.examples.get(what, '')}".rstrip() for what in shown
+            f"{what:{width}}  {self.counts[what]:>10}  {self.examples.get(what, '')}".rstrip()
+            for what in shown
         ]
 
 
@@ -180,12 +181,11 @@ def _compare(first: Index, second: Index, superblock: Superblock, report: Report
     theirs, mine = Manifests(first), Manifests(second)
     for session, ours_of, drives_of in _joined(theirs.all(), mine.all()):
         if ours_of != drives_of:
-            what = "sessions that the index has otherwise"
-            if ours_of is None and not first.was_clean:
-                what = "records left by a killed process, to be voided"
-            elif not first.was_clean and drives_of is not None and drives_of.place.generation > newest:
-                what = "records left by a killed process, to be voided"
-            report.add(what, session.session.hex())
+            newer = drives_of is not None and drives_of.place.generation > newest
+            if not first.was_clean and (ours_of is None or newer):
+                report.add("records left by a killed process, to be voided", session.session.hex())
+            else:
+                report.add("sessions that the index has otherwise", session.session.hex())
     _check_references(theirs, report)
 
 
@@ -274,8 +274,8 @@ def _swap(data: Path, volume: Volume, second: Index, highest: int, boot_id: str)
 
 
 def _joined(
-    ours: Iterator[tuple[Name, T]], drives: Iterator[tuple[Name, T]]
-) -> Iterator[tuple[Name, T | None, T | None]]:
+    ours: Iterator[tuple[N, T]], drives: Iterator[tuple[N, T]]
+) -> Iterator[tuple[N, T | None, T | None]]:
     """Bring two sequences in one order together by name."""
     left, right = next(ours, None), next(drives, None)
     while left is not None or right is not None:

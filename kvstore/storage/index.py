@@ -20,6 +20,7 @@ It doesn't know about extents or pins. Sessions are `kvstore.storage.manifests`,
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class Index:
         self._lock: FolderLock | None = None  # where commits are noted, from the epoch's beginning on
         self._noted = (b"", 0)
         self.was_clean = False
+        self._covered_bytes = 0
         self._open(durable=False)
 
     @classmethod
@@ -132,6 +134,7 @@ class Index:
         self._env.close()
         self._open(durable=True)
         self._put_meta(superblock, boot_id, clean=True)
+        self._env.sync(True)
         self._env.close()
 
     def abandon(self) -> None:
@@ -252,6 +255,7 @@ class Index:
             except lmdb.Error as error:
                 raise StorageError(f"The index in {self._folder} could not be written: {error}.") from error
             else:
+                self._cover()
                 if self._lock is not None:
                     self._lock.write_note(CommitNote(*self._noted, commit))
                 return result
@@ -314,9 +318,22 @@ class Index:
 
     def _refuse_if_cut(self) -> None:
         # Touching a page behind the end of a mapped file kills the process, so this comes before any look-up.
-        used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if (self._folder / "data.mdb").stat().st_size < used_bytes:
+        if self._file_bytes() < self._used_bytes():
             raise lmdb.CorruptedError("the file is shorter than what it says it holds")
+
+    def _cover(self) -> None:
+        """Make the file as long as it says: LMDB doesn't write pages at its end that a transaction has freed again."""
+        used_bytes = self._used_bytes()
+        if used_bytes > self._covered_bytes:
+            if self._file_bytes() < used_bytes:
+                os.truncate(self._folder / "data.mdb", used_bytes)
+            self._covered_bytes = used_bytes
+
+    def _used_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def _file_bytes(self) -> int:
+        return (self._folder / "data.mdb").stat().st_size
 
     def _is_of(self, superblock: Superblock, boot_id: str, note: CommitNote) -> bool:
         with self._env.begin(db=self._meta) as transaction:

@@ -157,7 +157,9 @@ class Life:
             source = self.rng.randrange(SESSIONS)
             forked = self.rig.session(source)
             if self.rig.session(number) is None and forked is not None:
-                done = Step(number, SessionStep.FORK, done.durability, blocks=self.rng.randrange(len(forked) + 1))
+                done = Step(
+                    number, SessionStep.FORK, done.durability, blocks=self.rng.randrange(len(forked) + 1)
+                )
                 done.base = tuple(forked[: done.blocks])
                 tag = self.rig.start_step(
                     number, done.step, done.durability, source=source, blocks=done.blocks
@@ -181,7 +183,9 @@ class Life:
         for tag in [tag for tag in self.pending_puts if tag in self.rig.put_done]:
             put = self.pending_puts.pop(tag)
             assert self.rig.put_done[tag].error is None
-            sure = put.deleting == 0 and put.deletes == expected.deletes.get(put.number, 0) and not put.expires
+            sure = (
+                put.deleting == 0 and put.deletes == expected.deletes.get(put.number, 0) and not put.expires
+            )
             if sure and expected.acknowledged.get(put.number, (b"", 0))[1] < put.durability:
                 expected.acknowledged[put.number] = (put.payload, put.durability)
         for tag in [tag for tag in self.pending_deletes if tag in self.rig.delete_done]:

@@ -51,7 +51,7 @@ def is_whole(rig: Rig) -> None:
     assert rig.session(2) == list(range(130))
 
 
-def tamper(rig: Rig, change: Callable[[Index], None]) -> None:
+def tamper(rig: Rig, change: Callable[[Index], object]) -> None:
     """Change the index of a closed store behind its back."""
     index = Index(rig.data / "index", 0)
     change(index)
@@ -166,7 +166,7 @@ def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> N
     ],
 )
 def test_an_index_that_says_something_else_than_the_drive_is_found_and_mended(
-    filled: Rig, what: str, change: Callable[[Index], None]
+    filled: Rig, what: str, change: Callable[[Index], object]
 ) -> None:
     filled.store.close()
     tamper(filled, change)
