@@ -49,11 +49,11 @@ class Extents:
 
     @classmethod
     def around(cls, live: Iterable[tuple[int, int]], first_page: int, until_page: int) -> Extents:
-        """Give what live extents `(start, length)` leave; Corrupt if they overlap or lie outside."""
+        """Give what live extents `(start, length)`, in order, leave; Corrupt if they overlap or lie outside."""
         extents = cls(first_page, first_page)
         extents._until = until_page
         position = first_page
-        for start, length in sorted(live):
+        for start, length in live:
             if start < position or length <= 0:
                 raise Corrupt(f"Two records claim page {start} of the drive.")
             extents._add(position, start - position)

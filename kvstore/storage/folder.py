@@ -87,6 +87,11 @@ def open_drive_in(data: Path, capacity_bytes: int | None) -> UringDisk:
     """Open the folder's drive; make it with this capacity if there is none. The default `DiskFactory`."""
     path = data / DRIVE_NAME
     if not path.exists() and not path.is_symlink():
+        if (data / INDEX_NAME).exists():  # a new drive would hide that the blocks are gone
+            raise StorageError(
+                f"The drive of {data} is gone: the folder has an index and no {DRIVE_NAME}."
+                " Bring the drive back, or remove the index to begin with a new one."
+            )
         _preallocate(path, capacity_bytes)
     return UringDisk(path)
 

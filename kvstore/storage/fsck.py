@@ -262,7 +262,7 @@ def _swap(data: Path, volume: Volume, second: Index, highest: int, boot_id: str)
     """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
     live, _ = extents_around(second, volume.superblock)
     volume.skip_generations(highest)
-    volume.begin_epoch(page for page, _ in live)
+    volume.begin_epoch(live)
     volume.end_epoch()
     second.close_clean(volume.superblock, boot_id)
     shutil.rmtree(data / _FIRST_NAME, ignore_errors=True)

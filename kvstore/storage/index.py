@@ -216,7 +216,7 @@ class Index:
                 (number,) = _GENERATION.unpack(generation)
                 yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
 
-    def extents(self) -> list[tuple[int, int]]:
+    def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""
         packed: list[int] = []
         with self._env.begin(buffers=True) as transaction:
@@ -227,7 +227,7 @@ class Index:
                 rows = transaction.cursor(table).iternext(keys=False)
                 packed += [_packed(*_PLACE.unpack_from(row)) for row in rows]
         packed.sort()
-        return [(one >> _PAGES_BITS, one & _PAGES_MASK) for one in packed]
+        return ((one >> _PAGES_BITS, one & _PAGES_MASK) for one in packed)
 
     def __len__(self) -> int:
         with self.reading() as transaction:

@@ -10,6 +10,7 @@ if it was a header, its record is lost.
 
 from __future__ import annotations
 
+from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -83,11 +84,17 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
     return generation_max
 
 
-def extents_around(index: Index, superblock: Superblock) -> tuple[list[tuple[int, int]], Extents]:
-    """Give the live extents of an index and the free ones between them; Corrupt if it contradicts itself."""
-    live = index.extents()
+def extents_around(index: Index, superblock: Superblock) -> tuple[array[int], Extents]:
+    """Give the header pages of an index and the free extents between its records; Corrupt if it contradicts itself."""
+    pages = array("Q")
+
+    def noted() -> Iterator[tuple[int, int]]:
+        for page, count in index.extents():
+            pages.append(page)
+            yield page, count
+
     first = records_begin(superblock.capacity_bytes)
-    return live, Extents.around(live, first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+    return pages, Extents.around(noted(), first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
 
 
 class _Sessions:

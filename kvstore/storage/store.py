@@ -338,7 +338,7 @@ def _open_index(
             live, extents = extents_around(index, volume.superblock)
         assert live is not None
         clean = blank or (index.was_clean and not rebuilt)
-        volume.begin_epoch(None if clean else (page for page, _ in live))
+        volume.begin_epoch(None if clean else live)
         index.begin_epoch(volume.superblock, boot_id, lock)
         undo.pop_all()
     return _OpenedIndex(index, extents, boot_id, rebuilt)
