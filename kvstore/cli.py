@@ -27,6 +27,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             host=host,
             port=port,
             capacity_bytes=parse_size(arguments.capacity),
+            hot_bytes=parse_size(arguments.hot),
             provider=arguments.provider,
             tied=arguments.tied,
         )
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--drive", type=Path, help="a raw block device to keep the blocks on")
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
     serve.add_argument("--capacity", default="1GiB", help="size of a new folder's drive file (%(default)s)")
+    serve.add_argument(
+        "--hot", default="256MiB", help="memory in which blocks that are read stay (%(default)s)"
+    )
     serve.add_argument("--provider", help="libfabric provider; by default the best there is")
     serve.add_argument(
         "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"

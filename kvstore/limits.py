@@ -18,12 +18,15 @@ __all__ = [
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
     "DRIVE_INFLIGHT_OPS_MIN",
+    "DRIVE_INFLIGHT_READ_BYTES_MAX",
     "DRIVE_QUEUE_DEPTH",
     "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
     "GENERATION_MAX",
     "HEADER_BYTES",
+    "HOT_BYTES_DEFAULT",
+    "HOT_BYTES_MIN",
     "INLINE_CHUNK_BYTES",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
@@ -41,7 +44,6 @@ __all__ = [
     "SESSION_CHUNKS_MAX",
     "SESSION_CHUNK_BLOCKS",
     "SLOTS_PER_CLIENT_MAX",
-    "STAGING_BYTES",
     "STORE_QUEUED_MAX",
     "TENANT_BYTES",
     "UNSYNCED_FREES_MAX",
@@ -83,7 +85,8 @@ DRIVE_CAPACITY_BYTES_MIN = 16 << 20
 DRIVE_CAPACITY_BYTES_MAX = 16 << 40  # its roll, a bit a page, is made in memory: 512 MiB
 DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
 DRIVE_QUEUE_DEPTH = 256
-DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
+DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = (
@@ -94,7 +97,8 @@ SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not a
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
-STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
+HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
+HOT_BYTES_MIN = 128 << 20
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
@@ -105,9 +109,10 @@ FETCH_TIMEOUT_MS = 30_000
 
 assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
-assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
+assert BLOCK_BYTES_MAX + HEADER_BYTES <= HOT_BYTES_MIN <= HOT_BYTES_DEFAULT
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
+assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.wire.record import HeaderCodec
 
 
-__all__ = ["Gets", "Quarantine"]
+__all__ = ["Gets", "Quarantine", "mismatch"]
 
 
 class Quarantine(Protocol):
@@ -70,7 +70,7 @@ class Gets:
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
                 self._miss(item, done, MissReason.UNKNOWN)
-            elif (miss := _mismatch(item, entry, now_ms)) is not None:
+            elif (miss := mismatch(item, entry, now_ms)) is not None:
                 self._miss(item, done, *miss)
             else:
                 self._extents.pin(entry.offset // PAGE_BYTES)
@@ -105,6 +105,8 @@ class Gets:
 class _Read:
     """One record on its way into a slot."""
 
+    reads: Final = True
+
     __slots__ = ("_gets", "done", "entry", "item", "size_bytes")
 
     def __init__(self, gets: Gets, item: GetItem, done: GetsDone, entry: Entry) -> None:
@@ -134,7 +136,7 @@ def _expected(item: GetItem, entry: Entry) -> Header:
     )
 
 
-def _mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
+def mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
     """Say why what is stored is not what was asked for."""
     assert item.slot_address % PAGE_BYTES == 0
     if entry.expires_ms != 0 and entry.expires_ms <= now_ms:

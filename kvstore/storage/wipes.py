@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
@@ -94,6 +94,7 @@ class _Wipe:
 
     __slots__ = ("_wipes", "offset", "pages", "result")
     size_bytes: int = PAGE_BYTES
+    reads: Final = False
 
     def __init__(self, wipes: Wipes, offset: int, pages: int) -> None:
         self._wipes = wipes

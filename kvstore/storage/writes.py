@@ -53,6 +53,8 @@ class Owner(Protocol):
 class RecordWrite:
     """One record on its way to the drive."""
 
+    reads: Final = False
+
     __slots__ = ("_writes", "address", "generation", "offset", "owner", "result", "size_bytes")
 
     def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int) -> None:
@@ -223,6 +225,7 @@ class _Sync:
 
     __slots__ = ("_writes", "awaited", "generation")
     size_bytes: int = 0
+    reads: Final = False
 
     def __init__(self, writes: Writes) -> None:
         self._writes = writes

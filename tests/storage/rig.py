@@ -204,13 +204,20 @@ class Rig:
     def get(
         self, number: int, *, tenant: bytes = TENANT, fingerprint: bytes = FINGERPRINT, length: int = 0
     ) -> tuple[GetDone, bytes]:
+        item = self.start_get(number, tenant=tenant, fingerprint=fingerprint, length=length)
+        tag, address = item.tag, item.slot_address
+        self.settle()
+        done = self.store.verify_payload(item, self.get_done[tag])
+        return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
+
+    def start_get(
+        self, number: int, *, tenant: bytes = TENANT, fingerprint: bytes = FINGERPRINT, length: int = 0
+    ) -> GetItem:
         tag = self._take_slot()
         address = self._slot_of[tag]
         item = GetItem(tenant, key(number), fingerprint, length, address, self.slots.slot_bytes, tag)
         self.store.get([item], self._gets_done)
-        self.settle()
-        done = self.store.verify_payload(item, self.get_done[tag])
-        return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
+        return item
 
     def settle(self) -> None:
         """Poll until everything is answered."""
