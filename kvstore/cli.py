@@ -46,6 +46,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run(arguments.data, as_json=arguments.json)
 
 
+def _fsck(arguments: argparse.Namespace) -> int:
+    from kvstore.storage.fsck import run
+
+    return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
+
+
 def _match(arguments: argparse.Namespace) -> int:
     from kvstore.match_command import run
 
@@ -84,6 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
+
+    fsck = commands.add_parser(
+        "fsck",
+        help="check a node's data folder while no node has it open",
+        description="Check the drive's superblock and headers, and the index against them. Exit status 0 if nothing"
+        " is wrong, 2 if something is, 1 if the folder could not be checked.",
+    )
+    fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
+    fsck.add_argument(
+        "--repair", action="store_true", help="make an index that is wrong anew from what is on the drive"
+    )
+    fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
+    fsck.set_defaults(run=_fsck)
 
     match = commands.add_parser(
         "match",
