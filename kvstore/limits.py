@@ -30,11 +30,13 @@ __all__ = [
     "INLINE_CHUNK_BYTES",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
+    "LAYERS_MAX",
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
     "QUARANTINE_TIMEOUT_MS",
+    "RESHARD_SCRATCH_BYTES",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
@@ -65,6 +67,8 @@ GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+LAYERS_MAX = 4096  # of a model
+RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least
 
 SESSION_CHUNK_BLOCKS = (
     126  # keys in one chunk of a manifest: what fits into one page, of the drive and of LMDB

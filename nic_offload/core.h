@@ -159,6 +159,11 @@ uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
 uint64_t tk_now_ns(void);
 int tk_memory_populate(void *address, size_t length);
+struct tk_run {
+	uint64_t piece; /* of which of the sources */
+	uint64_t source, target, length;
+};
+void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target);
 
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);

@@ -3,5 +3,6 @@
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
 from kvstore.client.puts import ArmedPuts, Reservation
+from kvstore.client.shards import ShardReader, Wanted
 
-__all__ = ["ArmedPuts", "Block", "Client", "Hit", "PutResult", "Reservation"]
+__all__ = ["ArmedPuts", "Block", "Client", "Hit", "PutResult", "Reservation", "ShardReader", "Wanted"]

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit
+    from kvstore.layout import Layout
     from nic_offload.fabric import Region
 
 __all__ = ["Client"]
@@ -77,6 +78,10 @@ def _message(durability: Durability) -> pb.Durability:
     return cast("pb.Durability", int(durability))
 
 
+def _fingerprint(layout: Layout | bytes) -> bytes:
+    return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
+
+
 class Client(Handle):
     """A client of one node."""
 
@@ -85,14 +90,15 @@ class Client(Handle):
         target: str,
         *,
         tenant: str = "default",
-        layout: bytes = b"",
+        layout: Layout | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
     ) -> None:
         """Open the fabric; the node is not called yet.
 
-        `layout` is whatever determines how a block's bytes are laid out; a get under another layout is a miss.
+        `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
+        is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
         """
         self.target = target
@@ -100,7 +106,7 @@ class Client(Handle):
         self.fabric = Fabric(provider, address="127.0.0.1")
         self.lock = threading.RLock()
         self.calls = 0  # made to the node; a test counts that armed puts need none
-        self._fingerprint = layout_fingerprint(layout)
+        self._fingerprint = _fingerprint(layout)
         self._slots = slots
         self._block_bytes_max = block_bytes_max
         self._tags = itertools.count(2, 2)
@@ -184,9 +190,19 @@ class Client(Handle):
 
     # --- gets over the fabric
 
-    def get(self, blocks: Sequence[Block], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000) -> list[Hit | Miss]:
-        """Have blocks written into their regions; a Hit or a Miss for each, in order."""
+    def get(
+        self,
+        blocks: Sequence[Block],
+        *,
+        layout: Layout | None = None,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+    ) -> list[Hit | Miss]:
+        """Have blocks written into their regions; a Hit or a Miss for each, in order.
+
+        They are of the client's own layout unless another one is given.
+        """
         self._check_batch(blocks)
+        fingerprint = self._fingerprint if layout is None else layout.fingerprint
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         try:
             link = self._attached(timeout_s)
@@ -200,7 +216,7 @@ class Client(Handle):
             return [Miss(MissReason.NODE_AWAY, str(error))] * len(blocks)
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
-            self._stub.Fetch(get.request(self._fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000))
+            self._stub.Fetch(get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000))
         except grpc.RpcError as failure:
             refusal = error_from_rpc("Fetching blocks", failure)
             if isinstance(refusal, Overloaded):
