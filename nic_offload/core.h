@@ -200,6 +200,7 @@ uint64_t tk_region_base(struct tk_region *region);
  * without one it is the NIC's own where there is deferred work with doorbells, and else a word of ours. */
 int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out);
 int tk_counter_close(struct tk_counter *counter);
+int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count); /* zeroes those that no counter has */
 int tk_counter_add(struct tk_counter *counter, uint64_t value);
 int tk_counter_set(struct tk_counter *counter, uint64_t value);
 int tk_counter_reset(struct tk_counter *counter);

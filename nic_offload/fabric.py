@@ -35,6 +35,7 @@ __all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
 ANSWER_TIMEOUT_MS = 10_000  # of the progress thread; a flush of a whole domain takes a second on Cassini
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
+_WORDS_MIN = 64
 _given_up: list[Fabric] = []  # stuck when they were closed: their threads may touch all their memory for ever
 _open: set[Fabric] = set()  # those that are not closed live on, whoever forgets them: their threads do
 _EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
@@ -236,6 +237,10 @@ class Fabric(Handle):
         self.regions: set[Region] = set()
         self.endpoints: set[Endpoint] = set()
         self.counters: set[Counter] = set()
+        self._words: dict[
+            int, FlagWord
+        ] = {}  # of counters that are closed and may be waited for still, by address
+        self._words_max = _WORDS_MIN
         self.deferred_work = deferred
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
         self._events_view = memoryview(ffi.buffer(self._events))
@@ -274,6 +279,16 @@ class Fabric(Handle):
     def open_counter(self, word: FlagWord | None = None) -> Counter:
         """Open a counter, over a flag word or of its own."""
         return Counter(self, word)
+
+    def keep_word(self, word: FlagWord) -> None:
+        """Keep a word mapped until no operation waits for it any more, though its counter is closed."""
+        self._words[word.address] = word
+        if len(self._words) > self._words_max:
+            addresses = ffi.new("uint64_t[]", list(self._words))
+            lib.tk_words_watched(self.handle, addresses, len(addresses))
+            watched = set(addresses)
+            self._words = {address: one for address, one in self._words.items() if address in watched}
+            self._words_max = max(_WORDS_MIN, 2 * len(self._words))
 
     def register(
         self,
@@ -345,6 +360,8 @@ class Fabric(Handle):
         code = lib.tk_fabric_close(handle)
         if code == lib.TK_STUCK:
             _given_up.append(self)
+        else:
+            self._words.clear()
         for endpoint in tuple(self.endpoints):
             endpoint.detach()
         for region in tuple(self.regions):

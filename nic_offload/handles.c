@@ -275,6 +275,26 @@ int tk_counter_close(struct tk_counter *counter)
 	return 0;
 }
 
+static int has_word(const struct tk_counter *counter, uint64_t address)
+{
+	for (; counter; counter = counter->next)
+		if ((uintptr_t)counter->word == address)
+			return 1;
+	return 0;
+}
+
+int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (size_t i = 0; i < count; i++)
+		if (!has_word(fabric->counters, addresses[i]) && !has_word(fabric->closing, addresses[i]))
+			addresses[i] = 0;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	return 0;
+}
+
 int tk_counter_reset(struct tk_counter *counter)
 {
 	return on_the_thread(counter->fabric, core_reset_counter, &counter, sizeof counter);
