@@ -30,8 +30,23 @@ def _serve(arguments: argparse.Namespace) -> int:
             hot_bytes=parse_size(arguments.hot),
             provider=arguments.provider,
             tied=arguments.tied,
+            tenants=arguments.tenants,
+            tls_certificate=arguments.tls_cert,
+            tls_key=arguments.tls_key,
+            tls_clients=arguments.tls_clients,
+            audit=arguments.audit,
         )
     )
+
+
+def _token(_: argparse.Namespace) -> int:
+    import secrets
+
+    from kvstore.node.tenants import token_digest
+
+    token = secrets.token_urlsafe(32)
+    print(f"token   {token}\nsha256  {token_digest(token)}")
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -76,7 +91,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"
     )
+    serve.add_argument(
+        "--tenants", type=Path, help="a file of tenants and their tokens; SIGHUP reads it again"
+    )
+    serve.add_argument("--tls-cert", type=Path, help="the node's certificate and its chain, PEM")
+    serve.add_argument("--tls-key", type=Path, help="its key, PEM")
+    serve.add_argument(
+        "--tls-clients", type=Path, help="authorities, PEM; clients need a certificate of theirs"
+    )
+    serve.add_argument("--audit", type=Path, help="a file for who came and who was turned away")
     serve.set_defaults(run=_serve)
+
+    token = commands.add_parser(
+        "token",
+        help="make a token for a tenant",
+        description="Make a token, and the digest of it that stands in the node's file of tenants.",
+    )
+    token.set_defaults(run=_token)
 
     demo = commands.add_parser("demo", help="see the whole path work on this machine")
     demo.add_argument(

@@ -4,6 +4,7 @@
     ├── ConfigError            a setting or argument that cannot be used
     ├── Overloaded             the node is at a bound; try again after `retry_after_ms`
     ├── LayoutError            a layout that can't be, or bytes that can't be moved between shards
+    ├── NotAuthenticated       the caller has not proved who he is
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   └── LeaseExpired       the lease of a reserved slot is over
@@ -55,6 +56,7 @@ __all__ = [
     "LeaseExpired",
     "NoSpace",
     "NodeUnavailable",
+    "NotAuthenticated",
     "Overloaded",
     "ProtocolError",
     "PutFailed",
@@ -82,6 +84,10 @@ class Overloaded(KvError):
 
 class LayoutError(KvError):
     """A layout that can't be, or bytes that can't be moved between shards."""
+
+
+class NotAuthenticated(KvError):
+    """The caller has not proved who he is."""
 
 
 class TenantDenied(KvError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "ACK_GRACE_MS",
     "ACK_WORDS",
+    "AUDIT_REFUSALS_PER_S",
     "BATCH_BLOCKS_MAX",
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
@@ -47,6 +48,7 @@ __all__ = [
     "SESSION_CHUNK_BLOCKS",
     "SLOTS_PER_CLIENT_MAX",
     "STORE_QUEUED_MAX",
+    "TENANTS_MAX",
     "TENANT_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
@@ -77,6 +79,8 @@ SESSION_CHUNKS_MAX = 256
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 
 CLIENTS_MAX = 64
+TENANTS_MAX = 4096  # of a node
+AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
 SLOTS_PER_CLIENT_MAX = 1024
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 

@@ -13,7 +13,7 @@ after a loss. What always holds: every call ends within its deadline; a get retu
 with its reason, and never raises because a node is away; a reserve that can't be had raises one typed
 error; once a call has ended nothing of it writes to the caller's memory.
 
-It doesn't know sessions, tokens or layouts beyond their fingerprint, and talks to one node.
+It doesn't know sessions, and talks to one node.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
 from kvstore.client.link import Link
 from kvstore.client.puts import Reservation, lease_deadline_ns
@@ -60,17 +61,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit
+    from kvstore.client.channel import Tls
     from kvstore.layout import Layout
     from nic_offload.fabric import Region
 
 __all__ = ["Client"]
-
-_GRPC_OPTIONS = (
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 250),
-)
 
 
 def _message(durability: Durability) -> pb.Durability:
@@ -89,7 +84,10 @@ class Client(Handle):
         self,
         target: str,
         *,
-        tenant: str = "default",
+        tenant: str = "",
+        token: str | None = None,
+        tls: Tls | None = None,
+        address: str = "127.0.0.1",
         layout: Layout | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
@@ -97,13 +95,16 @@ class Client(Handle):
     ) -> None:
         """Open the fabric; the node is not called yet.
 
+        A node beyond this machine learns who calls from `token`, or from a certificate (`tls`); a `tenant` need only be
+        named to a node that asks for neither. `address` is this machine's own, for the fabric.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
         """
         self.target = target
         self.tenant = tenant
-        self.fabric = Fabric(provider, address="127.0.0.1")
+        self._channel = open_channel(target, token, tls)
+        self.fabric = Fabric(provider, address=address)
         self.lock = threading.RLock()
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self._fingerprint = _fingerprint(layout)
@@ -112,7 +113,6 @@ class Client(Handle):
         self._tags = itertools.count(2, 2)
         self._link: Link | None = None
         self._attaching = threading.Lock()
-        self._channel = grpc.insecure_channel(target, options=_GRPC_OPTIONS)
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)

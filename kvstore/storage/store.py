@@ -18,6 +18,7 @@ import os
 import select
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import Corrupt, Overloaded, ProtocolError, ReadOnly, StorageError
@@ -131,6 +132,11 @@ class Store(Handle):
     def name(self) -> str:
         """Tell the store's own name: the beginning of its uuid."""
         return self._volume.superblock.store_uuid.hex()[:12]
+
+    @property
+    def salt(self) -> bytes:
+        """Give a secret of the store that never leaves the node, for the names of tenants."""
+        return blake2b(key=self._volume.superblock.secret, person=b"tkv tenant salt").digest()
 
     def put(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if the queue has no room."""

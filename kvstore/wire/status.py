@@ -20,6 +20,7 @@ RETRY_AFTER_MS = "kvstore-retry-after-ms"
 # The first entry that the error is an instance of counts.
 _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.NotAuthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (errors.TenantDenied, grpc.StatusCode.PERMISSION_DENIED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NoSpace, grpc.StatusCode.RESOURCE_EXHAUSTED),
