@@ -29,6 +29,7 @@ __all__ = [
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
     "INLINE_CHUNK_BYTES",
+    "INLINE_TIMEOUT_MS",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
@@ -37,6 +38,7 @@ __all__ = [
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
     "QUARANTINE_TIMEOUT_MS",
+    "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
@@ -46,10 +48,12 @@ __all__ = [
     "SESSION_BYTES",
     "SESSION_CHUNKS_MAX",
     "SESSION_CHUNK_BLOCKS",
+    "SHARES",
     "SLOTS_PER_CLIENT_MAX",
     "STORE_QUEUED_MAX",
     "TENANTS_MAX",
     "TENANT_BYTES",
+    "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
     "ZERO_FILL_BYTES_MAX",
@@ -107,10 +111,16 @@ ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20
+SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
+TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
+READ_AHEAD_BYTES = (
+    16 << 20
+)  # asked of the drive for fetches: who comes later waits behind so much, and no more
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
+INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
 RPC_TIMEOUT_MS = 10_000
 FETCH_TIMEOUT_MS = 30_000

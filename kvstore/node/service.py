@@ -12,7 +12,7 @@ from kvstore.errors import KvError, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.node.connection import AckArea, BlockRequest, check_block
 from kvstore.node.fetching import FetchRequest
-from kvstore.node.inline import InlineBlocks
+from kvstore.node.inline import InlineBlocks, deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import status_of, trailers_of
@@ -176,6 +176,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             start = first.start
             tenant = self._gate.enter("put", context, start.tenant)
             durability = await self._inline.put(
+                context.peer(),
                 tenant.id,
                 start.name.key,
                 start.name.fingerprint,
@@ -187,19 +188,22 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
         raise AssertionError
 
-    async def Get(self, request: pb.GetRequest, context: _Context) -> AsyncIterator[pb.GetResponse]:  # noqa: N802
+    async def Get(self, request: pb.GetRequest, context: _Context) -> None:  # noqa: N802
         """Send a block inside gRPC."""
         async with _refusals(context):
             name = request.name
             tenant = self._gate.enter("get", context, request.tenant)
-            read = await self._inline.get(tenant.id, name.key, name.fingerprint, name.length)
+            read = await self._inline.get(context.peer(), tenant.id, name.key, name.fingerprint, name.length)
             try:
                 miss = read.done.miss
                 if miss is not None:
-                    yield pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
+                    await context.write(
+                        pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
+                    )
                     return
                 for chunk in read.chunks():
-                    yield pb.GetResponse(chunk=chunk)
+                    async with deadline("A reader"):
+                        await context.write(pb.GetResponse(chunk=chunk))
             finally:
                 read.close()
 

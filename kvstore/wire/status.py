@@ -23,6 +23,7 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.NotAuthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (errors.TenantDenied, grpc.StatusCode.PERMISSION_DENIED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.NoSpace, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.Corrupt, grpc.StatusCode.DATA_LOSS),

@@ -46,8 +46,8 @@ class NodeInProcess:
             self.node = Node(store, fabric, clock, HOT_BYTES_MIN)
             server = grpc.aio.server()
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
-            service = KvStoreService(self.node, gate, store.name)
-            kvstore_pb2_grpc.add_KvStoreServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+            self.service = KvStoreService(self.node, gate, store.name)
+            kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, server)  # type: ignore[no-untyped-call]
             self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
             self._ready.set()
