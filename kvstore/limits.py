@@ -12,6 +12,8 @@ __all__ = [
     "BATCH_BLOCKS_MAX",
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
+    "BREAKER_MS_MAX",
+    "BREAKER_MS_MIN",
     "CLIENTS_MAX",
     "DELETES_QUEUED_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
@@ -122,6 +124,8 @@ ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
+BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
+BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000
 FETCH_TIMEOUT_MS = 30_000
 

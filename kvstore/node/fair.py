@@ -19,7 +19,7 @@ from kvstore.limits import SHARES, TURN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-__all__ = ["FairQueue", "Shares"]
+__all__ = ["FairQueue", "Shares", "Waiting"]
 
 
 class Waiting(Protocol):
