@@ -17,10 +17,16 @@ __all__ = [
     "DRIVE_INFLIGHT_BYTES_MAX",
     "DRIVE_INFLIGHT_OPS_MIN",
     "DRIVE_QUEUE_DEPTH",
+    "EVICTIONS_REMEMBERED",
+    "EVICTION_BATCH_BLOCKS",
+    "EVICTION_GHOSTS_MAX",
+    "EVICTION_STEPS_MAX",
+    "EVICTION_URGENT_BLOCKS",
     "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
     "GENERATION_MAX",
+    "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "INLINE_CHUNK_BYTES",
     "KEY_BYTES",
@@ -29,14 +35,19 @@ __all__ = [
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
+    "PROTECTED_SESSIONS_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSION_BLOCKS_MAX",
+    "SESSION_LINKS_MIN",
+    "SESSION_LINKS_PER_BLOCK",
     "SLOTS_PER_CLIENT_MAX",
     "STAGING_BYTES",
     "STORE_QUEUED_MAX",
     "TENANT_BYTES",
+    "TIMER_TICK_MS",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -75,6 +86,18 @@ ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
 
+EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
+EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
+EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
+EVICTIONS_REMEMBERED = 16_384  # that can be explained later
+EVICTION_GHOSTS_MAX = 1 << 20  # names of evicted blocks that S3-FIFO knows again
+TIMER_TICK_MS = 100  # blocks expire at most this late
+GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
+PROTECTED_SESSIONS_MAX = 4096
+SESSION_BLOCKS_MAX = 1 << 16  # a million tokens in blocks of 16
+SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
+SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
+
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
@@ -88,6 +111,9 @@ assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
+assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits
+assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a link share 64 bits
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
