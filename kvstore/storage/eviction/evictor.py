@@ -207,7 +207,7 @@ class Evictor:
         lifted = []
         for generation in generations:
             row = self._rows.find(generation)
-            refusal = Refusal.UNKNOWN if row < 0 else self._guards.drop(row, guard)
+            refusal = Refusal.UNKNOWN if row < 0 else self._drop_guard(row, guard)
             if refusal is not None:
                 refused[generation] = refusal
             elif not self._guards.words[row]:
@@ -354,6 +354,13 @@ class Evictor:
                 self._policy.readmitted(row, self._pages[row])
         self._policy.touched(rows)
 
+    def _drop_guard(self, row: int, guard: Guard) -> Refusal | None:
+        if guard is Guard.PROTECTED:
+            by_sessions = sum(session in self._protected for session in self._chains.sessions(row))
+            if self._guards.count(row, guard) == by_sessions:
+                return Refusal.NOT_HELD  # what its sessions hold is not to be taken back like this
+        return self._guards.drop(row, guard)
+
     def _lift(self, rows: Sequence[int], now_ms: int) -> None:
         """Note a use of rows whose guards have been changed; those unguarded may expire again."""
         for row in rows:
@@ -393,14 +400,15 @@ class Evictor:
     def _forget(self, row: int, reason: Reason, now_ms: int) -> Eviction:
         eviction = self._describe(row, reason, now_ms)
         aside = self._states[row] & _ASIDE
+        was_free = not self._guards.words[row] and not self._chains.followed[row]
         for tail in self._chains.leave(row):
             if self._guards.words[tail]:
                 continue
-            if aside:  # its guards end with it, and that is a use of what stands before it
-                self._use([tail], now_ms)
-            else:
+            if was_free:
                 self._states[tail] &= ~_ASIDE
                 self._policy.inherited(tail, self._pages[tail], row)
+            else:  # it had no rank to leave behind
+                self._use([tail], now_ms)
         if reason in _FOR_ROOM:
             self._policy.evicted(row, eviction.name64)
         elif not aside:

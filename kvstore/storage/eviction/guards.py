@@ -40,17 +40,20 @@ class Guards:
         if missing > 0:
             self.words.extend([0] * missing)
 
+    def count(self, row: int, guard: Guard) -> int:
+        """Tell how many guards of a kind a row has."""
+        return self.words[row] >> guard * _COUNT_BITS & _COUNT_MASK
+
     def add(self, row: int, guard: Guard) -> Refusal | None:
         """Guard a row once more."""
-        word = self.words[row]
-        if (word >> guard * _COUNT_BITS & _COUNT_MASK) >= GUARDS_OF_A_KIND_MAX:
+        if self.count(row, guard) >= GUARDS_OF_A_KIND_MAX:
             return Refusal.FULL
         self._change(row, 1 << guard * _COUNT_BITS)
         return None
 
     def drop(self, row: int, guard: Guard) -> Refusal | None:
         """Take one guard back."""
-        if not self.words[row] >> guard * _COUNT_BITS & _COUNT_MASK:
+        if not self.count(row, guard):
             return Refusal.NOT_HELD
         self._change(row, -(1 << guard * _COUNT_BITS))
         return None
