@@ -27,6 +27,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             host=host,
             port=port,
             capacity_bytes=parse_size(arguments.capacity),
+            hot_bytes=parse_size(arguments.hot),
             provider=arguments.provider,
             tied=arguments.tied,
         )
@@ -43,6 +44,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from kvstore.doctor import run
 
     return run(arguments.data, as_json=arguments.json)
+
+
+def _fsck(arguments: argparse.Namespace) -> int:
+    from kvstore.storage.fsck import run
+
+    return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
 
 
 def _match(arguments: argparse.Namespace) -> int:
@@ -62,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--drive", type=Path, help="a raw block device to keep the blocks on")
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
     serve.add_argument("--capacity", default="1GiB", help="size of a new folder's drive file (%(default)s)")
+    serve.add_argument(
+        "--hot", default="256MiB", help="memory in which blocks that are read stay (%(default)s)"
+    )
     serve.add_argument("--provider", help="libfabric provider; by default the best there is")
     serve.add_argument(
         "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"
@@ -80,6 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
+
+    fsck = commands.add_parser(
+        "fsck",
+        help="check a node's data folder while no node has it open",
+        description="Check the drive's superblock and headers, and the index against them. Exit status 0 if nothing"
+        " is wrong, 2 if something is, 1 if the folder could not be checked.",
+    )
+    fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
+    fsck.add_argument(
+        "--repair", action="store_true", help="make an index that is wrong anew from what is on the drive"
+    )
+    fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
+    fsck.set_defaults(run=_fsck)
 
     match = commands.add_parser(
         "match",

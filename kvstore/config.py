@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
-from kvstore.limits import DRIVE_CAPACITY_BYTES_DEFAULT, DRIVE_CAPACITY_BYTES_MIN
+from kvstore.limits import (
+    DRIVE_CAPACITY_BYTES_DEFAULT,
+    DRIVE_CAPACITY_BYTES_MIN,
+    HOT_BYTES_DEFAULT,
+    HOT_BYTES_MIN,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +36,7 @@ class NodeConfig:
     host: str = "127.0.0.1"
     port: int = 7070  # 0: any free one
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
+    hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
     provider: str | None = None  # None: the best that libfabric offers
     tied: bool = False  # to standard input: the node stops when it ends
 
@@ -47,6 +53,11 @@ class NodeConfig:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
                 f" {show_size(self.capacity_bytes)} is too small."
+            )
+        if self.hot_bytes < HOT_BYTES_MIN:
+            raise ConfigError(
+                f"The hot memory is at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
+                f" {show_size(self.hot_bytes)} is too small."
             )
 
 

@@ -12,10 +12,13 @@ __all__ = [
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
     "CLIENTS_MAX",
+    "DELETES_QUEUED_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
+    "DRIVE_CAPACITY_BYTES_MAX",
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
     "DRIVE_INFLIGHT_OPS_MIN",
+    "DRIVE_INFLIGHT_READ_BYTES_MAX",
     "DRIVE_QUEUE_DEPTH",
     "EVICTIONS_REMEMBERED",
     "EVICTION_BATCH_BLOCKS",
@@ -28,6 +31,8 @@ __all__ = [
     "GENERATION_MAX",
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
+    "HOT_BYTES_DEFAULT",
+    "HOT_BYTES_MIN",
     "INLINE_CHUNK_BYTES",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
@@ -40,14 +45,19 @@ __all__ = [
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
+    "SESSION_BYTES",
+    "SESSION_CHUNKS_MAX",
+    "SESSION_CHUNK_BLOCKS",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
     "SLOTS_PER_CLIENT_MAX",
-    "STAGING_BYTES",
     "STORE_QUEUED_MAX",
     "TENANT_BYTES",
     "TIMER_TICK_MS",
+    "UNSYNCED_FREES_MAX",
+    "USER_BYTES",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -58,11 +68,19 @@ HEADER_BYTES = PAGE_BYTES  # a record starts with one header page
 KEY_BYTES = 32
 TENANT_BYTES = 16
 FINGERPRINT_BYTES = 16
+USER_BYTES = 16
+SESSION_BYTES = 16
 GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+
+SESSION_CHUNK_BLOCKS = (
+    126  # keys in one chunk of a manifest: what fits into one page, of the drive and of LMDB
+)
+SESSION_CHUNKS_MAX = 256
+SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 
 CLIENTS_MAX = 64
 SLOTS_PER_CLIENT_MAX = 1024
@@ -74,17 +92,23 @@ LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node end
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
+DRIVE_CAPACITY_BYTES_MAX = 16 << 40  # its roll, a bit a page, is made in memory: 512 MiB
 DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
 DRIVE_QUEUE_DEPTH = 256
-DRIVE_INFLIGHT_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
+DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = (
     4 * BATCH_BLOCKS_MAX
 )  # puts, and as many gets, that the store has accepted and not answered
+DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that the store has accepted and not answered
+SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not answered
+UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
-STAGING_BYTES = 128 << 20  # slots that reads go through on their way to a client
+HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
+HOT_BYTES_MIN = 128 << 20
 
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
 EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
@@ -94,7 +118,6 @@ EVICTION_GHOSTS_MAX = 1 << 20  # names of evicted blocks that S3-FIFO knows agai
 TIMER_TICK_MS = 100  # blocks expire at most this late
 GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
 PROTECTED_SESSIONS_MAX = 4096
-SESSION_BLOCKS_MAX = 1 << 16  # a million tokens in blocks of 16
 SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
 SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
 
@@ -107,13 +130,17 @@ FETCH_TIMEOUT_MS = 30_000
 
 assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
-assert BLOCK_BYTES_MAX + HEADER_BYTES <= STAGING_BYTES
+assert BLOCK_BYTES_MAX + HEADER_BYTES <= HOT_BYTES_MIN <= HOT_BYTES_DEFAULT
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
+assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
 assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits
 assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a link share 64 bits
+assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
+assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX

@@ -21,6 +21,8 @@ _PARTS = (
     "inbox",
     "library",
     "nic",
+    "nic_hand",
+    "streams",
     "nic_flush",
     "watch",
     "wire",
@@ -34,7 +36,7 @@ ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
-    depends=[f"nic_offload/{name}.h" for name in ("core", "cxi", "fabric", "library", "parts")],
+    depends=[f"nic_offload/{name}.h" for name in ("core", "cxi", "fabric", "library", "nic", "parts")],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
     extra_compile_args=[

@@ -17,6 +17,7 @@
 
 #define SPIN_NS 50000u
 #define SPINS_A_YIELD 8
+#define TAKEN_NS 2000u /* a yield that takes longer has let somebody else run */
 #define NAP_SHARE 16 /* a nap is this part of the idleness before it */
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define DRAIN_NS 20000000u /* for what is on the wire when an endpoint is closed */
@@ -169,7 +170,7 @@ static void unlist_ready(struct tk_fabric *fabric, const struct tk_endpoint *end
 
 /* What is on the wire gets a moment to arrive. Not every provider takes back what it was given when its endpoint
  * is closed: a peer of shm may read it later, and crashes if it can't find who introduced himself; one of sockets
- * is left with half a message. */
+ * is left with half a message; and rxm, which gives back what is unfinished, crashes now and then as it does. */
 static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	uint64_t until_ns = tk_now_ns() + DRAIN_NS;
@@ -201,8 +202,8 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint))
 		nic_flush(fabric);
 	withdraw_all(fabric, endpoint);
-	if (!fabric->ordered)
-		drain_endpoint(fabric, endpoint);
+	drain_endpoint(fabric, endpoint);
+	stop_streams(fabric, endpoint);
 	close_regions_of(fabric, endpoint);
 	int status = fi_close(&endpoint->fid->fid);
 	while (drain_completions(fabric))
@@ -319,6 +320,19 @@ static int is_working(const struct tk_fabric *fabric)
 	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
+/* A spin that does not yield starves the application on few cores; one that does costs a flag as much as all else in a
+ * round. So it yields each time for as long as somebody takes the core, and else now and then. */
+static void spin(struct tk_fabric *fabric)
+{
+	if (fabric->spins_alone) {
+		fabric->spins_alone--;
+		return;
+	}
+	uint64_t before_ns = tk_now_ns();
+	sched_yield();
+	fabric->spins_alone = tk_now_ns() - before_ns < TAKEN_NS ? SPINS_A_YIELD : 0;
+}
+
 static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
@@ -327,10 +341,7 @@ static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 		return;
 	}
 	if (idle_ns < (working ? SPIN_WORKING_NS : SPIN_NS)) {
-		/* A spin that never yields starves the application on few cores; one that always does costs a flag
-		 * as much as all else in a round. */
-		if (fabric->statistics.loops % SPINS_A_YIELD == 0)
-			sched_yield();
+		spin(fabric);
 		return;
 	}
 	uint64_t nap_ns = idle_ns / NAP_SHARE;

@@ -214,6 +214,7 @@ struct tk_fabric {
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
 	uint64_t now_ns; /* a little before now: asking for the time costs a round as much as looking at a word */
+	uint32_t spins_alone; /* left until it yields again */
 	int rested; /* since the wire was looked at last */
 	uint64_t started_ns;
 	struct work *finished;

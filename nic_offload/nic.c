@@ -17,7 +17,7 @@
  */
 #define _GNU_SOURCE
 #include "cxi.h"
-#include "parts.h"
+#include "nic.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -26,10 +26,9 @@
 #define SOCKETS_DEPTH 512u /* steps; its ring takes about a thousand, and queueing grows slower with their number */
 #define SOCKETS_VALUE_MAX ((uint64_t)INT32_MAX) /* its counters are 32-bit, and signed */
 #define CXI_VALUE_MAX (((uint64_t)1 << 48) - 1)
-#define TRY_AGAIN_NS 1000000u
 #define KICK_NS 1000000u
 
-static uint64_t value_max(const struct nic *nic)
+uint64_t nic_value_max(const struct nic *nic)
 {
 	return nic->own_counters ? CXI_VALUE_MAX : SOCKETS_VALUE_MAX;
 }
@@ -90,7 +89,7 @@ static int open_slot(struct tk_fabric *fabric, struct slot *slot)
 	return status;
 }
 
-static struct slot *take_slot(struct tk_fabric *fabric)
+struct slot *nic_take_slot(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
 	struct slot *slot = nic->free;
@@ -112,25 +111,9 @@ static void free_slot(struct tk_fabric *fabric, struct slot *slot)
 	fabric->nic.room += slot->steps_count;
 }
 
-static int has_bytes(const struct tk_operation *op)
-{
-	return op->length > 0;
-}
-
-static int has_flag(const struct tk_operation *op)
-{
-	return !!(op->flags & TK_FLAG_PUT);
-}
-
-/* Whether the NIC itself moves the counter that the operation is to move. */
-static int has_counter(const struct tk_operation *op)
-{
-	return op->completion && !op->completion->word;
-}
-
 /* The flag of an operation that is over may still wait for the slot's first counter, which will therefore never be
  * moved again: nothing unfinished moves it, and it can be replaced. */
-static int renew_moved(struct tk_fabric *fabric, struct slot *slot)
+int nic_renew_moved(struct tk_fabric *fabric, struct slot *slot)
 {
 	struct fid_cntr *fresh;
 	int status = nic_counter(fabric, &fresh);
@@ -181,13 +164,6 @@ void nic_find_again(struct tk_fabric *fabric, struct slot *slot)
 	free_slot(fabric, slot);
 }
 
-/* Which counter the last step moves. */
-static struct fid_cntr *moved_at_last(const struct slot *slot)
-{
-	const struct tk_operation *op = &slot->work->op;
-	return op->endpoint && has_counter(op) ? op->completion->nic : slot->done;
-}
-
 void nic_settle(struct tk_fabric *fabric, struct slot *slot)
 {
 	struct work *work = slot->work;
@@ -209,183 +185,8 @@ static void settle_failed(struct tk_fabric *fabric, struct slot *slot, int statu
 	int waiting = slot->steps_count > 1 && !slot->cut;
 	if (!slot->fired)
 		fabric->statistics.fired++;
-	nic_leave(fabric, slot, waiting && (fabric->nic.own_counters || renew_moved(fabric, slot)));
+	nic_leave(fabric, slot, waiting && (fabric->nic.own_counters || nic_renew_moved(fabric, slot)));
 	finish(fabric, work, status);
-}
-
-/* --- handing over */
-
-static struct fi_deferred_work *add_step(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold,
-					 struct fid_cntr *completion, enum fi_op_type type)
-{
-	struct fi_deferred_work *step = &slot->steps[slot->steps_count++];
-	*step = (struct fi_deferred_work){
-		.triggering_cntr = trigger, .threshold = threshold, .completion_cntr = completion, .op_type = type};
-	return step;
-}
-
-static void add_transfer(struct slot *slot, struct fi_deferred_work *step, int at, uint64_t flags)
-{
-	const struct tk_operation *op = &slot->work->op;
-	struct fi_op_rma *rma = &slot->rma[at];
-	*rma = (struct fi_op_rma){
-		.ep = op->endpoint->fid,
-		.msg = {.msg_iov = &slot->local[at],
-			.desc = &slot->desc[at],
-			.iov_count = 1,
-			.addr = op->peer,
-			.rma_iov = &slot->remote[at],
-			.rma_iov_count = 1,
-			.context = &step->context},
-		.flags = flags,
-	};
-	step->op.rma = rma;
-}
-
-static void add_count(struct slot *slot, struct fi_deferred_work *step, int at, struct fid_cntr *counter,
-		      uint64_t value)
-{
-	slot->counts[at] = (struct fi_op_cntr){.cntr = counter, .value = value};
-	step->op.cntr = &slot->counts[at];
-}
-
-static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold)
-{
-	const struct tk_operation *op = &slot->work->op;
-	int chained = has_flag(op), get = !!(op->flags & TK_GET);
-	slot->local[0] = (struct iovec){(void *)op->local, op->length};
-	slot->remote[0] = (struct fi_rma_iov){op->remote, op->length, op->remote_key};
-	slot->desc[0] = op->region->desc;
-	uint64_t flags = chained ? 0 : FI_COMPLETION;
-	if (!get)
-		flags |= FI_DELIVERY_COMPLETE; /* what follows is chained to the arrival of the bytes */
-	add_transfer(slot,
-		     add_step(slot, trigger, threshold, chained ? slot->moved : moved_at_last(slot),
-			      get ? FI_OP_READ : FI_OP_WRITE),
-		     0, flags);
-}
-
-static void add_flag(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold)
-{
-	const struct tk_operation *op = &slot->work->op;
-	slot->flag_value = op->flag_value;
-	slot->local[1] = (struct iovec){&slot->flag_value, sizeof slot->flag_value};
-	slot->remote[1] = (struct fi_rma_iov){op->flag_target, sizeof slot->flag_value, op->flag_key};
-	slot->desc[1] = NULL;
-	add_transfer(slot, add_step(slot, trigger, threshold, moved_at_last(slot), FI_OP_WRITE), 1, FI_COMPLETION);
-}
-
-static void make_steps(struct slot *slot)
-{
-	const struct tk_operation *op = &slot->work->op;
-	struct fid_cntr *trigger = op->trigger->nic;
-	uint64_t threshold = op->threshold;
-	slot->steps_count = 0;
-	if (has_bytes(op)) {
-		add_bytes(slot, trigger, threshold);
-		trigger = slot->moved;
-		threshold = slot->moved_before + 1;
-	}
-	if (has_flag(op))
-		add_flag(slot, trigger, threshold);
-	if (!op->endpoint) {
-		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
-		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 0, op->completion->nic, op->step);
-		/* Or nobody would learn of it. */
-		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 1, slot->done, 1);
-	}
-}
-
-static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
-{
-	for (uint32_t at = slot->steps_count; at--;) {
-		int status = fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[at]);
-		if (!status)
-			continue;
-		if (at + 1 < slot->steps_count && (fabric->nic.own_counters || renew_moved(fabric, slot)))
-			return 1; /* some steps are there, and wait for what will not come */
-		return status;
-	}
-	return 0;
-}
-
-/* The NIC's counter follows the word forwards only: after a word that went back it would fire at once. */
-static int waits_at_the_nic(const struct tk_operation *op)
-{
-	return !op->trigger->word || op->threshold > op->trigger->mirrored;
-}
-
-/* What a transfer ends with is one more in a counter, and no other movement. */
-static int counts_as_a_nic_does(const struct tk_operation *op)
-{
-	if (!op->endpoint)
-		return has_counter(op);
-	return !has_counter(op) || (op->step == 1 && !(op->flags & TK_SET_COUNTER));
-}
-
-/* The bytes of one that is to be summed must be seen here first. */
-static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
-{
-	const struct tk_operation *op = &work->op;
-	return (!(op->flags & TK_VERIFY_CRC) || !op->length) && op->threshold <= value_max(&fabric->nic) &&
-	       waits_at_the_nic(op) && counts_as_a_nic_does(op);
-}
-
-static int hand_one(struct tk_fabric *fabric, struct work *work)
-{
-	struct nic *nic = &fabric->nic;
-	struct slot *slot = take_slot(fabric);
-	if (!slot)
-		return -ENOSPC;
-	slot->work = work;
-	slot->endpoint = work->op.endpoint;
-	make_steps(slot);
-	nic->room -= slot->steps_count;
-	int status = queue_steps(fabric, slot);
-	work->slot = slot;
-	work->state = WORK_HELD;
-	work->op.trigger->held++;
-	nic->held++;
-	if (!status) {
-		fabric->statistics.handed++;
-		return 0;
-	}
-	nic_leave(fabric, slot, status > 0);
-	work->state = WORK_WAITING;
-	return -ENOSPC;
-}
-
-/* Nothing would keep the NIC from firing it all the same. */
-static int is_over(const struct work *work)
-{
-	return work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns;
-}
-
-/* As many as fit, lowest threshold first. One that can't be held stands in the way of those above it: the agent
- * will fire them all, and the order in which operations are queued is not the order in which they fire. */
-int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
-{
-	struct nic *nic = &fabric->nic;
-	int busy = 0;
-	if (nic->try_again_ns && fabric->now_ns < nic->try_again_ns)
-		return 0;
-	nic->try_again_ns = 0;
-	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0].work)) {
-		struct work *work = next_waiting(fabric, counter);
-		if (is_over(work)) {
-			finish(fabric, work, -ETIMEDOUT);
-			continue;
-		}
-		if (hand_one(fabric, work)) {
-			nic->try_again_ns = tk_now_ns() + TRY_AGAIN_NS;
-			int status = wait_for_counter(fabric, work);
-			if (status)
-				finish(fabric, work, status);
-			break;
-		}
-		busy = 1;
-	}
-	return busy;
 }
 
 /* --- firing, completion */
@@ -408,8 +209,8 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
 {
 	struct nic *nic = &fabric->nic;
-	if (value > value_max(nic))
-		value = value_max(nic);
+	if (value > nic_value_max(nic))
+		value = nic_value_max(nic);
 	if (value <= counter->mirrored)
 		return;
 	if (counter->held) {
@@ -484,7 +285,7 @@ int nic_poll(struct tk_fabric *fabric)
 				continue;
 			}
 			slot->done_before++;
-			if (!renew_moved(fabric, slot))
+			if (!nic_renew_moved(fabric, slot))
 				nic_find_again(fabric, slot);
 		} else if (kicking && slot->work) {
 			kick(slot);
@@ -523,7 +324,7 @@ int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter)
 		struct slot *slot = &nic->slots[i];
 		if (!slot->work || slot->fired || slot->work->op.trigger != counter)
 			continue;
-		nic_taken_back(fabric, slot, slot->steps_count > 1 && renew_moved(fabric, slot));
+		nic_taken_back(fabric, slot, slot->steps_count > 1 && nic_renew_moved(fabric, slot));
 	}
 	return 0;
 }

@@ -69,6 +69,9 @@ int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);
 int progress_wire(struct tk_fabric *fabric);
 
+/* streams.c: what TCP leaves behind */
+void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
+
 /* watch.c: words that are watched, checksums that are made */
 int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work);
 void watch_remove(struct watches *watches, const struct work *work);

@@ -1,76 +1,48 @@
-"""Fetches: from the drive through staging memory into a client's region, with the acknowledgement behind.
+"""Fetches: from the drive, or from the hot memory, into a client's region, with the acknowledgement behind.
 
-A fetch's life: queued (bounded) -> reading (a piece of staging memory is taken, the drive fills it) ->
-sending (the C core checks the payload's CRC and, only if it holds, puts the bytes and chains the
-acknowledgement word to them) -> over, the piece free again.
+A fetch's life: queued (bounded) -> found in the hot memory, or reading (the drive fills a piece of it) -> sending (the
+C core checks the payload's CRC and, only if it holds, puts the bytes and chains the acknowledgement word to them)
+-> over; the piece stays in the hot memory until something else needs the room.
 
-What always holds: no byte leaves whose record failed a check; a client is told of a miss by the same word
-that would have told of the bytes; staging memory is not used again while the drive or the fabric has it.
+What always holds: no byte leaves whose record failed a check, wherever it was; a client is told of a miss by the same
+word that would have told of the bytes; memory is not used again while the drive or the fabric has it; a hot piece is
+only sent for the record that the index names at that moment.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError, Overloaded
-from kvstore.limits import BATCH_BLOCKS_MAX, FETCHES_QUEUED_MAX, HEADER_BYTES, PAGE_BYTES, STAGING_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, FETCHES_QUEUED_MAX, HEADER_BYTES, PAGE_BYTES
 from kvstore.miss import MissReason
 from kvstore.node.landing import pages_of
-from kvstore.storage.extents import Extents
+from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetItem
 from kvstore.wire.ack import AckCode, ack_word, code_of_miss
 from nic_offload.fabric import EventKind
-from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredPut, arm, put_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstore.clock import Clock
     from kvstore.node.connection import Connection
+    from kvstore.node.hot import HotMemory, Piece
+    from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
     from nic_offload.trigger import WordPut
 
-__all__ = ["FetchRequest", "Fetches", "Staging"]
+__all__ = ["FetchRequest", "Fetches"]
 
 log = logging.getLogger(__name__)
-
-
-class Staging:
-    """Registered memory, given out in runs of pages."""
-
-    def __init__(self, fabric: Fabric) -> None:
-        self._memory = allocate(STAGING_BYTES)
-        self.region = fabric.register(self._memory, remote_write=False)
-        self._pages = Extents(0, STAGING_BYTES // PAGE_BYTES)
-        self.view = memoryview(self._memory)
-
-    def take(self, length_bytes: int) -> int | None:
-        """A piece for a record with such a payload, as an offset; None: there is no room just now."""
-        start = self._pages.allocate(pages_of(length_bytes))
-        return None if start is None else start * PAGE_BYTES
-
-    def give_back(self, offset: int, length_bytes: int) -> None:
-        """Free a piece that nobody reads or writes any more."""
-        self._pages.release(offset // PAGE_BYTES, pages_of(length_bytes))
-
-    def address(self, offset: int) -> int:
-        """A piece's header page in this process."""
-        return self.region.address + offset
-
-    def payload(self, offset: int, length_bytes: int) -> memoryview:
-        """The payload in a piece."""
-        return self.view[offset + HEADER_BYTES : offset + HEADER_BYTES + length_bytes]
-
-    def close(self) -> None:
-        """Give the memory back; the fabric is closed already."""
-        self.view.release()
-        self._memory.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +62,28 @@ class FetchRequest:
 class _Fetch:
     connection: Connection
     request: FetchRequest
-    piece: int = -1
-    store_generation: int = 0
+    tag: int
+    piece: Piece | None = None
+    hot: bool = False  # the piece was there before
+    generation: int = 0  # of the record in it
     sending: bool = False
+
+    @property
+    def name(self) -> tuple[bytes, bytes]:
+        return self.connection.tenant, self.request.key
 
 
 class Fetches:
     """All fetches of a node."""
 
-    def __init__(self, fabric: Fabric, store: Store, staging: Staging, tags: Iterator[int]) -> None:
+    def __init__(
+        self, fabric: Fabric, store: Store, memory: HotMemory, tags: Iterator[int], clock: Clock
+    ) -> None:
         self._fabric = fabric
         self._store = store
-        self._staging = staging
+        self._memory = memory
         self._tags = tags
+        self._clock = clock
         self._queued: deque[_Fetch] = deque()
         self._under_way: dict[int, _Fetch] = {}
 
@@ -110,81 +91,102 @@ class Fetches:
         """Queue the fetches, all or none, and start what can be started."""
         if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
-        self._queued.extend(_Fetch(connection, request) for request in requests)
+        self._queued.extend(_Fetch(connection, request, next(self._tags)) for request in requests)
         self.pump()
 
     def pump(self) -> None:
-        """Read ahead as far as staging memory goes."""
-        items: list[GetItem] = []
-        while self._queued and len(items) < BATCH_BLOCKS_MAX:
-            fetch = self._queued[0]
-            if fetch.connection.closed:
+        """Send what is hot, and read ahead as far as the memory goes."""
+        while self._queued and not self._memory.pages.refused:
+            batch = list(itertools.islice(self._queued, BATCH_BLOCKS_MAX))
+            puts: list[TriggeredPut] = []
+            reads: list[GetItem] = []
+            for fetch, entry in zip(batch, self._store.lookup([each.name for each in batch]), strict=True):
+                if not self._begin(fetch, entry, puts, reads):
+                    break
                 self._queued.popleft()
-                continue
-            piece = self._staging.take(fetch.request.length)
-            if piece is None:
-                break
-            self._queued.popleft()
-            fetch.piece = piece
-            tag = next(self._tags)
-            self._under_way[tag] = fetch
-            items.append(
-                GetItem(
-                    tenant=fetch.connection.tenant,
-                    key=fetch.request.key,
-                    fingerprint=fetch.request.fingerprint,
-                    length=fetch.request.length,
-                    slot_address=self._staging.address(piece),
-                    slot_bytes=pages_of(fetch.request.length) * PAGE_BYTES,
-                    tag=tag,
-                )
-            )
-        if items:
-            self._store.get(items, self._read)
+            if puts:
+                arm(self._fabric, puts)
+            if reads:
+                self._store.get(reads, self._read)
+
+    def _begin(
+        self, fetch: _Fetch, entry: Entry | None, puts: list[TriggeredPut], reads: list[GetItem]
+    ) -> bool:
+        """Take a fetch on; False if there is no room for it."""
+        if fetch.connection.closed:
+            return True
+        item = self._item(fetch)
+        if entry is not None and mismatch(item, entry, self._clock.wall_ms()) is None:
+            fetch.piece = self._memory.pages.find(entry.generation)
+            fetch.hot = fetch.piece is not None
+        if fetch.piece is not None and entry is not None:
+            puts.append(self._put(fetch, entry.length, entry.crc32c, entry.generation))
+        else:
+            fetch.piece = self._memory.take(fetch.request.length)
+            if fetch.piece is None:
+                return False
+            reads.append(item._replace(slot_address=self._memory.address(fetch.piece)))
+        self._under_way[fetch.tag] = fetch
+        return True
+
+    def _item(self, fetch: _Fetch) -> GetItem:
+        request = fetch.request
+        return GetItem(
+            tenant=fetch.connection.tenant,
+            key=request.key,
+            fingerprint=request.fingerprint,
+            length=request.length,
+            slot_address=0,
+            slot_bytes=pages_of(request.length) * PAGE_BYTES,
+            tag=fetch.tag,
+        )
 
     def _read(self, batch: Sequence[GetDone]) -> None:
         puts, misses = [], []
         for done in batch:
             fetch = self._under_way[done.tag]
             if fetch.connection.closed:
-                self._end(done.tag)
+                self._end(fetch)
             elif done.miss is not None:
                 misses.append(self._miss(fetch, done.miss.reason))
-                self._end(done.tag)
+                self._end(fetch)
             else:
-                fetch.store_generation = done.generation
-                fetch.sending = True
-                puts.append(self._put(done, fetch))
+                assert fetch.piece is not None
+                self._memory.pages.keep(fetch.piece, done.generation)
+                puts.append(self._put(fetch, done.length, done.crc32c, done.generation))
         if misses:
             put_words(self._fabric, misses)
         if puts:
             arm(self._fabric, puts)
         self.pump()
 
-    def _put(self, done: GetDone, fetch: _Fetch) -> TriggeredPut:
+    def _put(self, fetch: _Fetch, length: int, crc32c: int, generation: int) -> TriggeredPut:
         connection, request = fetch.connection, fetch.request
+        assert fetch.piece is not None
+        fetch.generation, fetch.sending = generation, True
         return TriggeredPut(
-            tag=done.tag,
+            tag=fetch.tag,
             endpoint=connection.endpoint,
             peer=connection.peer,
-            region=self._staging.region,
-            source=self._staging.address(fetch.piece) + HEADER_BYTES,
-            length=done.length,
+            region=self._memory.region,
+            source=self._memory.address(fetch.piece) + HEADER_BYTES,
+            length=length,
             target=request.target,
             target_key=request.target_key,
             flag_target=connection.acks.target(request.ack_word),
             flag_key=connection.acks.key,
             flag_value=ack_word(request.ack_generation, AckCode.SERVED),
-            crc32c=done.crc32c,
+            crc32c=crc32c,
         )
 
     def _miss(self, fetch: _Fetch, reason: MissReason) -> WordPut:
         request = fetch.request
         return fetch.connection.word_put(request.ack_word, request.ack_generation, code_of_miss(reason))
 
-    def _end(self, tag: int) -> None:
-        fetch = self._under_way.pop(tag)
-        self._staging.give_back(fetch.piece, fetch.request.length)
+    def _end(self, fetch: _Fetch) -> None:
+        del self._under_way[fetch.tag]
+        assert fetch.piece is not None
+        self._memory.pages.release(fetch.piece)
 
     def sent(self, event: Event) -> None:
         """The fabric is done with a put of ours."""
@@ -193,20 +195,26 @@ class Fetches:
             return
         if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)
-        self._end(event.tag)
+        self._end(fetch)
 
     def _failed(self, fetch: _Fetch, status: int) -> None:
-        if status == -errno.EBADMSG:
-            self._store.quarantine(fetch.connection.tenant, fetch.request.key, fetch.store_generation)
-            put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
-        else:
+        if status != -errno.EBADMSG:
             log.warning(
                 "%s", FabricError.from_code(f"Sending a block to client {fetch.connection.number}", status)
             )
+            return
+        assert fetch.piece is not None
+        self._memory.pages.forget(fetch.piece)
+        if fetch.hot:  # its bytes changed in our memory; the drive's may be right
+            log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
+            self._queued.appendleft(_Fetch(fetch.connection, fetch.request, next(self._tags)))
+        else:
+            self._store.quarantine(*fetch.name, fetch.generation)
+            put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
 
     def forget(self, connection: Connection) -> None:
         """The connection's endpoint is closed: what was being sent over it is over."""
-        for tag, fetch in list(self._under_way.items()):
+        for fetch in list(self._under_way.values()):
             if fetch.connection is connection and fetch.sending:
-                self._end(tag)
+                self._end(fetch)
         self.pump()

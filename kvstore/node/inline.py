@@ -1,6 +1,6 @@
-"""Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the same staging memory.
+"""Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
 
-Memory is bounded by the staging area: a put that finds no room is Overloaded before its first byte is
+Memory is bounded by that area: a put that finds no room is Overloaded before its first byte is
 taken. A get checks the whole payload before it sends the first chunk.
 """
 
@@ -14,14 +14,16 @@ from kvstore.errors import Overloaded, ProtocolError
 from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, PAGE_BYTES
 from kvstore.node.connection import check_block
 from kvstore.node.landing import pages_of
-from kvstore.storage.items import GetItem, PutItem
+from kvstore.storage.gets import mismatch
+from kvstore.storage.items import GetDone, GetItem, PutItem
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from kvstore.node.fetching import Staging
-    from kvstore.storage.items import GetDone, PutDone
+    from kvstore.clock import Clock
+    from kvstore.node.hot import HotMemory, Piece
+    from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
 __all__ = ["InlineBlocks", "InlineRead"]
@@ -30,14 +32,15 @@ __all__ = ["InlineBlocks", "InlineRead"]
 class InlineBlocks:
     """Inline puts and gets of a node."""
 
-    def __init__(self, store: Store, staging: Staging) -> None:
+    def __init__(self, store: Store, memory: HotMemory, clock: Clock) -> None:
+        self._clock = clock
         self._store = store
-        self._staging = staging
+        self._memory = memory
 
-    def _piece(self, length: int) -> int:
-        piece = self._staging.take(length)
+    def _piece(self, length: int) -> Piece:
+        piece = self._memory.take(length)
         if piece is None:
-            raise Overloaded("The node's staging memory is in use; try again in a moment.")
+            raise Overloaded("The node's memory for blocks is in use; try again in a moment.")
         return piece
 
     async def put(
@@ -60,8 +63,8 @@ class InlineBlocks:
                 key=key,
                 fingerprint=fingerprint,
                 length=length,
-                crc32c=crc32c_at(self._staging.address(piece) + HEADER_BYTES, length),
-                slot_address=self._staging.address(piece),
+                crc32c=crc32c_at(self._memory.address(piece) + HEADER_BYTES, length),
+                slot_address=self._memory.address(piece),
                 expires_ms=expires_unix_ms,
                 durability=max(durability, Durability.WRITTEN),
                 tag=0,
@@ -69,13 +72,13 @@ class InlineBlocks:
             kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()
 
             def finish(batch: Sequence[PutDone]) -> None:
-                self._staging.give_back(piece, length)
+                self._memory.pages.release(piece)
                 if not kept.done():
                     kept.set_result(batch[0])
 
             self._store.put([item], finish)
         except BaseException:
-            self._staging.give_back(piece, length)
+            self._memory.pages.release(piece)
             raise
         # From here on the piece is the drive's until `finish`, whether or not this call is still awaited.
         done = await kept
@@ -83,8 +86,8 @@ class InlineBlocks:
             raise done.error
         return done.durability
 
-    async def _fill(self, piece: int, length: int, chunks: AsyncIterator[bytes]) -> None:
-        payload = self._staging.payload(piece, length)
+    async def _fill(self, piece: Piece, length: int, chunks: AsyncIterator[bytes]) -> None:
+        payload = self._memory.payload(piece, length)
         filled = 0
         async for chunk in chunks:
             if filled + len(chunk) > length:
@@ -95,46 +98,66 @@ class InlineBlocks:
             raise ProtocolError(f"{filled} bytes came and {length} were announced.")
 
     async def get(self, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
-        """Read and check a block."""
+        """Find or read a block, and check it."""
         check_block(key, fingerprint, length)
-        piece = self._piece(length)
         item = GetItem(
             tenant=tenant,
             key=key,
             fingerprint=fingerprint,
             length=length,
-            slot_address=self._staging.address(piece),
+            slot_address=0,
             slot_bytes=pages_of(length) * PAGE_BYTES,
             tag=0,
         )
+        return self._hot(item) or await self._cold(item)
+
+    def _hot(self, item: GetItem) -> InlineRead | None:
+        (entry,) = self._store.lookup([(item.tenant, item.key)])
+        if entry is None or mismatch(item, entry, self._clock.wall_ms()) is not None:
+            return None
+        piece = self._memory.pages.find(entry.generation)
+        if piece is None:
+            return None
+        if crc32c_at(self._memory.address(piece) + HEADER_BYTES, entry.length) != entry.crc32c:
+            self._memory.pages.forget(piece)  # the drive's bytes may be right
+            self._memory.pages.release(piece)
+            return None
+        done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
+        return InlineRead(self._memory, piece, entry.length, done)
+
+    async def _cold(self, item: GetItem) -> InlineRead:
+        piece = self._piece(item.length)
+        item = item._replace(slot_address=self._memory.address(piece))
         read: asyncio.Future[GetDone] = asyncio.get_running_loop().create_future()
 
         def finish(batch: Sequence[GetDone]) -> None:
             if read.done():
-                self._staging.give_back(piece, length)
+                self._memory.pages.release(piece)
             else:
                 read.set_result(batch[0])
 
         self._store.get([item], finish)
         done = self._store.verify_payload(item, await read)
-        return InlineRead(self._staging, piece, length, done)
+        if done.miss is None:
+            self._memory.pages.keep(piece, done.generation)
+        return InlineRead(self._memory, piece, item.length, done)
 
 
 class InlineRead:
     """A block that was read for an inline get; `close` gives its memory back."""
 
-    def __init__(self, staging: Staging, piece: int, length: int, done: GetDone) -> None:
+    def __init__(self, memory: HotMemory, piece: Piece, length: int, done: GetDone) -> None:
         self.done = done
-        self._staging = staging
+        self._memory = memory
         self._piece = piece
         self._length = length
 
     def chunks(self) -> Iterator[bytes]:
         """The payload, in pieces that gRPC likes."""
-        payload = self._staging.payload(self._piece, self._length)
+        payload = self._memory.payload(self._piece, self._length)
         for start in range(0, self._length, INLINE_CHUNK_BYTES):
             yield bytes(payload[start : start + INLINE_CHUNK_BYTES])
 
     def close(self) -> None:
         """Give the memory back."""
-        self._staging.give_back(self._piece, self._length)
+        self._memory.pages.release(self._piece)

@@ -23,6 +23,7 @@ from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
     CLIENTS_MAX,
+    HOT_BYTES_DEFAULT,
     LANDING_BYTES_MAX,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
@@ -31,7 +32,8 @@ from kvstore.limits import (
 )
 from kvstore.names import tenant_name
 from kvstore.node.connection import Connection
-from kvstore.node.fetching import Fetches, Staging
+from kvstore.node.fetching import Fetches
+from kvstore.node.hot import HotMemory
 from kvstore.node.landing import LandingLayout, SlotState
 from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode, code_of_error
@@ -58,11 +60,13 @@ log = logging.getLogger(__name__)
 class Node:
     """One storage node over one store and one fabric; it owns neither, its server does."""
 
-    def __init__(self, store: Store, fabric: Fabric, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, fabric: Fabric, clock: Clock, hot_bytes: int = HOT_BYTES_DEFAULT
+    ) -> None:
         self.store = store
         self.fabric = fabric
-        self.staging = Staging(fabric)
-        self._clock = clock
+        self.hot = HotMemory(fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump))
+        self.clock = clock
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
@@ -73,7 +77,7 @@ class Node:
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
-        self.fetches = Fetches(fabric, store, self.staging, self._tags)
+        self.fetches = Fetches(fabric, store, self.hot, self._tags, clock)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
 
@@ -168,7 +172,7 @@ class Node:
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
-        deadline_ns = self._clock.monotonic_ns() + lease_ms * 1_000_000
+        deadline_ns = self.clock.monotonic_ns() + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
         for lease in leases:
             self._leased[lease.generation] = connection
@@ -182,7 +186,7 @@ class Node:
             # The index knows what is written, not what is synced; the store sorts it out when the block lands.
             return [False] * len(blocks)
         entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
-        now_ms = self._clock.wall_ms()
+        now_ms = self.clock.wall_ms()
         return [
             entry is not None
             and entry.fingerprint == block.fingerprint

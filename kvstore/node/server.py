@@ -77,7 +77,7 @@ async def _serve(config: NodeConfig) -> None:
         ) as store,
         Fabric(config.provider, address=config.host) as fabric,
     ):
-        node = Node(store, fabric, clock)
+        node = Node(store, fabric, clock, config.hot_bytes)
         server = grpc.aio.server(options=_GRPC_OPTIONS)
         kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, store.name), server)  # type: ignore[no-untyped-call]
         host = f"[{config.host}]" if ":" in config.host else config.host

@@ -73,7 +73,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     def __init__(self, node: Node, name: str) -> None:
         self._node = node
         self._name = name
-        self._inline = InlineBlocks(node.store, node.staging)
+        self._inline = InlineBlocks(node.store, node.hot, node.clock)
 
     async def Attach(  # noqa: N802 - named by the proto, like all that follow
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: _Context

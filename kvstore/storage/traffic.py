@@ -1,9 +1,9 @@
 """What is on its way to and from the drive: a queue, and how much of it is in flight.
 
-Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, but always two operations if there
-are two (more would make convoys of completions, less would leave the drive idle); the queue is served in
-order; the drive is given new work before the old work's results are looked at; a short transfer is an
-error.
+Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and of what is read no more than
+`DRIVE_INFLIGHT_READ_BYTES_MAX` (more would make convoys of completions, and the fabric would wait for them), but
+always two operations if there are two (less would leave the drive idle); the queue is served in order; the drive is
+given new work before the old work's results are looked at; a short transfer is an error.
 
 It doesn't know what the work is for. The queue is bounded by those who fill it.
 """
@@ -14,7 +14,12 @@ import errno
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.limits import DRIVE_INFLIGHT_BYTES_MAX, DRIVE_INFLIGHT_OPS_MIN, DRIVE_QUEUE_DEPTH
+from kvstore.limits import (
+    DRIVE_INFLIGHT_BYTES_MAX,
+    DRIVE_INFLIGHT_OPS_MIN,
+    DRIVE_INFLIGHT_READ_BYTES_MAX,
+    DRIVE_QUEUE_DEPTH,
+)
 
 if TYPE_CHECKING:
     from kvstore.storage.disk import Disk, DiskOp
@@ -28,6 +33,11 @@ class Work(Protocol):
     @property
     def size_bytes(self) -> int:
         """What it counts for among the bytes in flight."""
+        ...
+
+    @property
+    def reads(self) -> bool:
+        """Whether somebody waits to send on what it brings."""
         ...
 
     def begin(self, tag: int) -> DiskOp | None:
@@ -49,6 +59,7 @@ class Traffic:
         self._refused: list[DiskOp] = []  # begun, but the drive had no room for them yet
         self._next_tag = 0
         self.in_flight_bytes = 0
+        self._reading_bytes = 0
 
     @property
     def queued(self) -> int:
@@ -73,7 +84,7 @@ class Traffic:
         ended = []
         for done in self._disk.reap():
             work = self._in_flight.pop(done.tag)
-            self.in_flight_bytes -= work.size_bytes
+            self._count(work, -work.size_bytes)
             whole = done.result < 0 or done.result == work.size_bytes
             ended.append((work, done.result if whole else -errno.EIO))
         self.pump()
@@ -83,21 +94,30 @@ class Traffic:
     def pump(self) -> None:
         """Start as much as the bounds allow, in one system call."""
         ops, self._refused = self._refused, []
-        while self._queue and self._has_room(self._queue[0].size_bytes):
+        while self._queue and self._has_room(self._queue[0]):
             work = self._queue.popleft()
             op = work.begin(self._next_tag)
             if op is None:
                 continue
             self._in_flight[self._next_tag] = work
             self._next_tag += 1
-            self.in_flight_bytes += work.size_bytes
+            self._count(work, work.size_bytes)
             ops.append(op)
         if ops:
             accepted = self._disk.submit(ops)
             self._refused = ops[accepted:]
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def _count(self, work: Work, size_bytes: int) -> None:
+        self.in_flight_bytes += size_bytes
+        if work.reads:
+            self._reading_bytes += size_bytes
+
+    def _has_room(self, work: Work) -> bool:
         count = len(self._in_flight)
         if count < DRIVE_INFLIGHT_OPS_MIN:
             return True
-        return count < DRIVE_QUEUE_DEPTH and self.in_flight_bytes + size_bytes <= DRIVE_INFLIGHT_BYTES_MAX
+        if work.reads and self._reading_bytes + work.size_bytes > DRIVE_INFLIGHT_READ_BYTES_MAX:
+            return False
+        return (
+            count < DRIVE_QUEUE_DEPTH and self.in_flight_bytes + work.size_bytes <= DRIVE_INFLIGHT_BYTES_MAX
+        )

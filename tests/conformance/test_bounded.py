@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from tests.nic_offload.rig import wait_until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nic_offload.fabric import Event
     from nic_offload.trigger import Operation, TriggeredPut
     from tests.conformance.backends import Backend, Gate
 
@@ -33,6 +35,10 @@ def armed(stage: Stage, operations: Sequence[Operation]) -> bool:
             raise
         return False
     return True
+
+
+def more_than(events: list[Event], count: int) -> bool:
+    return len(events) > count
 
 
 def eight_bytes(stage: Stage, gate: Gate, tags: range) -> list[TriggeredPut]:
@@ -61,15 +67,15 @@ def test_100_000_puts_wait_for_one_counter_in_a_bounded_queue(backend: Backend) 
                 continue
             refused += 1
             gate.raise_to(next_tag)
-            near.wait(lambda before=len(near.events): len(near.events) > before, "room")  # type: ignore[misc]
+            near.wait(partial(more_than, near.events, len(near.events)), "room")
         gate.raise_to(PUTS)
         near.wait(lambda: len(near.events) >= PUTS, "all of them", 60)
         each_once(near, range(PUTS))
         stage.holds_nothing()
-        stage.there.fence()
+        stage.settle()
         assert stage.far.bytes_at(0, 8 * PUTS) == near.bytes_at(0, 8 * PUTS)
         now = near.fabric.statistics()
-        assert now.done == now.armed == PUTS + 1
+        assert now.done == now.armed == PUTS + 2  # and two fences
         assert now.put_bytes == 8 * PUTS
         assert refused
         assert (now.handed > 0) == backend.deferred_work
@@ -90,7 +96,7 @@ def test_a_full_queue_fires_at_one_store(backend: Backend) -> None:
         near.wait(lambda: len(near.events) >= QUEUE, "all of them")
         each_once(near, range(QUEUE))
         stage.holds_nothing()
-        stage.there.fence()
+        stage.settle()
         assert stage.far.bytes_at(0, 8 * QUEUE) == near.bytes_at(0, 8 * QUEUE)
 
 
@@ -133,13 +139,16 @@ def test_a_refused_batch_leaves_nothing_behind(backend: Backend) -> None:
 
 
 def test_a_counter_is_armed_again_a_hundred_times(stage: Stage, gate: Gate) -> None:
-    """The next thresholds each time; now and then it starts again from nothing."""
+    """The next thresholds each time; now and then it starts again from nothing, and goes further than before.
+
+    Every other time the operations have been taken, and handed to the NIC where there is one, before they fire.
+    """
     near, far, there = stage.near, stage.far, stage.there
     rng = random.Random(11)
     moved = stage.counter()
     base = counted = 0
     for turn in range(100):
-        if turn % 25 == 24:
+        if turn in (10, 25, 60):
             gate.counter.reset()
             moved.reset()
             gate.at = base = counted = 0
@@ -162,6 +171,8 @@ def test_a_counter_is_armed_again_a_hundred_times(stage: Stage, gate: Gate) -> N
             ),
             there.notify(100 * turn + 99, 99, turn + 1, fires=(moved, counted + count)),
         )
+        if turn % 2:
+            there.fence()
         base, counted = base + 3, counted + count
         for value in range(base - 2, base + 1):
             gate.raise_to(value)
@@ -173,5 +184,6 @@ def test_a_counter_is_armed_again_a_hundred_times(stage: Stage, gate: Gate) -> N
     assert len(near.events) == len(near.finals())
     stage.holds_nothing()
     now = near.fabric.statistics()
+    assert (now.handed > 100) == stage.backend.deferred_work
     assert now.done == now.armed == now.fired
     assert (now.failed, now.cancelled, now.expired, now.late, now.slots_lost) == (0, 0, 0, 0, 0)

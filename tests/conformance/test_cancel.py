@@ -62,7 +62,9 @@ def test_flush_ends_everything_that_waits(stage: Stage, gate: Gate) -> None:
     near.reap()
     assert all(ends(stage, tag) == [CANCELLED] for tag in (*range(400), 700))
     # What was to move a counter failed it, and what waited for that is cancelled, or failed for its sake.
-    assert all(ends(stage, tag) in ([CANCELLED], [(EventKind.FAILED, -errno.EPIPE)]) for tag in range(400, 700))
+    assert all(
+        ends(stage, tag) in ([CANCELLED], [(EventKind.FAILED, -errno.EPIPE)]) for tag in range(400, 700)
+    )
     assert count == near.fabric.statistics().cancelled == sum(event[3:] == CANCELLED for event in near.events)
     gate.raise_to(2000)
     stage.settle(gate)

@@ -53,7 +53,7 @@ def test_killed_before_firing(backend: Backend, stage: Stage, gate: Gate, *, con
         way = way_to(Side.more(near), far.said)
         if connected:
             way.fence()
-        deadline_ns = after_ms(400)
+        deadline_ns = after_ms(250)
         fires = (gate.counter, 1)
         way.arm(
             *(way.put(tag, 5000, flag=(0, 7), fires=fires, deadline_ns=deadline_ns) for tag in range(10)),
@@ -80,8 +80,8 @@ def test_killed_in_a_stream(backend: Backend, stage: Stage, gate: Gate) -> None:
     near.fill(0, os.urandom(60_000))
     with Far(backend.provider, 8 << 20) as far:
         way = way_to(Side.more(near), far.said)
-        deadline_ns = after_ms(1200)
-        count = 400
+        deadline_ns = after_ms(800)
+        count = 200
         way.arm(
             *(
                 way.put(

@@ -13,6 +13,7 @@ from tests.nic_offload.rig import Side, after_ms, wait_until
 if TYPE_CHECKING:
     from tests.conformance.backends import Backend, Gate, Stage
 
+MS_NS = 1_000_000
 EXPIRED = (EventKind.FAILED, -errno.ETIMEDOUT)
 
 
@@ -68,7 +69,10 @@ def test_deadlines_end_only_their_own(stage: Stage, gate: Gate) -> None:
         if kind == EventKind.FAILED:
             assert near.final(tag).status == -errno.ETIMEDOUT
             assert far.word(tag).load() == 0
-    assert all(near.kinds(tag) in ([EventKind.DONE], [ended.get(tag)], [EventKind.LATE, EventKind.DONE]) for tag in range(120))
+    assert all(
+        near.kinds(tag) in ([EventKind.DONE], [ended.get(tag)], [EventKind.LATE, EventKind.DONE])
+        for tag in range(120)
+    )
     stage.holds_nothing()
 
 
@@ -149,8 +153,8 @@ def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gat
         fires, deadline_ns = (gate.counter, 1), after_ms(200)
         way.arm(
             *(
-                way.put(tag, 3000, fires=fires, completion=moved, deadline_ns=deadline_ns)
-                for tag in range(20)
+                way.put(tag, 3000, fires=fires, completion=moved, deadline_ns=deadline_ns + tag * MS_NS)
+                for tag in range(20)  # one after the other, and each is told of once
             )
         )
         there.arm(there.notify(50, 50, 7, fires=(moved, 1)))
@@ -165,5 +169,9 @@ def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gat
         assert stage.far.word(50).load() == 0
         wait_until(lambda: near.fabric.statistics().in_flight == 0, "an empty wire")
         for tag in range(20):  # the provider may have given some back before the endpoint went
-            assert near.kinds(tag) in ([EventKind.LATE], [EventKind.LATE, EventKind.FAILED], [EventKind.FAILED])
+            assert near.kinds(tag) in (
+                [EventKind.LATE],
+                [EventKind.LATE, EventKind.FAILED],
+                [EventKind.FAILED],
+            )
         near.region.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,7 +23,7 @@ CANARY = b"canary" * 500
 OURS = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EBADMSG, -errno.EPIPE}
 
 
-def refused_operations(way: Way, tag: int, **more: object) -> dict[str, Operation]:
+def refused_operations(way: Way, tag: int, **more: Any) -> dict[str, Operation]:
     """Each of them is refused by the peer's side of the wire."""
     bad = way.key ^ 0x5A5A5A
     far_off = way.length + (1 << 30)
@@ -79,9 +79,9 @@ def test_what_follows_a_refused_operation_never_happens(stage: Stage, gate: Gate
     far.fill(0, CANARY)
     near.fill(0, b"x" * 300_000)
     first, second, third = stage.counter(), stage.counter(), stage.counter()
-    bad = refused_operations(
-        way, 1, fires=(gate.counter, 1), completion=first, deadline_ns=after_ms(400)
-    )[what]
+    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=first, deadline_ns=after_ms(400))[
+        what
+    ]
     there.arm(
         there.notify(2, 1, 7, fires=(first, 1), completion=second),
         there.put(3, 100, flag=(2, 7), fires=(second, 1), completion=third),
@@ -144,9 +144,7 @@ def test_of_ten_that_count_one_fails(stage: Stage, gate: Gate) -> None:
     moved = stage.counter()
     bad = refused_operations(way, 9, fires=(gate.counter, 1), completion=moved, deadline_ns=after_ms(300))
     there.arm(there.notify(50, 50, 7, fires=(moved, 10)), bad["key of a get"])
-    there.arm(
-        *(there.put(i, 99, flag=(i, 7), fires=(gate.counter, 1), completion=moved) for i in range(9))
-    )
+    there.arm(*(there.put(i, 99, flag=(i, 7), fires=(gate.counter, 1), completion=moved) for i in range(9)))
     gate.raise_to(1)
     fails(stage, way, 9)
     assert near.final(50).status == -errno.EPIPE

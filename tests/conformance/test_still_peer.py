@@ -69,7 +69,9 @@ def test_a_cancel_takes_back_nothing_that_has_fired(backend: Backend, stage: Sta
         for i in done:
             wait_until(partial(counts, moved[i], 1), "it to be counted")
         way.fence()
-        way.arm(way.get(200, 12 * LENGTH, target=500_000), way.get(201, 4096, source=way.length, target=600_000))
+        way.arm(
+            way.get(200, 12 * LENGTH, target=500_000), way.get(201, 4096, source=way.length, target=600_000)
+        )
         near.all_final([200, 201])
         for i in range(12):
             there_now = near.bytes_at(500_000 + i * LENGTH, LENGTH)
@@ -120,7 +122,12 @@ def test_no_count_is_lost_while_others_are_cancelled(stage: Stage, gate: Gate, *
         there.arm(
             *(
                 there.put(
-                    tag, 20_000, target=i * 16, flag=flag, fires=(gate.counter, total + i + 1), completion=moved
+                    tag,
+                    20_000,
+                    target=i * 16,
+                    flag=flag,
+                    fires=(gate.counter, total + i + 1),
+                    completion=moved,
                 )
                 for i, tag in enumerate(tags)
             ),

@@ -250,17 +250,21 @@ class Way:
     def arm(self, *operations: Operation) -> None:
         arm(self.near.fabric, operations)
 
-    def fence(self) -> None:
-        """A put at once, and its end: by then the agent has looked at every flag word once more."""
+    def fence(self) -> int:
+        """A put at once, and its end: by then the agent has looked at every flag word once more.
+
+        Returns the value that it put into the last word over there.
+        """
         self._fences += 1
         self.arm(self.put(self._fences, 0, flag=(PAGE // 8 - 1, self._fences)))
         assert self.near.final(self._fences).kind == EventKind.DONE
+        return self._fences
 
 
 class Pair:
     """Two fabrics of this process that know each other, and flag words that outlive both."""
 
-    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX, **more: bool | None) -> None:
+    def __init__(self, provider: str, length: int = 1 << 20, work_max: int = WORK_MAX, **more: Any) -> None:
         self.provider = provider
         self.flags = FlagWords.create(64)
         self.near = Side(provider, length, work_max, **more)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -195,3 +197,42 @@ def test_a_fabric_closes_with_everything_in_flight(provider: str) -> None:
             pair.there.arm(*(put(tag, 30_000, fires=fires) for tag in range(400, 500)))
             watch_landings(pair.far.fabric, [slot_watch(pair, slot, 30_000) for slot in range(100)])
             pair.near.wait(lambda pair=pair: bool(pair.near.events), "the first event")  # type: ignore[misc]
+
+
+CALLERS = """
+import contextlib, socket, struct, sys
+from nic_offload.fabric import EventKind
+from tests.nic_offload.rig import Pair
+
+with Pair(sys.argv[1]) as pair:
+    for cycle in range(5):
+        endpoint = pair.near.fabric.open_endpoint()
+        family, port, host = struct.unpack("=H2s4s", endpoint.address()[:8])
+        assert family == socket.AF_INET
+        where = socket.inet_ntoa(host), int.from_bytes(port, "big")
+        callers = [socket.create_connection(where) for _ in range(5)]
+        pair.there.fence()  # they are accepted
+        endpoint.close()
+        for caller in callers:
+            with contextlib.suppress(OSError):
+                caller.send(bytes(64))
+            caller.close()
+        pair.there.arm(pair.there.put(cycle, 4, flag=(0, cycle + 1)))
+        assert pair.near.final(cycle).kind == EventKind.DONE
+"""
+
+
+@pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"], indirect=True)
+def test_a_caller_who_never_said_who_he_is_does_no_harm_after_the_close(provider: str) -> None:
+    """The provider frees the endpoint's listener and keeps his request, which points to it."""
+    environment = os.environ | {
+        "MALLOC_PERTURB_": "165"
+    }  # what is freed is overwritten, and using it is seen
+    ended = subprocess.run(
+        [sys.executable, "-c", CALLERS, provider],
+        check=False,
+        capture_output=True,
+        timeout=60,
+        env=environment,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")

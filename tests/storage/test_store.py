@@ -15,6 +15,7 @@ from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
     DRIVE_INFLIGHT_BYTES_MAX,
+    DRIVE_INFLIGHT_READ_BYTES_MAX,
     HEADER_BYTES,
     PAGE_BYTES,
     STORE_QUEUED_MAX,
@@ -196,16 +197,23 @@ def test_what_stood_in_the_slot_does_not_reach_the_drive(fake: Rig) -> None:
     assert record[HEADER_BYTES:] == (b"p" * 5000).ljust(size - HEADER_BYTES, b"\0")
 
 
-def test_the_bytes_in_flight_are_capped_and_two_large_blocks_still_overlap(tmp_path: Path) -> None:
-    disk = FakeDisk(capacity=64 << 20)
-    rig = Rig(tmp_path / "data", disk, Slots(24, 4 << 20))
+def test_the_bytes_in_flight_are_capped_and_two_large_reads_still_overlap(tmp_path: Path) -> None:
+    disk = FakeDisk(capacity=128 << 20)
+    rig = Rig(tmp_path / "data", disk, Slots(48, 4 << 20))
     rig.open()
-    for number in range(12):
+    for number in range(40):
         rig.start_put(number, bytes(1 << 20))
         assert rig.store.statistics().drive_in_flight_bytes <= DRIVE_INFLIGHT_BYTES_MAX
+    assert rig.store.statistics().drive_in_flight_bytes > DRIVE_INFLIGHT_READ_BYTES_MAX
     rig.settle()
-    for number in range(12, 16):
-        rig.start_put(number, bytes(3 << 20))
+    for number in range(12):
+        rig.start_get(number)
+        assert rig.store.statistics().drive_in_flight_bytes <= DRIVE_INFLIGHT_READ_BYTES_MAX
+    rig.settle()
+    for number in range(50, 54):
+        rig.put(number, bytes(3 << 20))
+    for number in range(50, 54):
+        rig.start_get(number)
     assert rig.store.statistics().drive_in_flight == 2
     rig.settle()
     rig.store.close()

@@ -1,0 +1,186 @@
+"""The node's hot memory: what reads from the drive go through, and where blocks that are wanted again stay.
+
+A piece is a run of pages, `[header page | payload]`, as on the drive. Whoever reads takes one; when the record's header
+has been checked the piece is kept under its generation, and the next who wants that record finds it here and needs no
+drive. What is kept and not in use makes room for what is read next.
+
+Always holds:
+
+- A piece in use is never given to another; one that is found was kept under exactly that generation, which no two
+  records share, so a record that was replaced or deleted is never found by those who ask the index first.
+- A scan does not flush it: what was found once more lies in the protected part (up to four fifths of the pages), and
+  only what did not earn that makes room first, oldest first.
+
+It doesn't check payloads: whoever sends one does, each time. It keeps what is read, not what is put: a copy of each put
+would cost the node a core.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.node.landing import pages_of
+from kvstore.storage.extents import Extents
+from nic_offload.memory import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nic_offload.fabric import Fabric
+
+__all__ = ["HotMemory", "HotPages", "HotStatistics", "Piece"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A run of pages and who uses it."""
+
+    start: int
+    pages: int
+    users: int = 1
+    generation: int = 0  # of the record that is kept in it; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class HotStatistics:
+    """What lies in the hot memory, and what it was good for."""
+
+    capacity_bytes: int
+    kept_bytes: int
+    protected_bytes: int
+    kept: int
+    found: int
+    not_found: int
+    evicted: int
+
+
+class HotPages:
+    """Which pages hold what; no memory, no I/O."""
+
+    def __init__(self, pages: int, freed: Callable[[], object]) -> None:
+        """`freed` is called when a piece is released after one was refused."""
+        self._freed = freed
+        self.refused = False
+        self._pages = pages
+        self._protected_pages_max = pages * 4 // 5
+        self._free = Extents(0, pages)
+        self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
+        self._protected: OrderedDict[int, Piece] = OrderedDict()
+        self._protected_pages = 0
+        self._kept_pages = 0
+        self._found = self._not_found = self._evicted = 0
+
+    def take(self, pages: int) -> Piece | None:
+        """A piece to read into, with one user; None: all that could make room is in use."""
+        start = self._free.allocate(pages)
+        while start is None:
+            if not self._evict_one():
+                self.refused = True
+                return None
+            start = self._free.allocate(pages)
+        return Piece(start, pages)
+
+    def keep(self, piece: Piece, generation: int) -> None:
+        """Its bytes are this record's: let others find it, unless they have it already."""
+        if piece.generation or generation in self._probation or generation in self._protected:
+            return
+        piece.generation = generation
+        self._probation[generation] = piece
+        self._kept_pages += piece.pages
+
+    def find(self, generation: int) -> Piece | None:
+        """The piece with this record and one user more; it has earned its place."""
+        piece = self._protected.get(generation)
+        if piece is not None:
+            self._protected.move_to_end(generation)
+        else:
+            piece = self._probation.pop(generation, None)
+            if piece is None:
+                self._not_found += 1
+                return None
+            self._protected[generation] = piece
+            self._protected_pages += piece.pages
+            self._demote()
+        self._found += 1
+        piece.users += 1
+        return piece
+
+    def release(self, piece: Piece) -> None:
+        """One user is done. Without any, and not kept, the piece is free."""
+        piece.users -= 1
+        if not piece.users and not piece.generation:
+            self._free.release(piece.start, piece.pages)
+        if not piece.users and self.refused:
+            self.refused = False
+            self._freed()
+
+    def forget(self, piece: Piece) -> None:
+        """Its bytes are not what they should be: nobody finds it any more."""
+        if not piece.generation:
+            return
+        if self._protected.pop(piece.generation, None) is not None:
+            self._protected_pages -= piece.pages
+        else:
+            del self._probation[piece.generation]
+        self._kept_pages -= piece.pages
+        piece.generation = 0
+        if not piece.users:
+            self._free.release(piece.start, piece.pages)
+
+    def statistics(self) -> HotStatistics:
+        """Where it stands."""
+        return HotStatistics(
+            capacity_bytes=self._pages * PAGE_BYTES,
+            kept_bytes=self._kept_pages * PAGE_BYTES,
+            protected_bytes=self._protected_pages * PAGE_BYTES,
+            kept=len(self._probation) + len(self._protected),
+            found=self._found,
+            not_found=self._not_found,
+            evicted=self._evicted,
+        )
+
+    def _demote(self) -> None:
+        while self._protected_pages > self._protected_pages_max:
+            generation, piece = self._protected.popitem(last=False)
+            self._protected_pages -= piece.pages
+            self._probation[generation] = piece
+
+    def _evict_one(self) -> bool:
+        for kept in (self._probation, self._protected):
+            for piece in kept.values():
+                if not piece.users:
+                    self._evicted += 1
+                    self.forget(piece)
+                    return True
+        return False
+
+
+class HotMemory:
+    """The pages, registered with the fabric."""
+
+    def __init__(self, fabric: Fabric, size_bytes: int, freed: Callable[[], object]) -> None:
+        self._memory = allocate(size_bytes)
+        self.region = fabric.register(self._memory, remote_write=False)
+        self.pages = HotPages(size_bytes // PAGE_BYTES, freed)
+        self.view = memoryview(self._memory)
+
+    def take(self, length_bytes: int) -> Piece | None:
+        """A piece for a record with such a payload."""
+        return self.pages.take(pages_of(length_bytes))
+
+    def address(self, piece: Piece) -> int:
+        """A piece's header page in this process."""
+        return self.region.address + piece.start * PAGE_BYTES
+
+    def payload(self, piece: Piece, length_bytes: int) -> memoryview:
+        """The payload in a piece."""
+        start = piece.start * PAGE_BYTES + HEADER_BYTES
+        return self.view[start : start + length_bytes]
+
+    def close(self) -> None:
+        """Give the memory back; the fabric is closed already."""
+        self.view.release()
+        self._memory.close()

@@ -1,0 +1,37 @@
+/*
+ * What the parts that deal with libfabric's deferred work share: nic.c (slots, firing, taking back), nic_hand.c (handing
+ * over), and whatever else looks into a slot.
+ */
+#ifndef TRIGGERKV_NIC_H
+#define TRIGGERKV_NIC_H
+
+#include "parts.h"
+
+static inline int has_bytes(const struct tk_operation *op)
+{
+	return op->length > 0;
+}
+
+static inline int has_flag(const struct tk_operation *op)
+{
+	return !!(op->flags & TK_FLAG_PUT);
+}
+
+/* Whether the NIC itself moves the counter that the operation is to move. */
+static inline int has_counter(const struct tk_operation *op)
+{
+	return op->completion && !op->completion->word;
+}
+
+/* Which counter the last step moves. */
+static inline struct fid_cntr *moved_at_last(const struct slot *slot)
+{
+	const struct tk_operation *op = &slot->work->op;
+	return op->endpoint && has_counter(op) ? op->completion->nic : slot->done;
+}
+
+uint64_t nic_value_max(const struct nic *nic);
+struct slot *nic_take_slot(struct tk_fabric *fabric);
+int nic_renew_moved(struct tk_fabric *fabric, struct slot *slot);
+
+#endif

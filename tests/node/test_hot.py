@@ -1,0 +1,169 @@
+"""The hot memory's pages: who gets them, who stays, who goes first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.node.hot import HotPages, Piece
+
+
+def read(hot: HotPages, generation: int, pages: int = 1) -> Piece:
+    """What a fetch does that did not find its record."""
+    piece = hot.take(pages)
+    assert piece is not None
+    hot.keep(piece, generation)
+    hot.release(piece)
+    return piece
+
+
+def wants(hot: HotPages, generation: int) -> bool:
+    """What a fetch does first."""
+    piece = hot.find(generation)
+    if piece is not None:
+        hot.release(piece)
+    return piece is not None
+
+
+def pages_of_size(pages: int) -> HotPages:
+    return HotPages(pages, lambda: None)
+
+
+def test_what_was_read_is_found_under_its_generation_alone() -> None:
+    hot = pages_of_size(8)
+    piece = read(hot, 7)
+    found = hot.find(7)
+    assert found is piece
+    assert hot.find(8) is None
+    statistics = hot.statistics()
+    assert (statistics.found, statistics.not_found, statistics.kept) == (1, 1, 1)
+    assert statistics.kept_bytes == statistics.protected_bytes == PAGE_BYTES
+
+
+def test_what_is_in_use_is_never_given_away() -> None:
+    hot = pages_of_size(4)
+    used = hot.take(3)
+    assert used is not None
+    hot.keep(used, 1)
+    assert hot.take(2) is None
+    again = hot.find(1)
+    assert again is used
+    hot.release(used)
+    assert hot.take(2) is None, "its second user is not done"
+    hot.release(used)
+    assert hot.take(2) is not None
+    assert hot.find(1) is None
+
+
+def test_the_oldest_that_was_wanted_once_goes_first() -> None:
+    hot = pages_of_size(4)
+    for generation in (1, 2, 3, 4):
+        read(hot, generation)
+    assert wants(hot, 1)
+    read(hot, 5)
+    assert [wants(hot, generation) for generation in (1, 2, 3, 4, 5)] == [True, False, True, True, True]
+
+
+def test_a_scan_does_not_flush_what_is_wanted_again() -> None:
+    hot = pages_of_size(10)
+    for generation in (1, 2, 3):
+        read(hot, generation)
+        assert wants(hot, generation)
+    for generation in range(100, 400):
+        read(hot, generation)
+    assert all(wants(hot, generation) for generation in (1, 2, 3))
+
+
+def test_the_protected_part_leaves_room_for_what_is_new() -> None:
+    hot = pages_of_size(10)
+    for generation in range(10):
+        read(hot, generation + 1)
+        assert wants(hot, generation + 1)
+        assert hot.statistics().protected_bytes <= 8 * PAGE_BYTES
+    read(hot, 100, pages=2)
+    assert wants(hot, 100)
+
+
+def test_a_record_that_two_have_read_is_kept_once() -> None:
+    hot = pages_of_size(4)
+    first, second = hot.take(2), hot.take(2)
+    assert first is not None
+    assert second is not None
+    hot.keep(first, 9)
+    hot.keep(second, 9)
+    hot.release(first)
+    hot.release(second)
+    assert hot.find(9) is first
+    assert hot.statistics().kept == 1
+    assert hot.take(2) is not None, "the second one's pages are free"
+
+
+def test_a_piece_that_is_forgotten_is_not_found_and_is_free_once_nobody_uses_it() -> None:
+    hot = pages_of_size(2)
+    piece = hot.take(2)
+    assert piece is not None
+    hot.keep(piece, 5)
+    hot.forget(piece)
+    assert hot.find(5) is None
+    assert hot.take(1) is None
+    hot.release(piece)
+    assert hot.take(2) is not None
+
+
+def test_who_was_refused_is_called_when_there_may_be_room() -> None:
+    called: list[int] = []
+    hot = HotPages(2, lambda: called.append(1))
+    first = hot.take(1)
+    second = hot.take(1)
+    assert first is not None
+    assert second is not None
+    hot.keep(first, 1)
+    assert hot.take(1) is None
+    assert hot.refused
+    assert not called
+    hot.release(first)
+    assert called == [1]
+    assert not hot.refused
+    hot.release(second)
+    assert called == [1]
+
+
+def overlap(one: Piece, other: Piece) -> bool:
+    return one.start < other.start + other.pages and other.start < one.start + one.pages
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_are_never_given_twice_and_never_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    total = 64
+    hot = pages_of_size(total)
+    used: list[tuple[Piece, int]] = []
+    owner: dict[int, Piece] = {}
+    records = 0
+    for _ in range(3000):
+        match rng.randrange(4):
+            case 0:
+                piece = hot.take(rng.randrange(1, 9))
+                if piece is not None:
+                    assert not any(overlap(piece, other) for other, _ in used), "pages in use were given away"
+                    if rng.random() < 0.8:
+                        records += 1
+                        hot.keep(piece, records)
+                        owner[records] = piece
+                    used.append((piece, piece.generation))
+            case 1 if used:
+                piece, _ = used.pop(rng.randrange(len(used)))
+                hot.release(piece)
+            case 2 if records:
+                generation = rng.randrange(1, records + 1)
+                piece = hot.find(generation)
+                if piece is not None:
+                    assert piece is owner[generation]
+                    used.append((piece, generation))
+            case 3 if used and rng.random() < 0.1:
+                hot.forget(used[rng.randrange(len(used))][0])
+    for piece, _ in used:
+        hot.release(piece)
+    assert hot.take(total) is not None, "all pages can be had again"
