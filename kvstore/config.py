@@ -17,6 +17,7 @@ from kvstore.limits import (
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
 )
+from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,11 +38,13 @@ class NodeConfig:
     port: int = 7070  # 0: any free one
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
+    eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
     provider: str | None = None  # None: the best that libfabric offers
     tied: bool = False  # to standard input: the node stops when it ends
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
+        check_policy_name(self.eviction)
         if not ipaddress.ip_address(self.host).is_loopback:
             raise ConfigError(
                 f"The node does not listen on {self.host}: beyond loopback it would need TLS and tenants' tokens,"

@@ -42,6 +42,7 @@ __all__ = [
     "PAGE_BYTES",
     "PROTECTED_SESSIONS_MAX",
     "QUARANTINE_TIMEOUT_MS",
+    "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
@@ -116,6 +117,7 @@ EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
 EVICTIONS_REMEMBERED = 16_384  # that can be explained later
 EVICTION_GHOSTS_MAX = 1 << 20  # names of evicted blocks that S3-FIFO knows again
 TIMER_TICK_MS = 100  # blocks expire at most this late
+ROOM_WAIT_MS_MAX = 2_000  # that a put waits for the end of guards, when all that could go has one
 GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
 PROTECTED_SESSIONS_MAX = 4096
 SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is

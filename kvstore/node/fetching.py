@@ -105,6 +105,8 @@ class Fetches:
                     break
                 self._queued.popleft()
             if puts:
+                # The drive does not hear of these, and is to keep what is wanted.
+                self._store.used([self._under_way[put.tag].generation for put in puts])
                 arm(self._fabric, puts)
             if reads:
                 self._store.get(reads, self._read)

@@ -122,6 +122,7 @@ class InlineBlocks:
             self._memory.pages.forget(piece)  # the drive's bytes may be right
             self._memory.pages.release(piece)
             return None
+        self._store.used([entry.generation])  # the drive does not hear of this, and is to keep what is wanted
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
         return InlineRead(self._memory, piece, entry.length, done)
 

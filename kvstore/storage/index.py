@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 _ENTRY: Final = struct.Struct("<QIIQQ16s")
 _EXPIRES: Final = struct.Struct("<24xQ16x")
+_LIFE: Final = struct.Struct("<16xQQ16x")  # generation, expiry
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
 _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
@@ -215,6 +216,16 @@ class Index:
                 name, offset, length = _OWNER.unpack(row)
                 (number,) = _GENERATION.unpack(generation)
                 yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
+
+    def expiries(self) -> dict[int, int]:
+        """Give when those blocks expire that do, by generation."""
+        found: dict[int, int] = {}
+        with self._env.begin(buffers=True) as transaction:
+            for row in transaction.cursor(self.blocks).iternext(keys=False):
+                generation, expires_ms = _LIFE.unpack(row)
+                if expires_ms:
+                    found[generation] = expires_ms
+        return found
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""

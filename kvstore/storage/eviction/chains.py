@@ -8,7 +8,8 @@ tails are taken away, what is left of each session is always a prefix of what wa
 tail: the block with the highest position is one.
 
 A session is *broken* once a block was taken out of its middle (its time was over, or it was deleted): what
-stands behind the gap can't be used, and nobody knows whether the gap will be filled.
+stands behind the gap can't be used, and nobody knows whether the gap will be filled. Positions that nothing ever
+stood at break nothing: those blocks may lie on another drive.
 
 Always holds: `followed[row]` is the number of sessions in which something stands behind the row; all is O(1), but
 for a block that comes out of order or goes out of a session's middle (a bisection and a shift of at most 8 bytes
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Chains"]
 
 _NO_LINK: Final = 0
+_NO_GAP: Final = -1
 _LINK_BITS: Final = 32
 _LINK_MASK: Final = (1 << _LINK_BITS) - 1
 
@@ -41,20 +43,20 @@ _LINK_MASK: Final = (1 << _LINK_BITS) - 1
 class _Chain:
     """One session. `places` is sorted: each a position, and below it the link to the row that stands there."""
 
-    __slots__ = ("base", "places", "queued", "session")
+    __slots__ = ("gap", "places", "queued", "session")
 
-    def __init__(self, session: int, position: int) -> None:
+    def __init__(self, session: int) -> None:
         self.session = session
         self.places = array("Q")
-        self.base = position  # the lowest position that the session ever had
+        self.gap = _NO_GAP  # the lowest position that something left though something stood behind it
         self.queued = False  # stands among the broken ones
 
     def find(self, position: int) -> int:
         """Give where a position's place is, or would be."""
         return bisect_left(self.places, position << _LINK_BITS)
 
-    def is_whole(self) -> bool:
-        return len(self.places) == (self.places[-1] >> _LINK_BITS) - self.base + 1
+    def is_broken(self) -> bool:
+        return self.gap != _NO_GAP and self.gap < self.places[-1] >> _LINK_BITS
 
 
 class Chains:
@@ -116,7 +118,7 @@ class Chains:
         index = self._by_session.get(session, -1)
         chain = self._chains[index] if index >= 0 else None
         if chain is None:
-            index, chain = self._open(session, position)
+            index, chain = self._open(session)
         self._positions[row] = position
         link = self._take_link(row, index, self._first[row])
         self._first[row] = link
@@ -130,7 +132,8 @@ class Chains:
         else:
             places.insert(chain.find(position), place)
             self.followed[row] += 1
-        chain.base = min(chain.base, position)
+            if position == chain.gap:
+                chain.gap = _NO_GAP  # there may be more of them, which the policy then decides on
 
     def append_all(self, first_row: int, sessions: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Let new rows, one after the other, stand at the ends of their sessions; give those that don't fit there.
@@ -200,12 +203,12 @@ class Chains:
         """Tell the position of a row that stands in a session."""
         return self._positions[row]
 
-    def rows(self, session: int) -> list[int]:
-        """Give the rows of a session, in order."""
+    def rows(self, session: int, first_position: int = 0) -> list[int]:
+        """Give the rows of a session from a position on, in order."""
         chain = self._of(session)
         if chain is None:
             return []
-        return [self._link_row[place & _LINK_MASK] for place in chain.places]
+        return [self._link_row[place & _LINK_MASK] for place in chain.places[chain.find(first_position) :]]
 
     def stranded(self) -> int:
         """Give the tail of a broken session, or `NO_ROW`. One that stands in another session too is no such."""
@@ -213,7 +216,7 @@ class Chains:
             index = self._broken[0]
             chain = self._chains[index]
             if chain is not None and chain.queued:
-                if not chain.is_whole():
+                if chain.is_broken():
                     link = chain.places[-1] & _LINK_MASK
                     row = self._link_row[link]
                     if self._first[row] == link and self._link_next[link] == _NO_LINK:
@@ -232,8 +235,8 @@ class Chains:
         index = self._by_session.get(session)
         return None if index is None else self._chains[index]
 
-    def _open(self, session: int, position: int) -> tuple[int, _Chain]:
-        chain = _Chain(session, position)
+    def _open(self, session: int) -> tuple[int, _Chain]:
+        chain = _Chain(session)
         if self._free_chains:
             index = self._free_chains.pop()
             self._chains[index] = chain
@@ -265,12 +268,16 @@ class Chains:
             places.pop()
             if places:
                 last = self._link_row[places[-1] & _LINK_MASK]
+                if chain.gap > self._positions[last]:
+                    chain.gap = _NO_GAP
                 self.followed[last] -= 1
                 if not self.followed[last]:
                     tails.append(last)
         else:
-            del places[chain.find(self._positions[row])]
+            position = self._positions[row]
+            del places[chain.find(position)]
             self.followed[row] -= 1
+            chain.gap = position if chain.gap == _NO_GAP else min(chain.gap, position)
         self._link_next[link] = self._free_link
         self._free_link = link
         self.links -= 1
@@ -278,6 +285,6 @@ class Chains:
             del self._by_session[chain.session]
             self._chains[index] = None
             self._free_chains.append(index)
-        elif not chain.queued and not chain.is_whole():
+        elif not chain.queued and chain.is_broken():
             chain.queued = True
             self._broken.append(index)

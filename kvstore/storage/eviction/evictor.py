@@ -27,13 +27,12 @@ from kvstore.limits import (
     EVICTION_BATCH_BLOCKS,
     EVICTION_STEPS_MAX,
     EVICTION_URGENT_BLOCKS,
-    EVICTIONS_REMEMBERED,
     PROTECTED_SESSIONS_MAX,
+    SESSION_BLOCKS_MAX,
     TIMER_TICK_MS,
 )
 from kvstore.storage.eviction.chains import Chains
 from kvstore.storage.eviction.guards import Guards
-from kvstore.storage.eviction.history import History
 from kvstore.storage.eviction.idmap import IdMap
 from kvstore.storage.eviction.items import (
     Eviction,
@@ -44,6 +43,7 @@ from kvstore.storage.eviction.items import (
     Record,
     Refusal,
     Statistics,
+    Tally,
     Watermarks,
 )
 from kvstore.storage.eviction.policy import NO_ROW, Steps
@@ -51,7 +51,7 @@ from kvstore.storage.eviction.pressure import Pressure
 from kvstore.storage.eviction.wheel import TimerWheel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstore.storage.eviction.policy import Policy
 
@@ -68,25 +68,19 @@ _OVERDUE = 2  # it has expired while it was guarded
 class Evictor:
     """All blocks of one drive, and the order in which they go."""
 
-    def __init__(
-        self, make_policy: Callable[[], Policy], marks: Watermarks, *, capacity_pages: int, now_ms: int
-    ) -> None:
-        self._make_policy = make_policy
+    def __init__(self, policy: Policy, marks: Watermarks, *, capacity_pages: int, now_ms: int) -> None:
+        self._policy = policy
         self._pressure = Pressure(marks)
-        self._capacity_pages = capacity_pages
-        self._history = History(EVICTIONS_REMEMBERED)
-        self._protected: set[int] = set()  # sessions
+        self._protected: dict[int, int] = {}  # sessions, and how many of the first positions of each
         self._start_ms = now_ms
-        self._begin_empty(now_ms)
-
-    def _begin_empty(self, now_ms: int) -> None:
-        self._policy = self._make_policy()
-        self._rows = IdMap(self._capacity_pages // _SMALLEST_RECORD_PAGES)
+        self._rows = IdMap(capacity_pages // _SMALLEST_RECORD_PAGES)
         self._wheel = TimerWheel(now_ms)
         self._chains = Chains()
         self._guards = Guards()
         self._free_rows = array("I")
         self._total_pages = 0
+        self._gone = {reason: Tally(0, 0) for reason in Reason}
+        self._space_idle_ms = 0
         # Of each row:
         self._generations = array("Q")
         self._names = array("Q")
@@ -177,17 +171,20 @@ class Evictor:
         """Note uses, in their order; blocks that are not kept are passed over."""
         self._use(self._rows.find_all(generations), now_ms)
 
-    def gone(self, generations: Sequence[int], reason: Reason, now_ms: int) -> None:
-        """Note that blocks are gone for a reason that was not decided here; their guards are forgotten."""
-        for row in self._rows.find_all(generations):
-            self._forget(row, reason, now_ms)
+    def left(self, session: int, first_position: int, now_ms: int) -> None:
+        """Note that a session ends before a position: blocks from there on are as old as its tail was."""
+        rows = self._chains.rows(session, first_position)
+        if first_position < self._protected.get(session, 0):
+            lifted = [row for row in rows if self._unprotect(session, row)]
+            self._lift(lifted, now_ms)
+        for row in reversed(rows):
+            was_free = self._may_go(row)
+            self._pass_on(row, self._chains.leave(row, session), now_ms, was_free=was_free)
 
-    def drive_lost(self, now_ms: int) -> None:
-        """Note that all blocks are gone, and begin anew. Sessions that are protected stay so."""
-        kept = (row for row in reversed(range(len(self._pages))) if self._pages[row])
-        told = [self._describe(row, Reason.DRIVE_LOST, now_ms) for row in islice(kept, EVICTIONS_REMEMBERED)]
-        self._history.add_all(Reason.DRIVE_LOST, told, len(self._rows), self._total_pages)
-        self._begin_empty(now_ms)
+    def gone(self, generations: Sequence[int], reason: Reason, now_ms: int) -> list[Eviction]:
+        """Note that blocks are gone for a reason that was not decided here; give those that were kept."""
+        rows = dict.fromkeys(self._rows.find_all(generations))  # each once, though it may be named twice
+        return [self._forget(row, reason, now_ms) for row in rows]
 
     # Guards.
 
@@ -215,13 +212,23 @@ class Evictor:
         self._lift(lifted, now_ms)
         return refused
 
-    def protect_session(self, session: int) -> Refusal | None:
-        """Let nothing of a session go, what it has and what it will have, until it is unprotected."""
-        if session not in self._protected:
-            if len(self._protected) >= PROTECTED_SESSIONS_MAX:
-                return Refusal.FULL
-            self._protected.add(session)
-            for row in self._chains.rows(session):
+    def protect_session(
+        self, session: int, blocks: int = SESSION_BLOCKS_MAX, *, now_ms: int
+    ) -> Refusal | None:
+        """Let nothing of a session's first blocks go, what it has and what it will have, until it is unprotected.
+
+        The last word counts: fewer blocks than before unprotect the others.
+        """
+        assert 0 < blocks <= SESSION_BLOCKS_MAX
+        before = self._protected.get(session, 0)
+        if not before and len(self._protected) >= PROTECTED_SESSIONS_MAX:
+            return Refusal.FULL
+        rows = self._chains.rows(session, min(before, blocks))
+        if blocks < before:
+            self._lift([row for row in rows if self._unprotect(session, row)], now_ms)
+        self._protected[session] = blocks
+        for row in rows:
+            if before <= self._chains.position(row) < blocks:
                 self._guards.add_for_session(row)
         return None
 
@@ -229,19 +236,21 @@ class Evictor:
         """Let a session's blocks go again; this counts as a use of them."""
         if session not in self._protected:
             return Refusal.NOT_HELD
-        self._protected.remove(session)
-        lifted = []
-        for row in self._chains.rows(session):
-            self._guards.drop(row, Guard.PROTECTED)
-            if not self._guards.words[row]:
-                lifted.append(row)
+        lifted = [row for row in self._chains.rows(session) if self._unprotect(session, row)]
+        del self._protected[session]
         self._lift(lifted, now_ms)
         return None
 
-    def is_protected(self, generation: int) -> bool:
-        """Tell whether a block must not be lost, nor made lossy."""
+    def is_guarded(self, generation: int) -> bool:
+        """Tell whether a block that is kept may not go."""
         row = self._rows.find(generation)
-        return row >= 0 and self._guards.is_protected(row)
+        return row >= 0 and self._guards.words[row] != 0
+
+    def lacks(self, session: int, position: int) -> bool:
+        """Tell whether a session would go on, or have a gap less, with a block at this position."""
+        if self._chains.at(session, position) != NO_ROW:
+            return False
+        return position == 0 or self._chains.at(session, position - 1) != NO_ROW
 
     # What goes.
 
@@ -273,16 +282,6 @@ class Evictor:
         more = self._wheel.lagging or (pages < goal.pages and stuck is None)
         return EvictionPlan(goal.mode, victims, pages, more, stuck)
 
-    # What is asked.
-
-    def explain(self, generation: int) -> Eviction | None:
-        """Say where a block went; None if it is still here, never was, or went too long ago."""
-        return self._history.by_generation(generation)
-
-    def explain_name(self, name64: int) -> Eviction | None:
-        """Say where the newest block of a name that is gone went."""
-        return self._history.by_name(name64)
-
     def statistics(self) -> Statistics:
         """Tell where the core stands."""
         return Statistics(
@@ -296,8 +295,8 @@ class Evictor:
             protected_sessions=len(self._protected),
             guarded=self._guards.tally(),
             timers_lag=self._wheel.lagging,
-            gone=self._history.tallies(),
-            space_idle_ms=self._history.space_idle_ms,
+            gone=dict(self._gone),
+            space_idle_ms=self._space_idle_ms,
         )
 
     def _tick(self, now_ms: int) -> int:
@@ -335,12 +334,11 @@ class Evictor:
             return refusal
         if before != NO_ROW:
             # The block in front of it is a tail for a moment only: the row that comes will stand behind it.
+            self._unprotect(session, before)
             self._chains.leave(before, session)
-            if session in self._protected:
-                self._guards.drop(before, Guard.PROTECTED)
             self._lift([before], now_ms)
         self._chains.join(row, session, position)
-        if session in self._protected:
+        if position < self._protected.get(session, 0):
             self._guards.add_for_session(row)
         return None
 
@@ -356,10 +354,23 @@ class Evictor:
 
     def _drop_guard(self, row: int, guard: Guard) -> Refusal | None:
         if guard is Guard.PROTECTED:
-            by_sessions = sum(session in self._protected for session in self._chains.sessions(row))
+            by_sessions = sum(self._is_protected_by(session, row) for session in self._chains.sessions(row))
             if self._guards.count(row, guard) == by_sessions:
                 return Refusal.NOT_HELD  # what its sessions hold is not to be taken back like this
         return self._guards.drop(row, guard)
+
+    def _is_protected_by(self, session: int, row: int) -> bool:
+        return self._chains.position(row) < self._protected.get(session, 0)
+
+    def _unprotect(self, session: int, row: int) -> bool:
+        """Take back what a session holds of a row of its own; tell whether that was the row's last guard."""
+        if not self._is_protected_by(session, row):
+            return False
+        self._guards.drop(row, Guard.PROTECTED)
+        return not self._guards.words[row]
+
+    def _may_go(self, row: int) -> bool:
+        return not self._guards.words[row] and not self._chains.followed[row]
 
     def _lift(self, rows: Sequence[int], now_ms: int) -> None:
         """Note a use of rows whose guards have been changed; those unguarded may expire again."""
@@ -386,9 +397,8 @@ class Evictor:
 
     def _candidate(self, steps: Steps) -> int:
         """Give the policy's choice among the blocks that may go, setting aside those that may not."""
-        followed, words = self._chains.followed, self._guards.words
         while (row := self._policy.candidate(steps)) != NO_ROW:
-            if not followed[row] and not words[row]:
+            if self._may_go(row):
                 return row
             self._policy.removed(row)
             self._states[row] |= _ASIDE
@@ -400,17 +410,10 @@ class Evictor:
     def _forget(self, row: int, reason: Reason, now_ms: int) -> Eviction:
         eviction = self._describe(row, reason, now_ms)
         aside = self._states[row] & _ASIDE
-        was_free = not self._guards.words[row] and not self._chains.followed[row]
-        for tail in self._chains.leave(row):
-            if self._guards.words[tail]:
-                continue
-            if was_free:
-                self._states[tail] &= ~_ASIDE
-                self._policy.inherited(tail, self._pages[tail], row)
-            else:  # it had no rank to leave behind
-                self._use([tail], now_ms)
+        was_free = self._may_go(row)
+        self._pass_on(row, self._chains.leave(row), now_ms, was_free=was_free)
         if reason in _FOR_ROOM:
-            self._policy.evicted(row, eviction.name64)
+            self._policy.evicted(row, self._names[row])
         elif not aside:
             self._policy.removed(row)
         self._wheel.cancel(row)
@@ -420,14 +423,27 @@ class Evictor:
         self._free_rows.append(row)
         self._total_pages -= eviction.pages
         self._pages[row] = 0
-        self._history.add(eviction)
+        blocks, pages = self._gone[reason]
+        self._gone[reason] = Tally(blocks + 1, pages + eviction.pages)
+        if reason is Reason.SPACE:
+            self._space_idle_ms = eviction.idle_ms
         return eviction
+
+    def _pass_on(self, row: int, tails: Iterable[int], now_ms: int, *, was_free: bool) -> None:
+        """Give the blocks that are tails now, since this one is not behind them any more, its rank."""
+        for tail in tails:
+            if self._guards.words[tail]:
+                continue
+            if was_free:
+                self._states[tail] &= ~_ASIDE
+                self._policy.inherited(tail, self._pages[tail], row)
+            else:  # it had no rank to leave behind
+                self._use([tail], now_ms)
 
     def _describe(self, row: int, reason: Reason, now_ms: int) -> Eviction:
         session = next(self._chains.sessions(row), 0)
         return Eviction(
             self._generations[row],
-            self._names[row],
             self._pages[row],
             session,
             self._chains.position(row) if session else 0,

@@ -1,57 +1,39 @@
-"""The last evictions, for those who ask later where a block went; and how many there were, by reason.
+"""Where the last blocks that are gone went, for those who ask later.
 
-Always holds: the newest entries are kept, a fixed number of them, some 250 bytes each.
-
-To look one up is a search through all of them, about a millisecond: people ask, not programs.
+Always holds: the newest are remembered, by their exact names, a fixed number of them, some 600 bytes each; of one
+name only the newest.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvstore.storage.eviction.items import Eviction, Reason, Tally
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from kvstore.storage.eviction.items import Eviction
+
+    Name = tuple[bytes, bytes]
+    """Tenant and key."""
 
 __all__ = ["History"]
 
 
 class History:
-    """A ring of evictions."""
+    """Evictions by name, oldest first."""
 
-    __slots__ = ("_blocks", "_last", "_pages", "space_idle_ms")
+    __slots__ = ("_by_name", "_size")
 
     def __init__(self, size: int) -> None:
-        self._last: deque[Eviction] = deque(maxlen=size)
-        self._blocks = [0] * (max(Reason) + 1)
-        self._pages = [0] * (max(Reason) + 1)
-        self.space_idle_ms = 0  # how long the last block that went for room had not been used
+        self._size = size
+        self._by_name: OrderedDict[Name, Eviction] = OrderedDict()
 
-    def add(self, eviction: Eviction) -> None:
-        """Note one, over the oldest."""
-        self._last.append(eviction)
-        reason = eviction.reason
-        self._blocks[reason] += 1
-        self._pages[reason] += eviction.pages
-        if reason is Reason.SPACE:
-            self.space_idle_ms = eviction.idle_ms
+    def add(self, name: Name, eviction: Eviction) -> None:
+        """Remember one, in the place of the oldest."""
+        self._by_name.pop(name, None)
+        self._by_name[name] = eviction
+        if len(self._by_name) > self._size:
+            self._by_name.popitem(last=False)
 
-    def add_all(self, reason: Reason, newest: Iterable[Eviction], blocks: int, pages: int) -> None:
-        """Note many at once, of which the newest are told one by one."""
-        self._last.extend(newest)
-        self._blocks[reason] += blocks
-        self._pages[reason] += pages
-
-    def by_generation(self, generation: int) -> Eviction | None:
-        """Give the eviction of a generation, if it is remembered."""
-        return next((entry for entry in reversed(self._last) if entry.generation == generation), None)
-
-    def by_name(self, name64: int) -> Eviction | None:
-        """Give the newest eviction of a name, if one is remembered."""
-        return next((entry for entry in reversed(self._last) if entry.name64 == name64), None)
-
-    def tallies(self) -> dict[Reason, Tally]:
-        """Count all there ever were."""
-        return {reason: Tally(self._blocks[reason], self._pages[reason]) for reason in Reason}
+    def of(self, name: Name) -> Eviction | None:
+        """Tell how a block went, if it is remembered."""
+        return self._by_name.get(name)

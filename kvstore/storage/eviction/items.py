@@ -25,7 +25,9 @@ class Record(NamedTuple):
 
     generation: int  # its name here: unique for ever, 64 bits
     pages: int
-    name64: int = 0  # 64 bits of a digest of tenant and key; 0 if nobody will ask by it
+    name64: int = (
+        0  # 64 bits of a digest of tenant and key, by which a policy knows it again; 0 if it need not
+    )
     expires_ms: int = 0  # 0 = never
     session: int = 0  # 64 bits; 0 = none
     position: int = 0  # in the session, from 0
@@ -49,7 +51,7 @@ class Reason(enum.IntEnum):
     SUPERSEDED = 4  # a newer record has taken its name
     DELETED = 5  # somebody said so
     QUARANTINED = 6  # it failed a check
-    DRIVE_LOST = 7  # its drive is gone
+    CLEARED = 7  # room was needed in one piece, and it stood there
 
 
 class Refusal(enum.Enum):
@@ -91,7 +93,6 @@ class Eviction(NamedTuple):
     """A block that is gone."""
 
     generation: int
-    name64: int
     pages: int
     session: int  # the one it joined last, of those it stood in; 0 = none
     position: int

@@ -133,7 +133,7 @@ class Block:
     position: int | None = None
     sessions: set[int] = field(default_factory=set)
     guards: dict[Guard, int] = field(default_factory=lambda: dict.fromkeys(Guard, 0))
-    overdue: bool = False
+    leaving: set[int] = field(default_factory=set)  # sessions that end before it, in the middle of saying so
 
 
 class PlainCore:
@@ -143,7 +143,7 @@ class PlainCore:
         self.marks = marks
         self.draining = False
         self.blocks: dict[int, Block] = {}
-        self.protected: set[int] = set()
+        self.protected: dict[int, int] = {}  # sessions, and how many of their first positions
         self.uses = 0
 
     # What happens.
@@ -193,17 +193,45 @@ class PlainCore:
             self._use(block)
         return None
 
-    def unprotect(self, session: int) -> None:
-        self.protected.remove(session)
+    def protect(self, session: int, blocks: int) -> None:
+        before = self.protected.get(session, 0)
+        self.protected[session] = blocks
         for block in self.members(session):
-            if not self.is_guarded(block):
+            if blocks <= (block.position or 0) < before and not self.is_guarded(block):
                 self._use(block)
+
+    def unprotect(self, session: int) -> None:
+        before = self.protected.pop(session)
+        for block in self.members(session):
+            if (block.position or 0) < before and not self.is_guarded(block):
+                self._use(block)
+
+    def left(self, session: int, first_position: int) -> None:
+        leaving = [block for block in self.members(session) if (block.position or 0) >= first_position]
+        for block in leaving:
+            was_protected = (block.position or 0) < self.protected.get(session, 0)
+            block.sessions.remove(session)
+            lifted = was_protected and not self.is_guarded(block)
+            block.sessions.add(session)
+            if lifted:
+                self._use(block)
+        for block in reversed(leaving):
+            block.leaving.add(session)
+        for block in reversed(leaving):
+            was_free = block in self.tails() and not self.is_guarded(block)
+            tails_before = {id(tail) for tail in self.tails()}
+            block.sessions.remove(session)
+            block.leaving.remove(session)
+            self._promote(tails_before, block, was_free=was_free)
 
     def forget(self, generation: int) -> None:
         block = self.blocks[generation]
         tails_before = {id(tail) for tail in self.tails()}
         was_free = id(block) in tails_before and not self.is_guarded(block)
         del self.blocks[generation]
+        self._promote(tails_before, block, was_free=was_free)
+
+    def _promote(self, tails_before: set[int], block: Block, *, was_free: bool) -> None:
         for tail in self.tails():
             if id(tail) not in tails_before and not self.is_guarded(tail):
                 if was_free:
@@ -229,8 +257,14 @@ class PlainCore:
         ]
 
     def count(self, block: Block, guard: Guard) -> int:
-        more = len(block.sessions & self.protected) if guard is Guard.PROTECTED else 0
-        return block.guards[guard] + more
+        if guard is not Guard.PROTECTED:
+            return block.guards[guard]
+        by_sessions = [
+            session
+            for session in block.sessions - block.leaving
+            if (block.position or 0) < self.protected.get(session, 0)
+        ]
+        return block.guards[guard] + len(by_sessions)
 
     def is_guarded(self, block: Block) -> bool:
         return any(self.count(block, guard) for guard in Guard)

@@ -32,7 +32,7 @@ class Life:
     def __init__(self, make_policy: Callable[[], Policy], seed: int, *, exact_lru: bool) -> None:
         self.rng = random.Random(seed)
         self.now_ms = T0
-        self.core = Evictor(make_policy, MARKS, capacity_pages=CAPACITY, now_ms=T0)
+        self.core = Evictor(make_policy(), MARKS, capacity_pages=CAPACITY, now_ms=T0)
         self.plain = PlainCore(MARKS)
         self.exact_lru = exact_lru
         self.next_generation = 1
@@ -48,7 +48,7 @@ class Life:
     def step(self) -> None:
         steps = (
             self.admit, self.admit, self.grow, self.grow, self.grow, self.touch, self.touch, self.hold, self.hold,
-            self.release, self.release, self.release, self.join, self.protect, self.unprotect, self.drop,
+            self.release, self.release, self.release, self.join, self.protect, self.unprotect, self.drop, self.cut,
             self.plan, self.plan, self.plan,
         )  # fmt: skip
         self.rng.choice(steps)()
@@ -113,7 +113,7 @@ class Life:
     def join(self) -> None:
         """Let a session begin with what another one has; or say something impossible."""
         session, other = self.rng.choice(SESSIONS), self.rng.choice(SESSIONS)
-        members = [member for member in self.plain.members(other)][: self.rng.randrange(1, 5)]
+        members = self.plain.members(other)[: self.rng.randrange(1, 5)]
         generations = [member.record.generation for member in members] or [self.any_generation()]
         position = 0 if self.rng.random() < 0.8 else self.rng.randrange(4)
         refused = {}
@@ -125,14 +125,20 @@ class Life:
 
     def protect(self) -> None:
         session = self.rng.choice(SESSIONS)
-        self.plain.protected.add(session)
-        assert self.core.protect_session(session) is None
+        blocks = self.rng.choice([1, 2, 3, 100])
+        self.plain.protect(session, blocks)
+        assert self.core.protect_session(session, blocks, now_ms=self.now_ms) is None
 
     def unprotect(self) -> None:
         for session in SESSIONS:
             if session in self.plain.protected:
                 self.plain.unprotect(session)
                 assert self.core.unprotect_session(session, self.now_ms) is None
+
+    def cut(self) -> None:
+        session, first_position = self.rng.choice(SESSIONS), self.rng.randrange(5)
+        self.plain.left(session, first_position)
+        self.core.left(session, first_position, self.now_ms)
 
     def drop(self) -> None:
         generations = [self.any_generation() for _ in range(self.rng.randrange(3))]
@@ -162,12 +168,11 @@ class Life:
                 self.plain.check_choice(victim.generation, victim.reason, exact_lru=self.exact_lru)
             block = self.plain.blocks[victim.generation]
             assert victim.pages == block.record.pages
-            assert victim.name64 == block.record.name64
             assert victim.session in (block.sessions or {0})
             self.forget(victim.generation, victim.reason)
             if victim.reason is not Reason.EXPIRED:
                 assert all(self.plain.is_whole(session) for session in whole), "a hole"
-            assert self.core.explain(victim.generation) == victim
+            assert victim.generation not in self.core
             got += victim.pages
             self.taken += 1
         assert not expired, "late"
@@ -188,8 +193,7 @@ class Life:
         for _ in range(steps):
             self.step()
         for generation, block in self.plain.blocks.items():
-            protected = self.plain.count(block, Guard.PROTECTED) > 0
-            assert self.core.is_protected(generation) == protected
+            assert self.core.is_guarded(generation) == self.plain.is_guarded(block)
             assert generation in self.core
         statistics = self.core.statistics()
         assert statistics.gone == self.gone

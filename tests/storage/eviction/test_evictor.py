@@ -10,7 +10,6 @@ from kvstore.limits import (
     EVICTION_BATCH_BLOCKS,
     EVICTION_STEPS_MAX,
     EVICTION_URGENT_BLOCKS,
-    EVICTIONS_REMEMBERED,
     GUARDS_OF_A_KIND_MAX,
     PROTECTED_SESSIONS_MAX,
     SESSION_BLOCKS_MAX,
@@ -35,13 +34,16 @@ T0 = 1_700_000_000_000
 CAPACITY = 100_000
 
 
-@pytest.fixture(params=[Lru, partial(S3Fifo, CAPACITY)], ids=["lru", "s3-fifo"])
+@pytest.fixture(params=[Lru, partial(S3Fifo, CAPACITY)], ids=["lru", "s3fifo"])
 def core(request: pytest.FixtureRequest) -> Evictor:
     return new(request.param)
 
 
-def new(make_policy: type[Lru] | partial[S3Fifo] = Lru, marks: Watermarks = Watermarks(0, 0)) -> Evictor:
-    return Evictor(make_policy, marks, capacity_pages=CAPACITY, now_ms=T0)
+NO_MARKS = Watermarks(0, 0)
+
+
+def new(make_policy: type[Lru] | partial[S3Fifo] = Lru, marks: Watermarks = NO_MARKS) -> Evictor:
+    return Evictor(make_policy(), marks, capacity_pages=CAPACITY, now_ms=T0)
 
 
 def evict(core: Evictor, pages: int, now_ms: int = T0) -> EvictionPlan:
@@ -226,14 +228,14 @@ def test_guards_of_a_block_are_bounded_and_kinds_do_not_mix() -> None:
 
 
 def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(core: Evictor) -> None:
-    assert core.protect_session(1) is None
-    assert core.protect_session(1) is None
+    assert core.protect_session(1, now_ms=T0) is None
+    assert core.protect_session(1, now_ms=T0) is None
     core.admitted(chain(1, range(1, 3)), T0)
     core.admitted([Record(9, 1)], T0)
     core.joined([9], 1, 2, T0)
-    assert core.is_protected(1)
-    assert core.is_protected(9)
-    assert not core.is_protected(77)
+    assert core.is_guarded(1)
+    assert core.is_guarded(9)
+    assert not core.is_guarded(77)
     assert core.release([1], Guard.PROTECTED, T0) == {1: Refusal.NOT_HELD}, "that is the session's"
     assert order(core) == []
     assert core.unprotect_session(1, T0) is None
@@ -245,19 +247,19 @@ def test_a_block_of_two_protected_sessions_is_free_with_the_second() -> None:
     core = new()
     core.admitted([Record(1, 1, session=1)], T0)
     core.joined([1], 2, 0, T0)
-    core.protect_session(1)
-    core.protect_session(2)
+    core.protect_session(1, now_ms=T0)
+    core.protect_session(2, now_ms=T0)
     core.unprotect_session(1, T0)
-    assert core.is_protected(1)
+    assert core.is_guarded(1)
     core.unprotect_session(2, T0)
-    assert not core.is_protected(1)
+    assert not core.is_guarded(1)
 
 
 def test_protected_sessions_are_bounded() -> None:
     core = new()
     for session in range(1, PROTECTED_SESSIONS_MAX + 1):
-        assert core.protect_session(session) is None
-    assert core.protect_session(PROTECTED_SESSIONS_MAX + 1) is Refusal.FULL
+        assert core.protect_session(session, now_ms=T0) is None
+    assert core.protect_session(PROTECTED_SESSIONS_MAX + 1, now_ms=T0) is Refusal.FULL
 
 
 def test_a_block_expires_in_time_and_not_before() -> None:
@@ -265,13 +267,13 @@ def test_a_block_expires_in_time_and_not_before() -> None:
     core.admitted([Record(1, 1, expires_ms=T0 + 1000), Record(2, 1)], T0)
     assert core.plan(free_pages=9, now_ms=T0 + 999).victims == []
     (victim,) = core.plan(free_pages=9, now_ms=T0 + 1000).victims
-    assert victim == Eviction(1, 0, 1, 0, 0, Reason.EXPIRED, T0 + 1000, 1000)
+    assert victim == Eviction(1, 1, 0, 0, Reason.EXPIRED, T0 + 1000, 1000)
     assert order(core) == [2]
 
 
 def test_a_guarded_block_expires_when_its_guard_ends(core: Evictor) -> None:
     core.admitted([Record(1, 1, expires_ms=T0 + 1000)], T0)
-    core.protect_session(5)
+    core.protect_session(5, now_ms=T0)
     core.joined([1], 5, 0, T0)
     core.hold([1], Guard.PIN)
     for _ in range(2):
@@ -371,44 +373,21 @@ def test_a_long_session_is_not_walked_through_for_each_of_its_blocks(monkeypatch
         assert [victim.generation for victim in evict(core, 1).victims] == [generation]
 
 
-def test_what_is_gone_can_be_explained_until_it_is_too_long_ago() -> None:
+def test_what_is_gone_is_described_and_counted() -> None:
     core = new()
-    core.admitted([Record(generation, 2, name64=generation % 100 + 1000) for generation in range(1, 201)], T0)
-    core.touched(range(1, 201), T0 + 2000)
-    core.gone([5], Reason.QUARANTINED, T0 + 5000)
-    core.gone([105], Reason.DELETED, T0 + 6000)
-    assert core.explain(5) == Eviction(5, 1005, 2, 0, 0, Reason.QUARANTINED, T0 + 5000, 3000)
-    newest = core.explain_name(1005)
-    assert newest is not None
-    assert newest.generation == 105
-    assert core.explain(6) is None
-    assert core.explain_name(1006) is None
-    for generation in range(1000, 1000 + EVICTIONS_REMEMBERED - 1):
-        core.admitted([Record(generation, 1)], T0)
-        core.gone([generation], Reason.SUPERSEDED, T0)
-    assert core.explain(5) is None
-    assert core.explain(105) is not None
+    core.admitted([Record(generation, 2) for generation in range(1, 10)], T0)
+    core.admitted(chain(7, range(20, 23)), T0)
+    core.touched(range(1, 10), T0 + 2000)
+    assert core.gone([5, 77, 5], Reason.QUARANTINED, T0 + 5000) == [
+        Eviction(5, 2, 0, 0, Reason.QUARANTINED, T0 + 5000, 3000)
+    ]
+    assert core.gone([22, 6], Reason.DELETED, T0 + 6000) == [
+        Eviction(22, 1, 7, 2, Reason.DELETED, T0 + 6000, 6000),
+        Eviction(6, 2, 0, 0, Reason.DELETED, T0 + 6000, 4000),
+    ]
     gone = core.statistics().gone
     assert gone[Reason.QUARANTINED] == Tally(1, 2)
-    assert gone[Reason.SUPERSEDED] == Tally(EVICTIONS_REMEMBERED - 1, EVICTIONS_REMEMBERED - 1)
-
-
-def test_a_lost_drive_takes_all_with_it_and_a_new_one_begins_empty(core: Evictor) -> None:
-    core.admitted([Record(1, 3, expires_ms=T0 + 100), Record(2, 4)], T0)
-    core.admitted(chain(1, range(3, 6)), T0)
-    core.hold([2], Guard.PIN)
-    core.protect_session(1)
-    core.drive_lost(T0 + 100)
-    statistics = core.statistics()
-    assert (len(core), statistics.pages, statistics.sessions, statistics.expiring) == (0, 0, 0, 0)
-    assert statistics.gone[Reason.DRIVE_LOST] == Tally(5, 10)
-    why = core.explain(4)
-    assert why is not None
-    assert why.reason is Reason.DRIVE_LOST
-    assert core.release([2], Guard.PIN, T0) == {2: Refusal.UNKNOWN}
-    core.admitted(chain(1, range(11, 13)), T0)
-    core.admitted([Record(20, 1)], T0)
-    assert order(core) == [20]
+    assert gone[Reason.DELETED] == Tally(2, 3)
 
 
 def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_tail(core: Evictor) -> None:
@@ -459,14 +438,60 @@ def test_a_generation_is_taken_once_and_its_row_again() -> None:
     assert core.statistics().pages == 2
     core.gone([1, 1, 77], Reason.DELETED, T0)
     core.admitted([Record(3, 1)], T0)
-    assert len(core._generations) == 2
-    assert order(core) == [2, 3]
+    core.admitted([Record(4, 1)], T0)
+    assert len(core._generations) == 3, "rows of 2, 3 and 4: the one that 1 had was free once"
+    assert order(core) == [2, 3, 4]
 
 
 def test_a_clock_that_goes_back_makes_nobody_older() -> None:
     core = new()
     core.admitted([Record(1, 1)], T0 + 5000)
-    core.gone([1], Reason.DELETED, T0 - 5000)
-    why = core.explain(1)
-    assert why is not None
+    (why,) = core.gone([1], Reason.DELETED, T0 - 5000)
     assert why.idle_ms == 0
+
+
+def test_blocks_that_leave_a_session_are_as_old_as_its_tail_was(core: Evictor) -> None:
+    core.admitted([Record(50, 1)], T0)
+    core.admitted(chain(1, range(1, 6)), T0)
+    core.admitted([Record(60, 1)], T0)
+    core.left(1, 2, T0)
+    assert core.statistics().sessions == 1
+    first, *rest = order(core)
+    assert first == 50
+    assert rest.index(60) == 5, "what the session had is older"
+    assert rest.index(1) > rest.index(2)
+
+
+def test_a_session_that_is_cut_keeps_what_others_have_of_it() -> None:
+    core = new()
+    core.admitted(chain(1, range(1, 5)), T0)
+    assert core.joined([1, 2, 3, 4], 2, 0, T0) == {}
+    core.left(1, 1, T0)
+    assert order(core) == [4, 3, 2, 1]
+    core.left(9, 0, T0)
+    assert core.statistics().sessions == 0
+
+
+def test_a_protected_span_keeps_a_prefix_of_its_session_and_the_last_word_counts(core: Evictor) -> None:
+    core.admitted(chain(1, range(1, 6)), T0)
+    assert core.protect_session(1, 3, now_ms=T0) is None
+    assert order(core) == [5, 4]
+    core.admitted(chain(1, range(14, 16), first_position=3), T0)
+    assert order(core) == [15, 14]
+    assert core.protect_session(1, 2, now_ms=T0) is None
+    assert order(core) == [3]
+    assert core.protect_session(1, 3, now_ms=T0) is None
+    core.admitted(chain(1, range(23, 24), first_position=2), T0)
+    assert order(core) == []
+    core.left(1, 1, T0)
+    assert len(order(core)) == 2, "what left it is not protected by it"
+    assert core.unprotect_session(1, T0) is None
+    assert order(core) == [1]
+
+
+def test_a_session_lacks_what_would_continue_it() -> None:
+    core = new()
+    core.admitted(chain(1, range(1, 5)), T0)
+    core.gone([2], Reason.DELETED, T0)
+    assert [core.lacks(1, position) for position in range(6)] == [False, True, False, False, True, False]
+    assert [core.lacks(2, position) for position in range(2)] == [True, False]

@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 CAPACITY = 120
 
 
+def enter(
+    policy: Policy | PlainLru | PlainS3Fifo, kind: float, row: int, pages: int, name: int, place: int
+) -> None:
+    if kind < 0.7:
+        policy.admitted(row, pages, name)
+    elif kind < 0.85:
+        policy.readmitted(row, pages)
+    else:
+        policy.inherited(row, pages, place)
+
+
 def live(policy: Policy, plain: PlainLru | PlainS3Fifo, rng: random.Random) -> None:
     inside: dict[int, int] = {}  # row -> name
     free = list(range(40))
@@ -28,17 +39,10 @@ def live(policy: Policy, plain: PlainLru | PlainS3Fifo, rng: random.Random) -> N
             pages, name = rng.randrange(1, 9), rng.randrange(1, 60)
             if name in inside.values():
                 name += 1000 * row + 1000
-            kind = rng.random()
-            if kind < 0.7:
-                policy.admitted(row, pages, name)
-                plain.admitted(row, pages, name)
-            elif kind < 0.85 or not inside:
-                policy.readmitted(row, pages)
-                plain.readmitted(row, pages)
-            else:
-                place = rng.choice(sorted(inside))
-                policy.inherited(row, pages, place)
-                plain.inherited(row, pages, place)
+            kind = rng.random() if inside else 0.0
+            place = rng.choice(sorted(inside)) if inside else 0
+            for one in (policy, plain):
+                enter(one, kind, row, pages, name, place)
             inside[row] = name
         elif action < 0.5:
             rows = rng.choices(sorted(inside), k=rng.randrange(6))

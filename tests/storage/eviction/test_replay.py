@@ -53,7 +53,7 @@ def with_scans(asks: Iterator[Ask], every: int, sessions: int) -> Iterator[Ask]:
 
 def replay(asks: Iterator[Ask], make_policy: Callable[[], Policy], capacity: int = CAPACITY) -> float:
     """Give the share of hits among the blocks that count, with a store that takes as much as fits."""
-    core = Evictor(make_policy, Watermarks(40, 80), capacity_pages=capacity, now_ms=0)
+    core = Evictor(make_policy(), Watermarks(40, 80), capacity_pages=capacity, now_ms=0)
     stored: dict[tuple[int, int], int] = {}
     names: dict[int, tuple[int, int]] = {}
     next_generation = 1
