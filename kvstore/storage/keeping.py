@@ -16,10 +16,12 @@ from __future__ import annotations
 from array import array
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from kvstore.errors import ReadOnly, StorageError
-from kvstore.limits import EVICTIONS_REMEMBERED, PAGE_BYTES
+from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
@@ -29,7 +31,9 @@ from kvstore.storage.eviction.policies import new_policy
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.items import Eviction
@@ -244,8 +248,7 @@ class Keeping:
     def joined(self, name: SessionName, keys: Sequence[bytes], first_position: int) -> None:
         """Note that a session names blocks, from a position on; those that are not stored leave gaps."""
         session, now_ms = self._digest(*name), self._clock.wall_ms()
-        entries = self._index.lookup([(name.tenant, key) for key in keys])
-        generations = [entry.generation if entry else 0 for entry in entries]  # 0 is nobody's
+        generations = self._index.generations_of(name.tenant, keys)  # 0, of those not stored, is nobody's
         self.core.joined(generations, session, first_position, now_ms)
 
     def cut(self, name: SessionName, blocks: int) -> None:
@@ -279,20 +282,16 @@ class Keeping:
 
     def restore(self, manifests: Manifests) -> None:
         """Fill the core from the index: oldest first, then who stands where in which session."""
-        expiries = self._index.expiries()
-        starts, pages, generations = array("Q"), array("H"), array("Q")
-
-        def records() -> Iterator[Record]:
-            for generation, _, offset, length in self._index.owners():
-                count = record_bytes(length) // PAGE_BYTES
-                starts.append(offset // PAGE_BYTES)
-                pages.append(count)
-                generations.append(generation)
-                yield Record(generation, count, 0, expiries.get(generation, 0))
-
-        self.core.restore(records())
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        self.ground.put_all(*([column[at] for at in order] for column in (starts, pages, generations)))
+        lives = self._index.lives()
+        lives = lives[np.argsort(lives["generation"])]
+        generations = _column("Q", lives["generation"])
+        pages = HEADER_BYTES // PAGE_BYTES - (-lives["length"].astype(np.int64) // PAGE_BYTES)
+        self.core.restore(generations, _column("I", pages), lives["expires_ms"].tolist())
+        starts = lives["offset"] // PAGE_BYTES
+        order = np.argsort(starts)
+        self.ground.put_all(
+            _column("Q", starts[order]), _column("H", pages[order]), _column("Q", lives["generation"][order])
+        )
         for name, _ in manifests.all():
             self.joined(name, manifests.keys(name) or (), 0)
 
@@ -304,3 +303,9 @@ class Keeping:
 
 def _pages(entry: Entry) -> int:
     return record_bytes(entry.length) // PAGE_BYTES
+
+
+def _column(code: str, numbers: NDArray[Any]) -> array[int]:
+    column = array(code)
+    column.frombytes(numbers.astype(f"u{column.itemsize}").tobytes())
+    return column

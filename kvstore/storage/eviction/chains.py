@@ -135,30 +135,29 @@ class Chains:
             if position == chain.gap:
                 chain.gap = _NO_GAP  # there may be more of them, which the policy then decides on
 
-    def append_all(self, first_row: int, sessions: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Let new rows, one after the other, stand at the ends of their sessions; give those that don't fit there.
+    def open_with(self, session: int, rows: Sequence[int]) -> bool:
+        """Let a session that is not there begin with these rows, which stand in none; False if it can't be so.
 
-        A row of session 0 stands in none. The bound of links can't be met: each row has at most one.
+        It is `join` for each, several times as fast: an opening does it for every session.
         """
-        misfits: list[int] = []
-        of_session = self._by_session.get
-        for row, (session, position) in enumerate(zip(sessions, positions, strict=True), first_row):
-            if not session:
-                continue
-            index = of_session(session, -1)
-            chain = self._chains[index] if index >= 0 else None
-            if chain is None and position < SESSION_BLOCKS_MAX:
-                self.join(row, session, position)
-            elif chain is None or not chain.places[-1] >> _LINK_BITS < position < SESSION_BLOCKS_MAX:
-                misfits.append(row)
-            else:
-                link = self._take_link(row, index, _NO_LINK)
-                self.followed[self._link_row[chain.places[-1] & _LINK_MASK]] += 1
-                chain.places.append(position << _LINK_BITS | link)
-                self._first[row] = link
-                self._positions[row] = position
-                self.links += 1
-        return misfits
+        first = self._first
+        fresh = len(set(rows)) == len(rows) <= SESSION_BLOCKS_MAX and not any(first[row] for row in rows)
+        if not rows or not fresh or session in self._by_session:
+            return False
+        index, chain = self._open(session)
+        link = len(self._link_row)
+        chain.places.extend(place << _LINK_BITS | link + place for place in range(len(rows)))
+        self._link_row.extend(rows)
+        self._link_chain.extend([index] * len(rows))
+        self._link_next.extend([_NO_LINK] * len(rows))
+        self.links += len(rows)
+        positions, followed = self._positions, self.followed
+        for position, row in enumerate(rows):
+            first[row] = link + position
+            positions[row] = position
+            followed[row] = 1
+        followed[rows[-1]] = 0
+        return True
 
     def at(self, session: int, position: int) -> int:
         """Tell which row stands at a place; `NO_ROW` if none does."""

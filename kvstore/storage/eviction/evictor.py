@@ -20,7 +20,6 @@ numbered by rows inside, and by their generations outside.
 from __future__ import annotations
 
 from array import array
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.limits import (
@@ -96,39 +95,24 @@ class Evictor:
 
     # What happens to blocks.
 
-    def restore(self, records: Iterable[Record]) -> None:
-        """Take what is on the drive into an empty core, oldest first.
+    def restore(self, generations: array[int], pages: array[int], expiries_ms: Sequence[int]) -> None:
+        """Take what is on the drive into an empty core, in ascending order of generations.
 
         Nobody knows their uses, so they count as used in that order, before all that comes.
         """
         assert not self._generations
-        assert not self._protected, "sessions are protected after it"
-        rest = iter(records)
-        while batch := list(islice(rest, EVICTION_STEPS_MAX)):
-            self._restore_batch(batch)
-        followed, states = self._chains.followed, self._states
-        readmitted = self._policy.readmitted
-        for row, pages in enumerate(self._pages):
-            if states[row] and not followed[row]:
-                states[row] = 0
-                readmitted(row, pages)
-
-    def _restore_batch(self, batch: list[Record]) -> None:
-        """Do what `admitted` does for each, column by column, which is several times as fast."""
-        generations, pages, names, expiries, sessions, positions = zip(*batch, strict=True)
-        first = len(self._generations)
-        self._rows.add_all(generations, first)
+        count = len(generations)
+        self._rows.add_all(generations, 0)
         self._generations.extend(generations)
         self._pages.extend(pages)
-        self._names.extend(names)
-        self._used.extend([0] * len(batch))
-        self._states.extend([_ASIDE] * len(batch))
-        self._guards.reach(first + len(batch) - 1)
-        self._chains.reach(first + len(batch) - 1)
-        self._total_pages += sum(pages)
-        self._wheel.insert_all(first, expiries)
-        for row in self._chains.append_all(first, sessions, positions):
-            self._settle(row, sessions[row - first], positions[row - first], self._start_ms)
+        self._names.frombytes(bytes(self._names.itemsize * count))
+        self._used.frombytes(bytes(self._used.itemsize * count))
+        self._states.extend(bytes(count))
+        self._guards.reach(count - 1)
+        self._chains.reach(count - 1)
+        self._total_pages = sum(pages)
+        self._wheel.insert_all(0, expiries_ms)
+        self._policy.restored(pages)
 
     def admitted(self, records: Sequence[Record], now_ms: int) -> dict[int, Refusal]:
         """Note blocks that can be got from now on; give those refused: EXISTS as a whole, others their session."""
@@ -159,6 +143,10 @@ class Evictor:
         What stood at a place before has left the session by it: the session went on differently.
         """
         assert 0 < session <= _WORD_MAX
+        if not first_position and session not in self._protected:
+            rows = self._rows.find_all(generations)
+            if len(rows) == len(generations) and self._chains.open_with(session, rows):
+                return {}
         refused = {}
         for position, generation in enumerate(generations, first_position):
             row = self._rows.find(generation)

@@ -53,7 +53,7 @@ class Ground:
 
     def put_all(self, starts: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
         """Let many stand on empty ground, in ascending order of their places."""
-        self._spots.add_all(starts, len(self._generations))
+        self._spots.add_all(starts, 0)
         self._pages.extend(pages)
         self._generations.extend(generations)
 

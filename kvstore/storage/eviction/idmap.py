@@ -17,7 +17,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["IdMap"]
 
@@ -86,19 +86,21 @@ class IdMap:
         self._count += 1
         return True
 
-    def add_all(self, new: Iterable[int], first_row: int) -> None:
-        """Enter numbers that are not known yet, with rows one after the other."""
+    def add_all(self, new: Sequence[int], first_row: int) -> None:
+        """Enter numbers into an empty map, in ascending order, with rows one after the other; a run at a time."""
+        assert not self._count
         mask, parts, rows = self._mask, self._numbers, self._rows
-        for row, number in enumerate(new, first_row):
-            part = number >> _RUN_BITS & mask
-            numbers = parts[part]
-            if not numbers or numbers[-1] < number:
-                numbers.append(number)
-                rows[part].append(row)
-                self._count += 1
-            else:
-                added = self.add(number, row)
-                assert added, "a number occurs twice"
+        at, end, last = 0, len(new), -1
+        while at < end:
+            number = new[at]
+            assert number > last, "numbers ascend"
+            run = number >> _RUN_BITS
+            until = bisect_left(new, run + 1 << _RUN_BITS, at, min(end, at + (1 << _RUN_BITS)))
+            parts[run & mask].extend(new[at:until])
+            rows[run & mask].extend(range(first_row + at, first_row + until))
+            last = new[until - 1]
+            at = until
+        self._count = end
 
     def remove(self, number: int) -> int:
         """Forget a number; give the row it had, or -1 if it was not known."""

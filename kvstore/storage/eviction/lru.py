@@ -43,6 +43,12 @@ class Lru:
         self._uses += 1
         self._uses_by_node[node] = self._uses
 
+    def restored(self, pages: Sequence[int]) -> None:
+        """Take in rows from 0 on, as used in this order."""
+        self._rings.fill(0, len(pages))
+        self._uses = len(pages)
+        self._uses_by_node.extend(range(1, len(pages) + 1))
+
     def inherited(self, row: int, pages: int, place: int) -> None:
         """Let a row have been used when `place` was, unless it was used after that."""
         del pages

@@ -38,7 +38,11 @@ class Policy(Protocol):
         ...
 
     def readmitted(self, row: int, pages: int) -> None:
-        """Take in a block known from before, as just used: after a restart, or given back."""
+        """Take in a block known from before, as just used: given back."""
+        ...
+
+    def restored(self, pages: Sequence[int]) -> None:
+        """Take in rows from 0 on into an empty policy, as used in this order, before all that comes."""
         ...
 
     def inherited(self, row: int, pages: int, place: int) -> None:

@@ -36,6 +36,16 @@ class Rings:
             self.after.extend(new)
             self.before.extend(new)
 
+    def fill(self, head: int, count: int) -> None:
+        """Make so many nodes behind the heads, and put them into a ring in their order; no others exist yet."""
+        first, end = self.heads, self.heads + count
+        assert len(self.after) == first
+        if count:
+            self.after.extend(range(first + 1, end + 1))
+            self.before.extend(range(first - 1, end - 1))
+            self.after[end - 1] = self.before[first] = head
+            self.after[head], self.before[head] = first, end - 1
+
     def is_linked(self, node: int) -> bool:
         """Tell whether a node that may not even exist is in a ring."""
         return node < len(self.after) and self.after[node] != node

@@ -65,6 +65,14 @@ class S3Fifo:
         self._reach(row, pages)
         self._enter(_MAIN, row)
 
+    def restored(self, pages: Sequence[int]) -> None:
+        """Take in rows from 0 on: main, since nobody knows which were new."""
+        self._rings.fill(_MAIN, len(pages))
+        self._pages.extend(pages)
+        self._queue.extend(bytes([_MAIN]) * len(pages))
+        self._uses.extend(bytes(len(pages)))
+        self._queue_pages[_MAIN] = sum(pages)
+
     def inherited(self, row: int, pages: int, place: int) -> None:
         """Take in a block at another one's place, in its queue and with its uses; one that is in stays."""
         if self._rings.is_linked(_HEADS + row):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -29,6 +31,9 @@ from kvstore.storage.eviction.items import (
 )
 from kvstore.storage.eviction.lru import Lru
 from kvstore.storage.eviction.s3fifo import S3Fifo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 T0 = 1_700_000_000_000
 CAPACITY = 100_000
@@ -390,8 +395,22 @@ def test_what_is_gone_is_described_and_counted() -> None:
     assert gone[Reason.DELETED] == Tally(2, 3)
 
 
-def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_tail(core: Evictor) -> None:
+def restore(core: Evictor, records: Sequence[Record]) -> None:
+    """Open a store with these blocks, whose generations ascend."""
     core.restore(
+        array("Q", [record.generation for record in records]),
+        array("I", [record.pages for record in records]),
+        [record.expires_ms for record in records],
+    )
+    for session in sorted({record.session for record in records if record.session}):
+        members = [record for record in records if record.session == session]
+        members.sort(key=lambda record: record.position)
+        core.joined([record.generation for record in members], session, members[0].position, T0)
+
+
+def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_tail(core: Evictor) -> None:
+    restore(
+        core,
         [
             Record(1, 1),
             *chain(1, range(2, 5)),
@@ -399,7 +418,7 @@ def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_t
             Record(7, 1, session=1, position=3),
             Record(8, 1, expires_ms=T0 + 1000),
             Record(9, 1),
-        ]
+        ],
     )
     assert core.statistics().pages == 9
     core.touched([1], T0)
@@ -409,26 +428,34 @@ def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_t
     assert order(core) == [6, 5, 7, 4, 3, 2, 9, 1, 10]
 
 
-def test_a_restart_is_the_same_as_admitting_again() -> None:
+@pytest.mark.parametrize("first_position", [0, 3])
+def test_a_restart_is_the_same_as_admitting_again(first_position: int) -> None:
     sessions = [0, 0, 1, 2, 3]
-    records = [Record(1 + at, 1 + at % 7, at, 0, sessions[at % 5], at // 5) for at in range(10_000)]
+    records = [
+        Record(1 + at, 1 + at % 7, at, T0 + at if at % 3 else 0, sessions[at % 5], first_position + at // 5)
+        for at in range(5_000)
+    ]
     restored, admitted = new(), new()
-    restored.restore(iter(records))
+    restore(restored, records)
     admitted.admitted(records, T0)
     assert restored.statistics() == admitted.statistics()
     assert order(restored) == order(admitted)
 
 
-def test_a_restart_takes_any_positions() -> None:
-    records = [
-        Record(1 + at, 1, at, T0 + at * 100 if at % 3 else 0, at % 11, at * 7 % 13 + SESSION_BLOCKS_MAX - 12)
-        for at in range(1000)
-    ]
-    restored, admitted = new(), new()
-    restored.restore(records)
-    assert len(admitted.admitted(records, T0)) > 50, "positions that are too high"
-    assert restored.statistics() == admitted.statistics()
-    assert set(order(restored)) == set(order(admitted)) == set(range(1, 1001))
+def test_sessions_that_share_blocks_or_name_one_twice_are_taken_as_well() -> None:
+    opened, told = new(), new()
+    for core in (opened, told):
+        core.admitted([Record(generation, 1) for generation in range(1, 10)], T0)
+    assert opened.joined([1, 2, 3], 1, 0, T0) == {}
+    for position, generation in enumerate([1, 2, 3]):
+        assert told.joined([generation], 1, position, T0) == {}
+    for core in (opened, told):
+        assert core.joined([1, 2, 6], 2, 0, T0) == {}
+        assert core.joined([7, 8, 7], 3, 0, T0) == {7: Refusal.MOVED}
+        assert core.joined([9, 77], 4, 0, T0) == {77: Refusal.UNKNOWN}
+        assert core.joined([], 5, 0, T0) == {}
+    assert opened.statistics() == told.statistics()
+    assert order(opened) == order(told)
 
 
 def test_a_generation_is_taken_once_and_its_row_again() -> None:
