@@ -26,7 +26,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
 from kvstore.storage.eviction.history import History
-from kvstore.storage.eviction.items import Guard, Reason, Record, Refusal, Watermarks
+from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.wire.record import record_bytes, records_begin
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.clock import Clock
-    from kvstore.storage.eviction.items import Eviction
+    from kvstore.storage.eviction.items import Eviction, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
@@ -121,23 +121,18 @@ class Keeping:
 
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
-        names = [name for name, _ in blocks]
-        places = [self._place_again(name) for name in names]
         records = [
-            Record(entry.generation, _pages(entry), self._digest(*name), entry.expires_ms, *place)
-            for (name, entry), place in zip(blocks, places, strict=True)
+            Record(entry.generation, _pages(entry), self._digest(*name), entry.expires_ms)
+            for name, entry in blocks
         ]
-        refused = self.core.admitted(records, self._clock.wall_ms())
-        assert Refusal.EXISTS not in refused.values()
-        for _, entry in blocks:
+        now_ms = self._clock.wall_ms()
+        refused = self.core.admitted(records, now_ms)
+        assert not refused, "a generation is published once"
+        for name, entry in blocks:
             self.ground.put(entry.offset // PAGE_BYTES, _pages(entry), entry.generation)
-
-    def _place_again(self, name: Name) -> tuple[int, int]:
-        """Give the session and position that a block has if it comes back; session 0 is none."""
-        gone = self._history.of(name)
-        if gone is None or not gone.session or not self.core.lacks(gone.session, gone.position):
-            return 0, 0
-        return gone.session, gone.position
+            before = self._history.of(name)
+            if before is not None and before.session and self.core.lacks(before.session, before.position):
+                self.core.joined([entry.generation], before.session, before.position, now_ms)
 
     # Ways out.
 

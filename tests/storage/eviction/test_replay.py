@@ -6,6 +6,8 @@ Only the order is asserted, never a time.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,3 +103,33 @@ def test_more_room_keeps_more() -> None:
     for make_policy in (Lru, partial(S3Fifo, CAPACITY)):
         small = replay(zipf_sessions(random.Random(2), 2000), make_policy)
         assert replay(zipf_sessions(random.Random(2), 2000), make_policy, 2 * CAPACITY) > small
+
+
+ALONE = """
+import builtins, sys
+real = builtins.__import__
+def guarded(name, *rest):
+    if name.split(".")[0] in {"lmdb", "cffi", "numpy", "torch", "grpc"} or name.startswith("nic_offload._"):
+        raise ImportError(name + " is not on this machine")
+    return real(name, *rest)
+builtins.__import__ = guarded
+
+from kvstore.storage.eviction.evictor import Evictor
+from kvstore.storage.eviction.items import Record, Watermarks
+from kvstore.storage.eviction.policies import POLICY_NAMES, new_policy
+
+for name in POLICY_NAMES:
+    core = Evictor(new_policy(name, 100), Watermarks(10, 20), capacity_pages=100, now_ms=0)
+    core.admitted([Record(generation, 2, generation) for generation in range(1, 51)], 0)
+    core.touched([1], 1)
+    print(name, [victim.generation for victim in core.plan(free_pages=0, now_ms=2).victims])
+"""
+
+
+def test_a_simulator_replays_the_policies_where_no_library_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=30
+    )
+    lru, s3fifo = done.stdout.splitlines()
+    assert lru == "lru [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]"
+    assert s3fifo == lru.replace("lru", "s3fifo")
