@@ -86,6 +86,8 @@ class Room:
     def look_again(self) -> None:
         """Do a step soon: guards have ended."""
         self._more = True
+        if self._search is not None:
+            self._search.look_again_ns = self._search.since_ns
 
     def close(self) -> None:
         """Let nobody wait for guards any more: they will not end."""

@@ -195,11 +195,21 @@ def test_a_fork_and_a_truncated_session_go_from_their_tails_too(small: Rig) -> N
     small.fork(2, 1, 6)
     small.truncate(1, 2)
     small.remove(1)
+    small.get(5)  # which is of use with all before it only
     for number in range(100, 100 + 2 * FIT):
         small.put(number, payload_of(number))
         here = stored(small, range(6))
         assert here == list(range(len(here)))
     assert stored(small, range(8)) == []
+
+
+def test_what_a_session_was_truncated_to_does_not_live_by_what_it_lost(small: Rig) -> None:
+    fill(small, 0, 5)
+    small.append(1, range(5))
+    small.truncate(1, 2)
+    small.get(4)
+    fill(small, 100, FIT - 3)
+    assert stored(small, range(5)) == [4]
 
 
 def test_a_block_that_comes_back_takes_its_place_in_its_session_again(small: Rig) -> None:
@@ -305,6 +315,22 @@ def test_a_put_waits_for_the_end_of_a_lease(small: Rig) -> None:
     assert small.put_done[first].error is None
     assert small.put_done[second].error is None
     assert stored(small, range(4)) == [2, 3], "no more went than was needed"
+
+
+def test_a_small_put_does_not_pass_a_large_one_that_waits(small: Rig) -> None:
+    held = hold_all(small, Guard.LEASE)
+    small.store.release(held[:1], Guard.LEASE)
+    small.delete(0)
+    large = small.start_put(1000, bytes(7 * PAGE_BYTES))
+    some_polls(small)
+    assert small.store.statistics().free_bytes >= 2 * PAGE_BYTES, "room for a small one"
+    little = small.start_put(1001, b"small")
+    some_polls(small)
+    assert little not in small.put_done, "it would take a bit of what the large one waits for"
+    small.store.release(held[1:3], Guard.LEASE)
+    small.settle()
+    assert small.put_done[large].error is None
+    assert small.put_done[little].error is None
 
 
 def test_a_put_does_not_wait_for_ever(small: Rig) -> None:
@@ -438,6 +464,21 @@ def test_a_large_put_is_refused_if_what_is_held_lies_everywhere(small: Rig) -> N
     assert small.put(1002, b"x").error is None
     small.store.release([one for one in held if one], Guard.PROTECTED)
     assert small.put(1003, bytes(14 * PAGE_BYTES)).error is None
+
+
+def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: Rig) -> None:
+    for number in range(RECORDS_PAGES // 2 - 4):
+        small.put(number, b"x")
+    held = small.store.hold([(TENANT, key(number)) for number in range(0, 60, 3)], Guard.LEASE)
+    tags = [small.start_put(number, bytes(14 * PAGE_BYTES)) for number in (1000, 1001)]
+    some_polls(small)
+    assert small.store.statistics().waiting_for_room == 2
+    small.clock.now_ms += ROOM_WAIT_MS_MAX - 1
+    some_polls(small)
+    assert small.store.statistics().waiting_for_room == 2
+    small.store.release([one for one in held if one], Guard.LEASE)
+    small.settle()
+    assert [small.put_done[tag].error for tag in tags] == [None, None]
 
 
 def test_a_put_larger_than_the_drive_is_refused_and_costs_nothing(tmp_path: Path) -> None:
