@@ -481,6 +481,14 @@ def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: Rig) -> None:
     assert [small.put_done[tag].error for tag in tags] == [None, None]
 
 
+def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: Rig) -> None:
+    fill(small, 0, 3)
+    entries = small.store.lookup([(TENANT, key(number)) for number in range(3)])
+    small.store.hold([(TENANT, key(1))], Guard.PIN)
+    small.store._keeping.clear([entry.generation for entry in entries if entry] + [10**9])
+    assert stored(small, range(3)) == [1]
+
+
 def test_a_put_larger_than_the_drive_is_refused_and_costs_nothing(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "data", FakeDisk(), Slots(2, 20 << 20))
     rig.open()

@@ -32,6 +32,9 @@ class PlainLru:
         del pages
         self.touched([row])
 
+    def restored(self, pages: Sequence[int]) -> None:
+        self.touched(range(len(pages)))
+
     def inherited(self, row: int, pages: int, place: int) -> None:
         del pages
         last = dict(self.order)
@@ -80,6 +83,9 @@ class PlainS3Fifo:
 
     def readmitted(self, row: int, pages: int) -> None:
         self.main.append(_Entry(row, pages))
+
+    def restored(self, pages: Sequence[int]) -> None:
+        self.main = [_Entry(row, each) for row, each in enumerate(pages)]
 
     def inherited(self, row: int, pages: int, place: int) -> None:
         if any(entry.row == row for entry in self.small + self.main):

@@ -84,17 +84,17 @@ def replay(asks: Iterator[Ask], make_policy: Callable[[], Policy], capacity: int
 
 
 def test_under_scans_s3_fifo_keeps_more_than_lru() -> None:
-    for seed in range(3):
+    for seed in range(2):
         day = partial(with_scans, every=50, sessions=150)
-        lru = replay(day(zipf_sessions(random.Random(seed), 4000)), Lru)
-        s3 = replay(day(zipf_sessions(random.Random(seed), 4000)), partial(S3Fifo, CAPACITY))
+        lru = replay(day(zipf_sessions(random.Random(seed), 1500)), Lru)
+        s3 = replay(day(zipf_sessions(random.Random(seed), 1500)), partial(S3Fifo, CAPACITY))
         assert s3 > lru
 
 
 def test_a_scan_costs_lru_more_than_s3_fifo() -> None:
     def cost(make_policy: Callable[[], Policy]) -> float:
-        quiet = replay(zipf_sessions(random.Random(1), 4000), make_policy)
-        return quiet - replay(with_scans(zipf_sessions(random.Random(1), 4000), 50, 150), make_policy)
+        quiet = replay(zipf_sessions(random.Random(1), 1500), make_policy)
+        return quiet - replay(with_scans(zipf_sessions(random.Random(1), 1500), 50, 150), make_policy)
 
     assert cost(Lru) > cost(partial(S3Fifo, CAPACITY))
 
