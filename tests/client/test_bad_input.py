@@ -331,6 +331,12 @@ def test_a_drive_has_a_least_size(tmp_path: Path) -> None:
         NodeConfig(data=tmp_path, capacity_bytes=1)
 
 
+def test_an_eviction_policy_has_a_name_that_is_known(tmp_path: Path) -> None:
+    assert NodeConfig(data=tmp_path, eviction="s3fifo").eviction == "s3fifo"
+    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; choose one of lru, s3fifo"):
+        NodeConfig(data=tmp_path, eviction="fifo")
+
+
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [("512", 512), ("4KiB", 4096), ("4kb", 4000), ("1.5GiB", 3 << 29), ("2 T", 2 * 10**12), ("1M", 10**6)],

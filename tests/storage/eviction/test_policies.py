@@ -30,15 +30,11 @@ def enter(
 
 
 def live(policy: Policy, plain: PlainLru | PlainS3Fifo, rng: random.Random) -> None:
-    inside: dict[int, int] = {}  # row -> name
-    free = list(range(40))
-    known = rng.choice([0, 0, 12])  # of an earlier life
-    if known:
-        pages_of_known = [rng.randrange(1, 9) for _ in range(known)]
-        policy.restored(pages_of_known)
-        plain.restored(pages_of_known)
-        inside = {row: row + 100 for row in free[:known]}
-        del free[:known]
+    pages_of_known = [rng.randrange(1, 9) for _ in range(rng.choice([0, 0, 12]))]  # of an earlier life
+    policy.restored(pages_of_known)
+    plain.restored(pages_of_known)
+    inside = {row: row + 100 for row in range(len(pages_of_known))}  # row -> name
+    free = list(range(len(inside), 40))
     for _ in range(600):
         action = rng.random()
         if (action < 0.25 or not inside) and free:
