@@ -288,7 +288,9 @@ class Keeping:
             _column("Q", starts[order]), _column("H", pages[order]), _column("Q", lives["generation"][order])
         )
         for name, _ in manifests.all():
-            with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
+            with suppress(
+                StorageError
+            ):  # a session that contradicts itself is for fsck; its blocks stand alone
                 self.joined(name, manifests.keys(name) or (), 0)
 
     def _digest(self, *parts: bytes) -> int:
