@@ -113,8 +113,9 @@ class Room:
     def _searching(self) -> _Search | None:
         """Give what has been done for the put that waits first, if one does."""
         first = self._writes.first_waiting
-        if self._search is not None and self._search.record is not first:
-            self._search = self._since_ns = None  # it has found room
+        found_room = self._search is not None and self._search.record is not first
+        if found_room or first is None:
+            self._search = self._since_ns = None
         if first is not None and self._search is None:
             pages = first.size_bytes // PAGE_BYTES
             sought = 0 if pages >= self._scattered_pages else max(0, pages - self._wipes.pending_pages)

@@ -347,6 +347,13 @@ def test_a_put_does_not_wait_for_ever(small: Rig) -> None:
         assert isinstance(error, NoSpace)
         assert str(error).endswith("all blocks that could go are leased.")
     assert small.store.statistics().takes_puts
+    small.clock.now_ms += 60_000
+    later = small.start_put(1003, PAYLOAD)
+    some_polls(small)
+    assert later not in small.put_done, "it has its own time to wait"
+    small.clock.now_ms += ROOM_WAIT_MS_MAX
+    some_polls(small)
+    assert isinstance(small.put_done[later].error, NoSpace)
 
 
 def test_a_put_does_not_wait_for_what_will_not_end(small: Rig) -> None:
