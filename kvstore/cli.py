@@ -28,6 +28,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             port=port,
             capacity_bytes=parse_size(arguments.capacity),
             hot_bytes=parse_size(arguments.hot),
+            eviction=arguments.eviction,
             provider=arguments.provider,
             tied=arguments.tied,
             tenants=arguments.tenants,
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--capacity", default="1GiB", help="size of a new folder's drive file (%(default)s)")
     serve.add_argument(
         "--hot", default="256MiB", help="memory in which blocks that are read stay (%(default)s)"
+    )
+    serve.add_argument(
+        "--eviction",
+        metavar="POLICY",
+        default="lru",
+        help="which blocks go when room is needed: lru or s3fifo (%(default)s)",
     )
     serve.add_argument("--provider", help="libfabric provider; by default the best there is")
     serve.add_argument(

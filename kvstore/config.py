@@ -17,6 +17,7 @@ from kvstore.limits import (
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
 )
+from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +38,7 @@ class NodeConfig:
     port: int = 7070  # 0: any free one
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
+    eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
     provider: str | None = None  # None: the best that libfabric offers
     tied: bool = False  # to standard input: the node stops when it ends
     tenants: Path | None = None  # who may call; None: anybody, and only from this machine
@@ -47,6 +49,7 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
+        check_policy_name(self.eviction)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("A certificate and its key come together: --tls-cert and --tls-key.")
         if self.tls_clients is not None and self.tls_certificate is None:

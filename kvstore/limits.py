@@ -23,10 +23,16 @@ __all__ = [
     "DRIVE_INFLIGHT_OPS_MIN",
     "DRIVE_INFLIGHT_READ_BYTES_MAX",
     "DRIVE_QUEUE_DEPTH",
+    "EVICTIONS_REMEMBERED",
+    "EVICTION_BATCH_BLOCKS",
+    "EVICTION_GHOSTS_MAX",
+    "EVICTION_STEPS_MAX",
+    "EVICTION_URGENT_BLOCKS",
     "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
     "GENERATION_MAX",
+    "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
@@ -39,9 +45,11 @@ __all__ = [
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
+    "PROTECTED_SESSIONS_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
+    "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
@@ -50,11 +58,14 @@ __all__ = [
     "SESSION_BYTES",
     "SESSION_CHUNKS_MAX",
     "SESSION_CHUNK_BLOCKS",
+    "SESSION_LINKS_MIN",
+    "SESSION_LINKS_PER_BLOCK",
     "SHARES",
     "SLOTS_PER_CLIENT_MAX",
     "STORE_QUEUED_MAX",
     "TENANTS_MAX",
     "TENANT_BYTES",
+    "TIMER_TICK_MS",
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
@@ -119,6 +130,18 @@ READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more
 
+EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
+EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
+EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
+EVICTIONS_REMEMBERED = 16_384  # that can be explained later
+EVICTION_GHOSTS_MAX = 1 << 20  # names of evicted blocks that S3-FIFO knows again
+TIMER_TICK_MS = 100  # blocks expire at most this late
+ROOM_WAIT_MS_MAX = 2_000  # that a put waits for the end of guards, when all that could go has one
+GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
+PROTECTED_SESSIONS_MAX = 4096
+SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
+SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
+
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
@@ -136,6 +159,9 @@ assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the rec
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
+assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits
+assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a link share 64 bits
 assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX

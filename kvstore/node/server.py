@@ -117,6 +117,7 @@ async def _serve(config: NodeConfig) -> None:
             capacity_bytes=config.capacity_bytes,
             clock=clock,
             progress=_progress_shown_by(clock),
+            policy=config.eviction,
         ) as store,
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=config.host) as fabric,

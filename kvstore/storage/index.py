@@ -24,10 +24,13 @@ import os
 import shutil
 import struct
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import lmdb
+import numpy as np
+from numpy.lib.recfunctions import repack_fields
 
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
@@ -36,6 +39,8 @@ from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.storage.folder import FolderLock
     from kvstore.wire.record import Superblock
@@ -49,6 +54,19 @@ T = TypeVar("T")
 
 _ENTRY: Final = struct.Struct("<QIIQQ16s")
 _EXPIRES: Final = struct.Struct("<24xQ16x")
+_BORN: Final = struct.Struct("<16xQ24x")  # generation
+_ROW: Final = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("crc32c", "<u4"),
+        ("generation", "<u8"),
+        ("expires_ms", "<u8"),
+        ("fingerprint", "V16"),
+    ]
+)
+_LIFE: Final = ["offset", "length", "generation", "expires_ms"]
+_LIVES_AT_ONCE: Final = 1 << 16
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
 _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
@@ -61,6 +79,7 @@ _PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
 _GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
 
+assert _ENTRY.size == _BORN.size == _ROW.itemsize
 assert _OWNER.size == 48 + _PLACE.size
 
 
@@ -215,6 +234,22 @@ class Index:
                 name, offset, length = _OWNER.unpack(row)
                 (number,) = _GENERATION.unpack(generation)
                 yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
+
+    def lives(self) -> NDArray[Any]:
+        """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
+        parts = [repack_fields(np.empty(0, _ROW)[_LIFE])]
+        with self._env.begin(buffers=True) as transaction:
+            rows = transaction.cursor(self.blocks).iternext(keys=False)
+            while part := b"".join(islice(rows, _LIVES_AT_ONCE)):
+                parts.append(repack_fields(np.frombuffer(part, _ROW)[_LIFE]))
+        return np.concatenate(parts)
+
+    def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
+        """Tell which generation each block has, 0 if there is none."""
+        names = [tenant + key for key in keys]
+        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
+            found = dict(cursor.getmulti(names))
+        return [_BORN.unpack(found[name])[0] if name in found else 0 for name in names]
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import StorageError
     from kvstore.miss import Miss
+    from kvstore.storage.eviction import items as eviction
     from kvstore.storage.index import Name
     from kvstore.storage.manifests import SessionName
 
@@ -155,7 +156,9 @@ class Statistics:
     blocks: int
     quarantined: int
     quarantined_bytes: int
+    eviction: eviction.Statistics
     puts_pending: int
+    waiting_for_room: int
     gets_pending: int
     deletes_pending: int
     sessions_pending: int

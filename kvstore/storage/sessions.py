@@ -26,6 +26,7 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
+from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import SessionDone, SessionStep
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
@@ -37,9 +38,9 @@ from nic_offload.checksum import crc32c
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.storage.deletes import Deletes
     from kvstore.storage.index import Index
     from kvstore.storage.items import SessionItem, SessionsDone
+    from kvstore.storage.keeping import Keeping
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
@@ -55,13 +56,13 @@ class Sessions:
     """All steps that have not been reported yet."""
 
     def __init__(
-        self, writes: Writes, wipes: Wipes, index: Index, manifests: Manifests, deletes: Deletes
+        self, writes: Writes, wipes: Wipes, index: Index, manifests: Manifests, keeping: Keeping
     ) -> None:
         self._writes = writes
         self._wipes = wipes
         self._index = index
         self._manifests = manifests
-        self._deletes = deletes
+        self._keeping = keeping
         self._steps: dict[SessionName, deque[_Step]] = {}  # the first of each is under way
         self._replaced: dict[SessionName, list[Place]] = {}  # to be wiped when what replaced them is synced
         self.outbox: Outbox[SessionDone] = Outbox()
@@ -159,7 +160,18 @@ class Sessions:
             step.error = error
             return
         step.changed = changed
+        self._tell(step.item, step.manifest.blocks)
         self._free_when_synced(step.item.name, changed.freed)
+
+    def _tell(self, item: SessionItem, blocks: int) -> None:
+        """Let the eviction know which blocks the session has now."""
+        match item.step:
+            case SessionStep.APPEND:
+                self._keeping.joined(item.name, item.keys, blocks - len(item.keys))
+            case SessionStep.FORK:
+                self._keeping.joined(item.name, self._manifests.keys(item.name) or (), 0)
+            case _:
+                self._keeping.cut(item.name, blocks)
 
     def _free_when_synced(self, name: SessionName, places: list[Place]) -> None:
         if not places:
@@ -184,11 +196,12 @@ class Sessions:
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             raise
+        self._keeping.removed(name)
         # Older manifests of this name must not outlive it, synced or not.
         places = self._replaced.pop(name, []) + changed.freed
         self._wipes.free((place.offset, place.length) for place in places)
         if step.item.delete_blocks:
-            self._deletes.drop(changed.unreferenced)
+            self._keeping.drop(changed.unreferenced, Reason.DELETED)
 
         def wiped(error: StorageError | None) -> None:
             step.error = error

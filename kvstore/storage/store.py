@@ -8,8 +8,10 @@ Always holds: what is reported as kept is kept as the durability says; what is h
 header and a CRC to check (see `GetDone`); memory of a slot is not touched after its report; everything
 accepted is reported.
 
-It doesn't choose what to evict: a full drive is NoSpace until somebody names what may go. It knows no
-connections, leases or tenants' rights.
+Room is made by eviction (`kvstore.storage.room`), in steps that `poll` does: it is to be called every `TIMER_TICK_MS`
+as well, so that blocks expire and waits end on a drive where nothing happens.
+
+It knows no connections, no leases of slots and no tenants' rights.
 """
 
 from __future__ import annotations
@@ -21,24 +23,29 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import Corrupt, Overloaded, ProtocolError, ReadOnly, StorageError
+from kvstore.errors import Corrupt, Overloaded, ProtocolError, StorageError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
     HEADER_BYTES,
     PAGE_BYTES,
+    SESSION_BLOCKS_MAX,
     SESSIONS_QUEUED_MAX,
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.deletes import Deletes
+from kvstore.storage.eviction.items import Guard, Reason
+from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.folder import INDEX_NAME, FolderLock, open_drive_in
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import Index, kernel_boot_id
 from kvstore.storage.items import GetDone, Statistics
+from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.recovery import extents_around, rebuild
+from kvstore.storage.room import Room
 from kvstore.storage.sessions import Sessions
 from kvstore.storage.superblock import EPOCH_FORMATTED, open_superblock
 from kvstore.storage.traffic import Traffic
@@ -55,6 +62,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.disk import DiskFactory, Progress
+    from kvstore.storage.eviction.items import Refusal
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.items import (
@@ -67,6 +75,7 @@ if TYPE_CHECKING:
         SessionItem,
         SessionsDone,
     )
+    from kvstore.storage.manifests import SessionName
     from kvstore.storage.outbox import Outbox
 
 __all__ = ["Store"]
@@ -75,7 +84,9 @@ __all__ = ["Store"]
 class Store(Handle):
     """An open data folder."""
 
-    def __init__(self, lock: FolderLock, volume: Volume, opened: _OpenedIndex, clock: Clock) -> None:
+    def __init__(
+        self, lock: FolderLock, volume: Volume, opened: _OpenedIndex, clock: Clock, policy: str
+    ) -> None:
         """Take over open parts; `Store.open` makes them."""
         index = opened.index
         self._lock = lock
@@ -87,13 +98,13 @@ class Store(Handle):
         self._clock = clock
         self._writes = Writes(volume, self._extents, self._traffic)
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
-        self._puts = Puts(self._writes, self._wipes, index, clock)
-        self._deletes = Deletes(self._writes, self._wipes, index, self._puts)
         self.manifests = Manifests(index)
-        self._sessions = Sessions(self._writes, self._wipes, index, self.manifests, self._deletes)
-        self._gets = Gets(
-            volume.codec, index, self._extents, self._traffic, clock=clock, quarantine=self.quarantine
-        )
+        self._keeping = keeping = Keeping(index, self._writes, self._wipes, volume.superblock, clock, policy)
+        self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
+        self._puts = Puts(self._writes, index, keeping, clock)
+        self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
+        self._sessions = Sessions(self._writes, self._wipes, index, self.manifests, keeping)
+        self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
         self._outboxes: tuple[Outbox[Any], ...] = (
             self._puts.outbox,
             self._gets.outbox,
@@ -101,9 +112,8 @@ class Store(Handle):
             self._sessions.outbox,
         )
         self._rebuilt = opened.rebuilt
-        self._quarantined = 0
-        self._quarantined_bytes = 0
         self._closed = False
+        keeping.restore(self.manifests)
 
     @classmethod
     def open(
@@ -115,6 +125,7 @@ class Store(Handle):
         disk_factory: DiskFactory = open_drive_in,
         progress: Progress | None = None,
         boot_id: str | None = None,
+        policy: str = POLICY_DEFAULT,
     ) -> Store:
         """Open a data folder, making its drive if there is none and its index if it can't be believed."""
         with ExitStack() as undo:
@@ -124,7 +135,7 @@ class Store(Handle):
             undo.callback(disk.close)
             volume = Volume(disk, open_superblock(disk, clock, progress))
             opened = _open_index(data, lock, volume, boot_id or kernel_boot_id(), progress)
-            store = cls(lock, volume, opened, clock)
+            store = cls(lock, volume, opened, clock, policy)
             undo.pop_all()
         return store
 
@@ -170,7 +181,7 @@ class Store(Handle):
         """
         self._check(generations)
         names = [name for name in self._index.names_of(generations) if name is not None]
-        gone = self._deletes.drop(names)
+        gone = self._keeping.drop(names, Reason.CLEARED)
         self._set_off()
         return sum(record_bytes(entry.length) for entry in gone if entry is not None)
 
@@ -206,37 +217,60 @@ class Store(Handle):
         self.quarantine(item.tenant, item.key, done.generation)
         return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"))
 
-    def quarantine(self, tenant: bytes, key: bytes, generation: int, *, wipe: bool = True) -> None:
+    def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
         """Forget a block that failed a check. Its extent is not used again until the store is opened anew.
 
         Its header is wiped: it may be good, and would come back after a later deletion of the name.
         """
-        name = (tenant, key)
-        entry = self._index.lookup([name])[0]
-        if entry is None or entry.generation != generation:
-            return  # a newer one has taken its place, or it has been forgotten
-        try:
-            self._index.remove([name])
-        except StorageError as error:  # the block will be checked, and missed, again
-            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
-            return
-        if wipe:
-            self._wipes.free([(entry.offset, entry.length)], reusable=False)
-        self._quarantined += 1
-        self._quarantined_bytes += record_bytes(entry.length)
+        self._keeping.quarantine((tenant, key), generation, wipe=True)
+
+    def used(self, generations: Sequence[int]) -> None:
+        """Note that blocks were got from memory, so that the drive keeps them as if it had been asked."""
+        self._check(generations)
+        self._keeping.used(generations)
+
+    def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
+        """Keep blocks from being evicted, each once more, as long as the process lives; None if not stored."""
+        self._check(names)
+        return self._keeping.hold(names, guard)
+
+    def release(self, held: Sequence[Held], guard: Guard) -> None:
+        """Let blocks go again that were held with this guard."""
+        self._check(held)
+        self._keeping.unguard([one.generation for one in held], guard)
+        self._room.look_again()
+        self._set_off()
+
+    def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
+        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        if not 1 <= blocks <= SESSION_BLOCKS_MAX:
+            raise ProtocolError(f"A session has 1 to {SESSION_BLOCKS_MAX} blocks to protect, not {blocks}.")
+        return self._keeping.protect(session, blocks)
+
+    def unprotect(self, session: SessionName) -> Refusal | None:
+        """Let a session's blocks go again; NOT_HELD if it was not protected."""
+        refusal = self._keeping.unprotect(session)
+        self._room.look_again()
+        self._set_off()
+        return refusal
+
+    def explain(self, tenant: bytes, key: bytes) -> Explanation:
+        """Tell where a block is, or why it is gone."""
+        return self._keeping.explain((tenant, key))
 
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
         self._traffic.poll()
         self._writes.settle_finished()
         self._wipes.settle_finished()
+        self._room.step()
         self._writes.sync_if_awaited()
         self._traffic.pump()  # the sync that has become due, and what has been freed
         try:
             for outbox in self._outboxes:
                 outbox.deliver()
         finally:
-            self._wake_if_reports_wait()
+            self._wake_if_due()
 
     def fileno(self) -> int:
         """Give the descriptor that is readable when `poll` has something to do."""
@@ -248,9 +282,11 @@ class Store(Handle):
             capacity_bytes=self._volume.superblock.capacity_bytes,
             free_bytes=self._extents.free_pages * PAGE_BYTES,
             blocks=len(self._index),
-            quarantined=self._quarantined,
-            quarantined_bytes=self._quarantined_bytes,
+            quarantined=self._keeping.quarantined,
+            quarantined_bytes=self._keeping.quarantined_bytes,
+            eviction=self._keeping.core.statistics(),
             puts_pending=self._puts.outbox.promised,
+            waiting_for_room=self._writes.waiting,
             gets_pending=self._gets.outbox.promised,
             deletes_pending=self._deletes.outbox.promised,
             sessions_pending=self._sessions.outbox.promised,
@@ -268,10 +304,12 @@ class Store(Handle):
         if self._closed:
             return
         self._closed = True
+        self._room.close()
         with ExitStack() as last:
             last.callback(self._lock.release)
             last.callback(self._volume.disk.close)
             last.callback(self._index.abandon)
+            self._set_off()
             self._drain()
             if self._writes.stopped is None:
                 self._volume.end_epoch()  # the sync in it takes in all blocks as well
@@ -281,11 +319,11 @@ class Store(Handle):
         self._wipes.settle_finished()
         self._writes.sync_if_awaited()
         self._traffic.pump()
-        self._wake_if_reports_wait()
+        self._wake_if_due()
 
-    def _wake_if_reports_wait(self) -> None:
-        # Reports are only given from `poll`, so those that need no drive have to bring it about.
-        if any(self._outboxes):
+    def _wake_if_due(self) -> None:
+        # Reports are given, and room is made, only from `poll`, so what needs no drive has to bring it about.
+        if any(self._outboxes) or self._room.is_due:
             os.eventfd_write(self.fileno(), 1)
 
     def _drain(self) -> None:
@@ -294,7 +332,7 @@ class Store(Handle):
         while self._is_busy():
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            if not (self._traffic.in_flight or any(self._outboxes)):
+            if not (self._traffic.in_flight or any(self._outboxes) or self._room.is_due):
                 raise StorageError("The store lost track of what it accepted, after an earlier exception.")
             ready.poll()
             self.poll()

@@ -69,6 +69,7 @@ class Rig:
         self.clock = FakeClock()
         self.boot_id = "0" * 36
         self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
+        self.policy = "lru"
         self.put_done: dict[int, PutDone] = {}
         self.get_done: dict[int, GetDone] = {}
         self.delete_done: dict[int, DeleteDone] = {}
@@ -81,7 +82,11 @@ class Rig:
     def open(self) -> Store:
         if self.disk is None:
             self.store = Store.open(
-                self.data, capacity_bytes=self.capacity_bytes, clock=self.clock, boot_id=self.boot_id
+                self.data,
+                capacity_bytes=self.capacity_bytes,
+                clock=self.clock,
+                boot_id=self.boot_id,
+                policy=self.policy,
             )
         else:
             disk: Disk = self.disk
@@ -91,6 +96,7 @@ class Rig:
                 clock=self.clock,
                 disk_factory=lambda _data, _capacity: disk,
                 boot_id=self.boot_id,
+                policy=self.policy,
             )
         return self.store
 

@@ -11,6 +11,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace, StorageError
 from kvstore.limits import PAGE_BYTES, SESSION_BLOCKS_MAX, SESSION_CHUNK_BLOCKS, UNSYNCED_FREES_MAX
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
@@ -258,6 +259,7 @@ def test_a_step_whose_write_fails_is_an_error_and_the_session_stays(filled: Rig,
 @pytest.mark.parametrize("left_pages", [0, 1, 2, 3])
 def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: Rig, left_pages: int) -> None:
     filled.append(1, range(100), Durability.SYNCED)
+    filled.store.hold([(TENANT, key(number)) for number in range(BLOCKS)], Guard.PROTECTED)
     extents = filled.store._extents
     taken = extents.allocate(extents.free_pages - left_pages)
     assert taken is not None
