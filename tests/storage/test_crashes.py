@@ -21,7 +21,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
-from tests.storage.fakes import FakeDisk
+from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, Rig, Slots, key
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def run(data: Path, seed: int) -> None:
         life.live()
         survives = end(rig, rng, life, seed * LIVES + number)
         if rng.random() < 0.3:
-            shutil.rmtree(data / "index", ignore_errors=True)  # it is a cache
+            shutil.rmtree(data / "index-0", ignore_errors=True)  # it is a cache
         rig.open()
         check_all(rig, life, survives, f"seed {seed}, life {number}")
         rig.kill()
@@ -247,7 +247,7 @@ def run(data: Path, seed: int) -> None:
     assert rig.disk is not None
     if seed % FSCK_EVERY == 0:
         disk = rig.disk
-        report = check(data, disk_factory=lambda _data, _capacity: disk, boot_id=rig.boot_id)
+        report = check(data, bay=FakeBay([disk]), boot_id=rig.boot_id)
         assert report.damage == [], f"seed {seed}"
     rig.disk.close()
 
