@@ -280,6 +280,7 @@ class Drive(Handle):
             return
         if wipe:
             self._wipes.free([(entry.offset, entry.length)], reusable=False)
+            self._traffic.pump()  # whoever checked the payload need not call again soon
         self._quarantined += 1
         self._quarantined_bytes += record_bytes(entry.length)
 

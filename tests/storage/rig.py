@@ -240,6 +240,16 @@ class Rig:
         done = self.store.verify_payload(item, self.get_done[tag])
         return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
 
+    def get_miss(self, number: int) -> bool:
+        """Whether a get of it is a miss."""
+        return self.get(number)[0].miss is not None
+
+    def change_session(self, item: SessionItem) -> SessionDone:
+        """Do a step of any session."""
+        tag = self._take_tag()
+        self.store.change_sessions([item._replace(tag=tag)], self._sessions_done)
+        return self._settled(tag)
+
     def start_get(
         self, number: int, *, tenant: bytes = TENANT, fingerprint: bytes = FINGERPRINT, length: int = 0
     ) -> GetItem:
