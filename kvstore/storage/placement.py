@@ -1,13 +1,13 @@
 """Which drive a name belongs to: weighted rendezvous hashing.
 
-Names fall into 16,384 lots, and each lot has its own order of all drives, drawn from their uuids: the first one is the
+Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids: the first one is the
 lot's home, the next is where it goes when the first can't take it, and so on.
 
 Always holds:
 
 - The order of two drives in a lot depends on nothing but those two. So a drive that is added moves only the lots that
   it takes, and one that is left out moves only those that it had.
-- Of all lots each drive is the home of a share in proportion to its weight, within what 16,384 draws leave to chance.
+- Of all lots each drive is the home of a share in proportion to its weight, within what 8,192 draws leave to chance.
 
 It balances and doesn't defend: whoever may choose keys can choose those of one lot.
 """
@@ -15,7 +15,8 @@ It balances and doesn't defend: whoever may choose keys can choose those of one 
 from __future__ import annotations
 
 import math
-from hashlib import blake2b
+import struct
+from hashlib import shake_128
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "lots_of"]
 
-_LOT_BITS: Final = 14
+_LOT_BITS: Final = 13
 _LOT_SHIFT: Final = 32 - _LOT_BITS
-_DRAW_BYTES: Final = 8
-_DRAWS_PER_DIGEST: Final = blake2b.MAX_DIGEST_SIZE // _DRAW_BYTES
+_DRAWS: Final = struct.Struct(f"<{1 << _LOT_BITS}Q")
+_LOG_OF_ALL: Final = 64 * math.log(2)
 
 
 class Placement:
@@ -56,10 +57,6 @@ class Placement:
 
 def lots_of(uuid: bytes, weight: int) -> list[float]:
     """Give a drive's time of arrival at each lot, the earliest of which is home: exponential, its rate the weight."""
-    times = []
-    for first in range(0, 1 << _LOT_BITS, _DRAWS_PER_DIGEST):
-        digest = blake2b(uuid + first.to_bytes(4, "little")).digest()
-        for at in range(0, len(digest), _DRAW_BYTES):
-            draw = int.from_bytes(digest[at : at + _DRAW_BYTES], "little")
-            times.append(-math.log((draw + 1) / (1 << 8 * _DRAW_BYTES)) / weight)
-    return times
+    draws = _DRAWS.unpack(shake_128(uuid).digest(_DRAWS.size))
+    log = math.log
+    return [(_LOG_OF_ALL - log(draw + 1)) / weight for draw in draws]
