@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -29,8 +30,15 @@ class NodeProcess:
     """`kvstore serve` over a data folder, on loopback."""
 
     def __init__(
-        self, data: Path, *, capacity: str = "1GiB", port: int = 0, provider: str | None = None
+        self,
+        data: Path,
+        *,
+        capacity: str = "1GiB",
+        port: int = 0,
+        provider: str | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
+        """Start it; `arguments` are further ones of the command, and may be others at the next start."""
         self._command = [
             sys.executable,
             "-m",
@@ -44,6 +52,7 @@ class NodeProcess:
         ]
         if provider is not None:
             self._command += ["--provider", provider]
+        self.arguments = arguments
         self._log = data.parent / f"{data.name}.log"
         self._port = port
         self._process: subprocess.Popen[str] | None = None
@@ -68,7 +77,7 @@ class NodeProcess:
         """Start it, and wait until it takes calls."""
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--listen", self.target],
+                [*self._command, *self.arguments, "--listen", self.target],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

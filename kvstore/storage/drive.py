@@ -349,7 +349,7 @@ class Drive(Handle):
     def _drain(self) -> None:
         ready = select.poll()
         ready.register(self.fileno(), select.POLLIN)
-        while self._is_busy():
+        while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
             if not (self._traffic.in_flight or any(self._outboxes)):
@@ -357,7 +357,9 @@ class Drive(Handle):
             ready.poll()
             self.poll()
 
-    def _is_busy(self) -> bool:
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether anything that was accepted has not ended."""
         if any(outbox.promised for outbox in self._outboxes):
             return True
         return self._wipes.pending > 0 or self._writes.unhurried > 0

@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from kvstore.errors import Overloaded
+from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS
 from kvstore.storage.bay import FolderBay
 from kvstore.storage.drive import check_batch, check_steps
@@ -153,7 +153,6 @@ class Store(Handle):
             return
         check_batch(items)
         self._deletions.accept(items, done)
-        self._wake_if_reports_wait()
 
     def evict(self, generations: Sequence[int]) -> int:
         """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
@@ -175,7 +174,6 @@ class Store(Handle):
             return
         check_steps(items)
         self._steps.accept(items, done)
-        self._wake_if_reports_wait()
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
         """Tell how many of these keys, from the first on, are stored without a gap."""
@@ -228,7 +226,10 @@ class Store(Handle):
             self._deletions.outbox.deliver()
             self._steps.outbox.deliver()
         finally:
-            self._wake_if_reports_wait()
+            if (
+                self._deletions.outbox or self._steps.outbox
+            ):  # a callback raised, and others have not been called
+                os.eventfd_write(self.drives[0].fileno(), 1)
 
     def fileno(self) -> int:
         """Give the descriptor that is readable when `poll` has something to do."""
@@ -272,6 +273,8 @@ class Store(Handle):
     def _drain(self) -> None:
         """Finish what goes from one drive to another."""
         while self._deletions.outbox.promised or self._steps.outbox.promised:
+            if not any(drive.is_busy for drive in self.drives):
+                raise StorageError("The store lost track of what it accepted, after an earlier exception.")
             self._ready.poll()
             self.poll()
 
@@ -321,10 +324,6 @@ class Store(Handle):
 
     def _drive_of(self, generation: int) -> Drive | None:
         return self._by_number.get(generation // GENERATIONS_PER_DRIVE)
-
-    def _wake_if_reports_wait(self) -> None:
-        if self._deletions.outbox or self._steps.outbox:
-            os.eventfd_write(self.drives[0].fileno(), 1)
 
 
 def _is_over(entry: Entry | None, now_ms: int) -> bool:

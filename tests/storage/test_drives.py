@@ -284,6 +284,20 @@ def test_callbacks_that_call_the_store_again_are_served(pair: Rig) -> None:
         pair.poll()
 
 
+def test_a_callback_that_raises_does_not_take_the_answers_of_others_with_it(pair: Rig) -> None:
+    done: list[DeleteDone] = []
+
+    def raising(answers: object) -> None:
+        raise ValueError(answers)
+
+    pair.store.delete([DeleteItem(TENANT, key(1), Durability.WRITTEN, 0)], raising)
+    pair.store.delete([DeleteItem(TENANT, key(2), Durability.WRITTEN, 1)], done.extend)
+    with pytest.raises(ValueError, match="DeleteDone"):
+        pair.settle()
+    pair.settle()
+    assert [one.tag for one in done] == [1]
+
+
 def test_close_finishes_deletions_and_everything_is_clean_afterwards(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
