@@ -181,11 +181,10 @@ class Store(Handle):
             return self._only.prefix(tenant, keys)
         check_batch(keys)
         for first in range(0, len(keys), PREFIX_STEP_BLOCKS):
-            missing = keys[first : first + PREFIX_STEP_BLOCKS]
-            for drive in self.drives:
-                missing = drive.missing(tenant, missing)
+            step = keys[first : first + PREFIX_STEP_BLOCKS]
+            missing = self._missing(tenant, step)
             if missing:
-                return keys.index(missing[0], first)
+                return first + next(at for at, key in enumerate(step) if key in missing)
         return len(keys)
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
@@ -318,6 +317,18 @@ class Store(Handle):
             if not left:
                 break
         return found
+
+    def _missing(self, tenant: bytes, keys: Sequence[bytes]) -> set[bytes]:
+        """Tell which keys no drive has, having asked each one's home first."""
+        order = self._placement.order
+        by_home: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_home.setdefault(order(tenant, key)[0], []).append(key)
+        left = [key for where, some in by_home.items() for key in self.drives[where].missing(tenant, some)]
+        for drive in self.drives:
+            if left:
+                left = drive.missing(tenant, left)
+        return set(left)
 
     def _in_order(self, name: Name) -> list[Drive]:
         return [self.drives[where] for where in self._placement.order(*name)]
