@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH[:SIZE]",
-        help="a file or a raw block device to keep blocks on; again for each further one",
+        help="a file, made with this size if it is not there, or a raw block device; again for each further one",
     )
     serve.add_argument(
         "--without-drive",
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
     serve.add_argument(
-        "--capacity", default="1GiB", help="size of a drive file that has to be made (%(default)s)"
+        "--capacity", default="1GiB", help="size of a new folder's only drive, a file (%(default)s)"
     )
     serve.add_argument(
         "--hot", default="256MiB", help="memory in which blocks that are read stay (%(default)s)"

@@ -5,7 +5,7 @@ numbers. A drive that is given for the first time gets its link here: under its 
 else under the first one that is free.
 
 Always holds: a file that we make has its full size from the moment that it has its name; no link is made over another;
-what was linked for an opening that then fails is taken back.
+a file is made only where a size was given with its name; what was linked for an opening that then fails is taken back.
 
 It formats nothing, and writes nothing to a drive (`kvstore.storage.drive_set` has the rules for that).
 """
@@ -44,7 +44,7 @@ class Bay(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Forget what was made for an opening that has failed."""
+        """Forget what was made for an opening that has failed before anything came of it."""
         ...
 
 
@@ -87,7 +87,11 @@ class FolderBay:
         if any(drive_path(self._data, number).resolve() == path.resolve() for number in linked):
             return
         if not os.path.lexists(path):
-            _preallocate(path, spec.capacity_bytes or self._capacity_bytes)
+            if spec.capacity_bytes is None:  # it may have been meant to be a device
+                raise ConfigError(
+                    f"There is no {path}. To have a file made there, say its size: {path}:100GiB"
+                )
+            _preallocate(path, spec.capacity_bytes)
         elif not (path.is_block_device() or path.is_file()):
             raise ConfigError(f"{path} is neither a file nor a block device, so it cannot be a drive.")
         number = self._number_on(path)

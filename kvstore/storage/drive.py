@@ -157,6 +157,10 @@ class Drive(Handle):
         """Tell whether it takes writes."""
         return self._writes.stopped is None
 
+    def has_synced(self, generation: int) -> bool:
+        """Tell whether a block that is stored here survives power loss by now."""
+        return generation <= self._writes.synced_generation
+
     @property
     def puts_left(self) -> int:
         """Tell how many puts it would accept now."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvstore.wire.record import Superblock
 
-__all__ = ["SET_NAME", "DriveSet", "Plan", "not_usable", "plan", "read_set", "write_set"]
+__all__ = ["SET_NAME", "DriveSet", "Plan", "count_drives", "not_usable", "plan", "read_set", "write_set"]
 
 SET_NAME: Final = "kvstore.drives"
 
@@ -89,7 +89,9 @@ def plan(
 ) -> Plan:
     """Decide which drives to open. `found` is what each link leads to, None: blank; `indexes` are those there are."""
     formatted = _formatted(found, without)
-    drives = _count(found, formatted, drive_set, indexes)
+    drives = count_drives(found, drive_set, indexes)
+    if drives > DRIVES_MAX:
+        raise ConfigError(f"A store has at most {DRIVES_MAX} drives; this one would have {drives}.")
     _refuse_to_leave_out(without, drive_set, drives)
     for number in range(drives):
         if number not in without:
@@ -110,6 +112,20 @@ def plan(
     same = all((one.set_number, one.set_drives) == (base, drives) for one in formatted.values())
     begins = not (whole and same)
     return Plan(known, stale, blank, drives, highest + 1 if begins else base, begins)
+
+
+def count_drives(
+    found: Mapping[int, Superblock | StorageError | None],
+    drive_set: DriveSet | None,
+    indexes: Collection[int] = (),
+) -> int:
+    """Tell how many drives the store has. What the file says counts: a drive may be of a set that never did."""
+    if drive_set is not None:
+        said = [drive_set.drives]
+    else:
+        formatted = (one for one in found.values() if one is not None and not isinstance(one, StorageError))
+        said = [one.set_drives for one in formatted]
+    return max([*said, *(number + 1 for number in (*found, *indexes))], default=0)
 
 
 def not_usable(number: int, error: StorageError, *, alone: bool) -> StorageError:
@@ -167,18 +183,3 @@ def _fault(
     if outcome.drive_index != number:
         return ForeignDrive(f"It is drive {outcome.drive_index} of this store, under the wrong name.")
     return None
-
-
-def _count(
-    found: Mapping[int, object],
-    formatted: Mapping[int, Superblock],
-    drive_set: DriveSet | None,
-    indexes: Collection[int],
-) -> int:
-    said = [drive_set.drives] if drive_set else []
-    said += [one.set_drives for one in formatted.values()]
-    said += [number + 1 for number in (*found, *indexes)]
-    drives = max(said, default=0)
-    if drives > DRIVES_MAX:
-        raise ConfigError(f"A store has at most {DRIVES_MAX} drives; this one would have {drives}.")
-    return drives

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.bay import FolderBay
-from kvstore.storage.drive_set import read_set
+from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
 from kvstore.storage.manifests import Manifests
@@ -164,9 +164,7 @@ def _usable(data: Path, bay: Bay, report: Report, last: ExitStack) -> list[tuple
     """Give the drives that an opening would believe; report the others. If there is none, raise what is wrong."""
     disks, found = find_drives(bay, last)
     drive_set = read_set(data)
-    superblocks = {number: one for number, one in found.items() if isinstance(one, Superblock)}
-    said = [drive_set.drives] if drive_set else []
-    count = max([*said, *(one.set_drives for one in superblocks.values()), *(number + 1 for number in found)])
+    count = count_drives(found, drive_set)
     usable = []
     for number in range(count):
         outcome = found.get(number, StorageError(f"The folder has no drive-{number}.kv."))

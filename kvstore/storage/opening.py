@@ -54,16 +54,17 @@ def open_drives(
 ) -> tuple[list[Drive], list[int]]:
     """Open all drives but those `without`; give them in the order of their numbers, and which are left out."""
     with ExitStack() as undo:
-        undo.callback(bay.take_back)
-        disks, found = find_drives(bay, undo, without)
-        drive_set = read_set(data)
-        todo = plan(found, drive_set, indexes=indexes_in(data), without=without)
+        with ExitStack() as undo_links:
+            undo_links.callback(bay.take_back)
+            disks, found = find_drives(bay, undo, without)
+            todo = plan(found, read_set(data), indexes=indexes_in(data), without=without)
+            superblocks = {number: one for number, one in found.items() if isinstance(one, Superblock)}
+            if todo.begins:
+                superblocks = _begun(todo, disks, superblocks, clock, progress)
+                store_uuid = next(iter(superblocks.values())).store_uuid
+                write_set(data, DriveSet(store_uuid, todo.set_number, todo.drives))
+            undo_links.pop_all()
         alone = todo.drives == 1
-        superblocks = {number: one for number, one in found.items() if isinstance(one, Superblock)}
-        if todo.begins:
-            superblocks = _begun(todo, disks, superblocks, clock, progress)
-            store_uuid = next(iter(superblocks.values())).store_uuid
-            write_set(data, DriveSet(store_uuid, todo.set_number, todo.drives))
         drives = []
         for number, superblock in sorted(superblocks.items()):
             with _named(number, alone=alone):

@@ -11,7 +11,8 @@ is its home.
 Always holds:
 
 - A block is looked for at home first, then on the other drives in order, and counts as missing when none has it. It is
-  put where it is already, or else on the first drive in order that takes writes.
+  put where it is already, or else on the first drive in order that takes writes; so too if it is on a failed drive that
+  will never make it as durable as is asked.
 - A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
 - A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
   first drive in their user's order that takes writes. What lies on a drive that has failed can be read, not changed.
@@ -30,6 +31,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from kvstore.durability import Durability
 from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS
 from kvstore.storage.bay import FolderBay
@@ -282,7 +284,7 @@ class Store(Handle):
         now_ms = self._clock.wall_ms()
         by_drive: dict[Drive, list[PutItem]] = {}
         for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
-            if holder is not None and (holder.takes_puts or not _is_over(entry, now_ms)):
+            if holder is not None and (holder.takes_puts or _will_do(item, holder, entry, now_ms)):
                 by_drive.setdefault(holder, []).append(item)
                 continue
             order = self._in_order(name)
@@ -335,6 +337,13 @@ class Store(Handle):
 
     def _drive_of(self, generation: int) -> Drive | None:
         return self._by_number.get(generation // GENERATIONS_PER_DRIVE)
+
+
+def _will_do(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
+    """Tell whether what a failed drive has is as good as the put that is asked for."""
+    if entry is None or _is_over(entry, now_ms):
+        return False
+    return item.durability < Durability.SYNCED or failed.has_synced(entry.generation)
 
 
 def _is_over(entry: Entry | None, now_ms: int) -> bool:

@@ -510,13 +510,31 @@ def test_a_file_is_not_the_drive_of_two_nodes(files: Rig, tmp_path: Path) -> Non
     assert stored(files) == set(PAYLOADS)
 
 
-def test_a_file_whose_size_nobody_gave_takes_the_one_for_all(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: Path) -> None:
+    """It may be the name of a device, which will not be there any better for a file in its place."""
     rig = Rig(tmp_path / "data")
-    rig.specs = [DriveSpec(tmp_path / "a.kv")]
+    rig.specs = [DriveSpec(tmp_path / "nvme9n1")]
+    with pytest.raises(ConfigError, match="say its size"):
+        rig.open()
+    assert not (tmp_path / "nvme9n1").exists()
+
+
+def test_a_drive_whose_joining_failed_is_not_missed_afterwards(tmp_path: Path) -> None:
+    """The others have the number of the set that it was to be in; but that set never counted."""
+    rig = Rig(tmp_path / "data", FakeDisk())
     rig.open()
-    assert rig.store.statistics().capacity_bytes == DRIVE_CAPACITY_BYTES_MIN
+    for number, payload in PAYLOADS.items():
+        rig.put(number, payload)
     rig.store.close()
-    assert (tmp_path / "data" / "drive-0.kv").is_symlink()
+    rig.disks = [*fresh(rig.disks), FakeDisk()]
+    rig.disks[1].fault_from = (20, -errno.EIO)  # while it is filled with zeros
+    with pytest.raises(StorageError, match="Drive 1 cannot be used"):
+        rig.open()
+    rig.disks = fresh(rig.disks[:1])
+    rig.open()
+    assert stored(rig) == set(PAYLOADS)
+    assert len(rig.store.drive_states()) == 1
+    rig.store.close()
 
 
 def test_a_drive_that_was_removed_is_named_and_its_place_can_be_given_to_a_new_one(

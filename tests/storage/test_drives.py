@@ -165,6 +165,22 @@ def test_a_failed_sync_takes_only_its_own_drive(pair: Rig) -> None:
     assert pair.store.statistics().takes_puts
 
 
+def test_what_a_failed_drive_will_never_sync_is_synced_elsewhere(pair: Rig) -> None:
+    written, synced, failing = homed(pair, 0, 3)
+    pair.put(synced, b"synced", Durability.SYNCED)
+    pair.put(written, b"written")
+    disk = pair.disks[0]
+    disk.faults = {disk.operations + 1: -errno.EIO}
+    assert isinstance(pair.put(failing, b"x", Durability.SYNCED).error, ReadOnly)
+    for number in (written, synced):
+        payload = pair.get(number)[1]
+        assert pair.put(number, payload, Durability.SYNCED).error is None
+    assert holders(pair, synced) == [0]
+    assert holders(pair, written) == [0, 1]
+    assert isinstance(pair.delete(written).error, ReadOnly)
+    assert holders(pair, written) == [0], "of the other copy it is gone"
+
+
 def test_when_all_drives_have_failed_puts_fail_and_blocks_are_read(pair: Rig) -> None:
     numbers = [homed(pair, position)[0] for position in (0, 1)]
     for number in numbers:
