@@ -396,6 +396,28 @@ def test_a_step_that_a_failing_drive_took_with_it_is_not_begun_elsewhere(pair: R
     assert pair.append(2, [1]).error is None
 
 
+def test_what_a_step_without_room_has_written_is_doubted_until_its_wipe_is_synced(pair: Rig) -> None:
+    home = user_drive(pair)
+    drive = pair.store.drives[home]
+    numbers = iter(homed(pair, home, 300))
+    named = [next(numbers)]
+    pair.put(named[0], b"x")
+    for number in numbers:
+        free = drive.statistics().free_bytes // HEADER_BYTES
+        if free <= 3:
+            break
+        pair.put(number, b"x" * HEADER_BYTES * min(14, free - 3))
+    assert 2 <= drive.statistics().free_bytes // HEADER_BYTES <= 3, (
+        "room for a chunk, and not for its session"
+    )
+    name_of_it = SessionName(TENANT, USER, name(1))
+    assert isinstance(pair.append(1, named * 130).error, NoSpace)
+    pair.settle()
+    assert drive.holds_session(name_of_it)
+    assert pair.put(named[0], b"x", Durability.SYNCED).error is None, "which takes a sync"
+    assert not drive.holds_session(name_of_it)
+
+
 def test_a_session_is_not_begun_elsewhere_before_its_removal_is_synced(pair: Rig) -> None:
     home = user_drive(pair)
     pair.put(1, b"x")
