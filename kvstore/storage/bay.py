@@ -102,7 +102,9 @@ class FolderBay:
                 f"{path} is a drive {number}, and the folder {self._data} has another one of that number."
             )
         link = drive_path(self._data, number)
-        link.symlink_to(path.resolve())
+        link.symlink_to(
+            path
+        )  # not what it resolves to: names below /dev/disk/by-id outlive a reboot, others may not
         self._made.append(link)
         sync_folder(self._data)
 

@@ -85,7 +85,9 @@ class Store(Handle):
         self._placement = Placement([(drive.uuid, drive.capacity_bytes) for drive in drives])
         self._deletions = Deletions(self.drives)
         self._steps = SessionSteps(self.drives, self._placement)
-        self.manifests: Manifests | AllManifests = drives[0].manifests if self._only else AllManifests(drives)
+        self.manifests: Manifests | AllManifests = (
+            drives[0].manifests if len(drives) == 1 else AllManifests(drives)
+        )
         for drive in drives:
             drive.others.extend(other for other in drives if other is not drive)
         self._ready = select.epoll()

@@ -452,6 +452,19 @@ def test_drives_that_were_given_once_are_known_from_then_on(files: Rig) -> None:
     assert [(files.data / f"drive-{number}.kv").readlink().name for number in (0, 1)] == ["a.kv", "b.kv"]
 
 
+def test_a_link_keeps_the_name_that_was_given(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data")
+    rig.specs = [DriveSpec(tmp_path / "a.kv", DRIVE_CAPACITY_BYTES_MIN)]
+    rig.open().close()
+    (tmp_path / "by-id").symlink_to(tmp_path / "a.kv")
+    rig.specs = [DriveSpec(tmp_path / "by-id")]
+    rig.open().close()
+    assert [link.name for link in rig.data.glob("drive-*")] == ["drive-0.kv"], "the same one by another name"
+    rig.data = tmp_path / "another"
+    rig.open().close()
+    assert (rig.data / "drive-0.kv").readlink() == tmp_path / "by-id"
+
+
 def test_a_new_folder_knows_the_drives_by_what_they_say(files: Rig, tmp_path: Path) -> None:
     files.store.close()
     files.data = tmp_path / "another"
