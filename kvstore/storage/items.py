@@ -22,6 +22,7 @@ __all__ = [
     "DeleteDone",
     "DeleteItem",
     "DeletesDone",
+    "DriveState",
     "GetDone",
     "GetItem",
     "GetsDone",
@@ -149,7 +150,7 @@ GetsDone = Callable[[Sequence[GetDone]], None]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Where the store stands."""
+    """Where a drive stands, or the store: then it is the sum, and true of what is true of any drive."""
 
     capacity_bytes: int
     free_bytes: int
@@ -169,3 +170,12 @@ class Statistics:
     syncs: int
     takes_puts: bool
     rebuilt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DriveState:
+    """How one drive is doing; without statistics it was left out of this opening."""
+
+    number: int
+    statistics: Statistics | None
+    failure: str = ""  # why it takes no more writes, or is not here

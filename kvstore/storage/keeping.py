@@ -275,8 +275,8 @@ class Keeping:
 
     # The opening.
 
-    def restore(self, manifests: Manifests) -> None:
-        """Fill the core from the index: oldest first, then who stands where in which session."""
+    def restore(self) -> None:
+        """Fill the core from the index, oldest first."""
         lives = self._index.lives()
         lives = lives[np.argsort(lives["generation"])]
         generations = _column("Q", lives["generation"])
@@ -287,6 +287,9 @@ class Keeping:
         self.ground.put_all(
             _column("Q", starts[order]), _column("H", pages[order]), _column("Q", lives["generation"][order])
         )
+
+    def restore_sessions(self, manifests: Manifests) -> None:
+        """Note who stands where in the sessions of a drive, this one or another of its store."""
         for name, _ in manifests.all():
             with suppress(
                 StorageError

@@ -492,7 +492,7 @@ def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: Rig) -> No
     fill(small, 0, 3)
     entries = small.store.lookup([(TENANT, key(number)) for number in range(3)])
     small.store.hold([(TENANT, key(1))], Guard.PIN)
-    small.store._keeping.clear([entry.generation for entry in entries if entry] + [10**9])
+    small.drive.keeping.clear([entry.generation for entry in entries if entry] + [10**9])
     assert stored(small, range(3)) == [1]
 
 

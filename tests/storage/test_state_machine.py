@@ -64,9 +64,8 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self.rig, "store"):
             self.rig.store.close()
             disk = FakeDisk(self.disk.pages, capacity=PAGES * PAGE_BYTES)
-            report = check(
-                self.folder / "data", disk_factory=lambda _data, _capacity: disk, boot_id=self.rig.boot_id
-            )
+            self.rig.disks = [disk]
+            report = check(self.folder / "data", bay=self.rig.bay(), boot_id=self.rig.boot_id)
             assert report.damage == []
             disk.close()
         shutil.rmtree(self.folder)
@@ -225,7 +224,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.seed += 1
         self.rig.kill()
         if loses_index:
-            shutil.rmtree(self.folder / "data" / "index")
+            shutil.rmtree(self.folder / "data" / "index-0")
         self.reopen(self.disk.after_kill(self.seed))
 
     def note_what_went(self) -> None:
@@ -248,8 +247,8 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.rig.session(number) == self.sessions.get(number)
             statistics = self.rig.store.statistics()
             assert statistics.eviction.blocks == statistics.blocks
-            pages = sum(pages for _, pages in self.rig.store._index.extents())
-            on_their_way = statistics.wipes_pending or self.rig.store._writes.unhurried
+            pages = sum(pages for _, pages in self.rig.drive._index.extents())
+            on_their_way = statistics.wipes_pending or self.rig.drive._writes.unhurried
             assert statistics.free_bytes == (PAGES - 4 - pages) * PAGE_BYTES or on_their_way
 
 

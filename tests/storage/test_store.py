@@ -141,7 +141,7 @@ def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake:
     for number in range(blocks):
         assert fake.put(number, payload).error is None
         fake.store.hold([(TENANT, key(number))], Guard.PROTECTED)  # the last ones went at once, to keep room
-    taken = fake.store._extents.allocate(fake.store._extents.longest - 2)
+    taken = fake.drive._extents.allocate(fake.drive._extents.longest - 2)
     assert taken is not None
     assert isinstance(fake.put(blocks, payload).error, NoSpace)
     assert fake.get(0)[1] == payload

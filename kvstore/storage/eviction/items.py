@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "Eviction",
@@ -17,6 +20,7 @@ __all__ = [
     "Stuck",
     "Tally",
     "Watermarks",
+    "together",
 ]
 
 
@@ -133,3 +137,26 @@ class Statistics(NamedTuple):
     timers_lag: bool  # some blocks have expired and were not planned yet
     gone: dict[Reason, Tally]
     space_idle_ms: int  # how long the last block that went for room had not been used
+
+
+def together(each: Sequence[Statistics]) -> Statistics:
+    """Give where the cores of a store's drives stand as one. A session that has blocks on several counts once."""
+    return Statistics(
+        policy=each[0].policy,
+        mode=max(one.mode for one in each),
+        blocks=sum(one.blocks for one in each),
+        pages=sum(one.pages for one in each),
+        expiring=sum(one.expiring for one in each),
+        sessions=max(one.sessions for one in each),
+        session_links=sum(one.session_links for one in each),
+        protected_sessions=max(one.protected_sessions for one in each),
+        guarded={guard: sum(one.guarded[guard] for one in each) for guard in each[0].guarded},
+        timers_lag=any(one.timers_lag for one in each),
+        gone={
+            reason: Tally(
+                sum(one.gone[reason].blocks for one in each), sum(one.gone[reason].pages for one in each)
+            )
+            for reason in each[0].gone
+        },
+        space_idle_ms=min((one.space_idle_ms for one in each if one.space_idle_ms), default=0),
+    )
