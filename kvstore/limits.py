@@ -47,6 +47,10 @@ __all__ = [
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
+    "PINS_MAX",
+    "PINS_OF_TENANT_MAX",
+    "PIN_TIMEOUT_MS",
+    "PIN_TIMEOUT_MS_MAX",
     "PREFIX_STEP_BLOCKS",
     "PROTECTED_SESSIONS_MAX",
     "QUARANTINE_TIMEOUT_MS",
@@ -111,6 +115,11 @@ LEASE_TIMEOUT_MS_MAX = 600_000
 LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
+PIN_TIMEOUT_MS = 30_000  # of a pin whose owner asked for no time
+PIN_TIMEOUT_MS_MAX = 600_000
+PINS_MAX = 8192  # of all tenants of a node
+PINS_OF_TENANT_MAX = 1024
+
 DRIVES_MAX = 32  # of one store
 GENERATIONS_PER_DRIVE = (GENERATION_MAX + 1) // DRIVES_MAX  # so that no two drives give the same one
 
@@ -174,5 +183,6 @@ assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
+assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES

@@ -1,9 +1,24 @@
 """What a serving engine imports."""
 
+from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.puts import ArmedPuts, Reservation
 from kvstore.client.shards import ShardReader, Wanted
 
-__all__ = ["ArmedPuts", "Block", "Client", "Hit", "PutResult", "Reservation", "ShardReader", "Tls", "Wanted"]
+__all__ = [
+    "ArmedPuts",
+    "Block",
+    "Client",
+    "Explained",
+    "Hit",
+    "Pin",
+    "Prefix",
+    "PutResult",
+    "Reservation",
+    "ShardReader",
+    "Stored",
+    "Tls",
+    "Wanted",
+]

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from kvstore.client.block_calls import BlockCalls
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
@@ -119,6 +120,10 @@ class Client(Handle):
         self._attaching = threading.Lock()
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
+        # What is asked and told about blocks without moving them stands in a module of its own.
+        calls = BlockCalls(self._channel, self._calling, tenant, self._fingerprint)
+        self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
+        self.delete, self.pin = calls.delete, calls.pin
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)
         self._pump.start()

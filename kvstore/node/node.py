@@ -34,7 +34,9 @@ from kvstore.limits import (
 from kvstore.node.connection import Connection
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
+from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
+from kvstore.node.pins import Pins
 from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
@@ -79,6 +81,8 @@ class Node:
         self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.fetches = Fetches(fabric, store, self.hot, self._tags, clock)
+        self.inline = InlineBlocks(store, self.hot, clock)
+        self.pins = Pins(store, clock)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
@@ -87,8 +91,9 @@ class Node:
         return len(self._connections)
 
     def _tick(self) -> None:
-        """Let the store do what only time brings about."""
+        """Do what only time brings about."""
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
+        self.pins.expire()
         self.store.poll()
 
     # --- connections

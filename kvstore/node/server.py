@@ -19,12 +19,13 @@ from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.node.audit import Audit
+from kvstore.node.block_calls import BlocksService
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.wire import kvstore_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.config import NodeConfig
     from kvstore.storage.disk import Progress
 
-__all__ = ["serve"]
+__all__ = ["add_services", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,12 @@ _GRPC_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
+
+
+def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> None:
+    """Let a server answer for a node."""
+    kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
+    blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
@@ -134,9 +141,7 @@ async def _serve(config: NodeConfig) -> None:
             tenants.load(config.tenants)
             loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
         server = grpc.aio.server(options=_GRPC_OPTIONS)
-        kvstore_pb2_grpc.add_KvStoreServicer_to_server(
-            KvStoreService(node, Gate(tenants, audit), store.name), server
-        )  # type: ignore[no-untyped-call]
+        add_services(server, node, Gate(tenants, audit))
         address = _listen(server, config)
         await server.start()
         statistics = store.statistics()

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from kvstore.durability import Durability
-from kvstore.errors import KvError, ProtocolError
+from kvstore.errors import ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.node.calls import durability_of, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_block
 from kvstore.node.fetching import FetchRequest
-from kvstore.node.inline import InlineBlocks, deadline
+from kvstore.node.inline import deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
-from kvstore.wire.status import status_of, trailers_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
-    from grpc.aio import ServicerContext
-
+    from kvstore.node.calls import Context
     from kvstore.node.connection import Connection
     from kvstore.node.gate import Gate
     from kvstore.node.landing import Lease
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["KvStoreService", "package_version"]
 
-_Context: TypeAlias = "ServicerContext[Any, Any]"
-
 
 def package_version() -> str:
     """The version of this distribution."""
@@ -39,22 +34,6 @@ def package_version() -> str:
         return version("triggerkv")
     except PackageNotFoundError:
         return "unknown"
-
-
-@contextlib.asynccontextmanager
-async def _refusals(context: _Context) -> AsyncIterator[None]:
-    """Let an error of ours end the call with its own status; any other is a bug, and gRPC says so."""
-    try:
-        yield
-    except KvError as error:
-        await context.abort(status_of(error), str(error), trailers_of(error))
-
-
-def _durability(value: int) -> Durability:
-    try:
-        return Durability(value or Durability.WRITTEN)
-    except ValueError:
-        raise ProtocolError(f"There is no durability {value}.") from None
 
 
 def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
@@ -85,17 +64,16 @@ def _drive_message(state: DriveState) -> pb.DriveStatus:
 class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     """One node's service."""
 
-    def __init__(self, node: Node, gate: Gate, name: str) -> None:
+    def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
-        self._name = name
-        self._inline = InlineBlocks(node.store, node.hot, node.clock)
+        self._name = node.store.name
 
     async def Attach(  # noqa: N802 - named by the proto, like all that follow
-        self, request_iterator: AsyncIterator[pb.AttachRequest], context: _Context
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> AsyncIterator[pb.AttachResponse]:
         """Hold a connection open for as long as the client holds the stream."""
-        async with _refusals(context):
+        async with refusals(context):
             request = await anext(request_iterator, None)
             if request is None:
                 raise ProtocolError("An attach stream begins with a request.")
@@ -123,9 +101,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 self._node.detach(connection)
                 self._gate.audit.note("detach", tenant=tenant.name, peer=peer, connection=connection.number)
 
-    async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:  # noqa: N802
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""
-        async with _refusals(context):
+        async with refusals(context):
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
             leases = self._node.reserve(
@@ -134,25 +112,25 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     BlockRequest(block.name.key, block.name.fingerprint, block.name.length, block.ack_word)
                     for block in request.blocks
                 ],
-                _durability(request.durability),
+                durability_of(request.durability),
                 request.lease_ms,
                 request.expires_unix_ms,
             )
             return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
         raise AssertionError
 
-    async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:  # noqa: N802
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """Take leases back."""
-        async with _refusals(context):
+        async with refusals(context):
             owner = self._gate.enter_with("abort", context)
             connection = self._node.connection(request.connection, owner)
             leases = [(lease.slot, lease.generation) for lease in request.leases]
             return pb.AbortResponse(released=self._node.abort(connection, leases))
         raise AssertionError
 
-    async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:  # noqa: N802
         """Queue fetches."""
-        async with _refusals(context):
+        async with refusals(context):
             owner = self._gate.enter_with("fetch", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
             if not 1 <= len(request.blocks) <= BATCH_BLOCKS_MAX:
@@ -181,34 +159,36 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         raise AssertionError
 
     async def Put(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.PutRequest], context: _Context
+        self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
     ) -> pb.PutResponse:
         """Keep a block that comes inside gRPC."""
-        async with _refusals(context):
+        async with refusals(context):
             first = await anext(request_iterator, None)
             if first is None or first.WhichOneof("part") != "start":
                 raise ProtocolError("An inline put begins with its start message.")
             start = first.start
             tenant = self._gate.enter("put", context, start.tenant)
-            durability = await self._inline.put(
+            durability = await self._node.inline.put(
                 context.peer(),
                 tenant.id,
                 start.name.key,
                 start.name.fingerprint,
                 start.name.length,
-                _durability(start.durability),
+                durability_of(start.durability),
                 start.expires_unix_ms,
                 (message.chunk async for message in request_iterator),
             )
             return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
         raise AssertionError
 
-    async def Get(self, request: pb.GetRequest, context: _Context) -> None:  # noqa: N802
+    async def Get(self, request: pb.GetRequest, context: Context) -> None:  # noqa: N802
         """Send a block inside gRPC."""
-        async with _refusals(context):
+        async with refusals(context):
             name = request.name
             tenant = self._gate.enter("get", context, request.tenant)
-            read = await self._inline.get(context.peer(), tenant.id, name.key, name.fingerprint, name.length)
+            read = await self._node.inline.get(
+                context.peer(), tenant.id, name.key, name.fingerprint, name.length
+            )
             try:
                 miss = read.done.miss
                 if miss is not None:
@@ -222,9 +202,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             finally:
                 read.close()
 
-    async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusResponse:  # noqa: N802, ARG002
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Say how the node is doing."""
-        async with _refusals(context):
+        async with refusals(context):
             self._gate.enter("status", context)
             store = self._node.store.statistics()
             return pb.StatusResponse(

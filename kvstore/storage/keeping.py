@@ -82,6 +82,17 @@ class Explanation(NamedTuple):
         since_s, idle_s = (self.now_ms - self.gone.at_ms) / 1000, self.gone.idle_ms / 1000
         return f"The block was {_SAID[self.gone.reason]} {since_s:.1f} s ago, after {idle_s:.1f} s without a use."
 
+    @property
+    def miss(self) -> Miss:
+        """Give what a get is told of a block that is not stored."""
+        if self.gone is None:
+            return Miss(MissReason.UNKNOWN)
+        if self.gone.reason in _FOR_ROOM:
+            reason = MissReason.EVICTED
+        else:
+            reason = MissReason.EXPIRED if self.gone.reason is Reason.EXPIRED else MissReason.UNKNOWN
+        return Miss(reason, f"it was {_SAID[self.gone.reason]}")
+
 
 def watermarks(capacity_pages: int) -> Watermarks:
     """Give how much of a drive is kept free, so that puts need not wait."""
@@ -264,14 +275,7 @@ class Keeping:
 
     def miss(self, name: Name) -> Miss:
         """Give the miss of a block that is not in the index."""
-        gone = self._history.of(name)
-        if gone is None:
-            return Miss(MissReason.UNKNOWN)
-        if gone.reason in _FOR_ROOM:
-            reason = MissReason.EVICTED
-        else:
-            reason = MissReason.EXPIRED if gone.reason is Reason.EXPIRED else MissReason.UNKNOWN
-        return Miss(reason, f"it was {_SAID[gone.reason]}")
+        return Explanation(stored=False, gone=self._history.of(name), now_ms=0).miss
 
     # The opening.
 

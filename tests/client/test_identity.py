@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -27,8 +28,8 @@ from kvstore.errors import (
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.node.tenants import token_digest
+from kvstore.wire import blocks_pb2, blocks_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from tests.conftest import SMALL_DRIVE
@@ -88,50 +89,75 @@ def acme(guarded: NodeProcess) -> Iterator[Acme]:
         yield Acme(client, link.number, reservation.arm(flags[0])._puts[0].lease)
 
 
-Call = "Callable[[kvstore_pb2_grpc.KvStoreStub, Acme, str, Any], Any]"
+Stubs = Any  # of all services; no two have a call of the same name
 
 
-def attach(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, tenant: str, metadata: Any) -> Any:
+def stubs(channel: grpc.Channel) -> Stubs:
+    made = [make(channel) for make in (kvstore_pb2_grpc.KvStoreStub, blocks_pb2_grpc.BlocksStub)]
+    return SimpleNamespace(**{name: call for stub in made for name, call in vars(stub).items()})
+
+
+def attach(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
     request = pb.AttachRequest(tenant=tenant, provider="nobody's", block_bytes_max=PAGE, slots=1)
     return next(stub.Attach(iter([request]), metadata=metadata, timeout=WAIT_S))
 
 
-def reserve(stub: kvstore_pb2_grpc.KvStoreStub, acme: Acme, _: str, metadata: Any) -> Any:
+def reserve(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
     block = pb.ReserveBlock(name=NAME, ack_word=7)
     return stub.Reserve(
         pb.ReserveRequest(connection=acme.connection, blocks=[block]), metadata=metadata, timeout=WAIT_S
     )
 
 
-def abort(stub: kvstore_pb2_grpc.KvStoreStub, acme: Acme, _: str, metadata: Any) -> Any:
+def abort(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
     lease = pb.AbortLease(slot=acme.lease.slot, generation=acme.lease.generation)
     return stub.Abort(
         pb.AbortRequest(connection=acme.connection, leases=[lease]), metadata=metadata, timeout=WAIT_S
     )
 
 
-def fetch(stub: kvstore_pb2_grpc.KvStoreStub, acme: Acme, _: str, metadata: Any) -> Any:
+def fetch(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
     block = pb.FetchBlock(name=NAME, target=0, target_key=0, ack_word=9, ack_generation=1)
     return stub.Fetch(
         pb.FetchRequest(connection=acme.connection, blocks=[block]), metadata=metadata, timeout=WAIT_S
     )
 
 
-def put(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, tenant: str, metadata: Any) -> Any:
+def put(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
     start = pb.PutStart(tenant=tenant, name=NAME)
     parts = [pb.PutRequest(start=start), pb.PutRequest(chunk=b"a" * PAGE)]
     return stub.Put(iter(parts), metadata=metadata, timeout=WAIT_S)
 
 
-def get(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, tenant: str, metadata: Any) -> Any:
+def get(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
     return list(stub.Get(pb.GetRequest(tenant=tenant, name=NAME), metadata=metadata, timeout=WAIT_S))
 
 
-def status(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, __: str, metadata: Any) -> Any:
+def status(stub: Stubs, _: Acme, __: str, metadata: Any) -> Any:
     return stub.Status(pb.StatusRequest(), metadata=metadata, timeout=WAIT_S)
 
 
-CALLS = {
+# Calls that have one request, and the tenant in it.
+REQUESTS = {
+    "Exists": blocks_pb2.ExistsRequest(blocks=[NAME]),
+    "Prefix": blocks_pb2.PrefixRequest(fingerprint=NAME.fingerprint, keys=[KEY]),
+    "Delete": blocks_pb2.DeleteRequest(keys=[KEY]),
+    "Explain": blocks_pb2.ExplainRequest(keys=[KEY]),
+    "Pin": blocks_pb2.PinRequest(keys=[KEY]),
+    "Unpin": blocks_pb2.UnpinRequest(pins=[1]),
+}
+
+
+def of_tenant(name: str) -> Callable[[Stubs, Acme, str, Any], Any]:
+    def call(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
+        request: Any = type(REQUESTS[name]).FromString(REQUESTS[name].SerializeToString())
+        request.tenant = tenant
+        return getattr(stub, name)(request, metadata=metadata, timeout=WAIT_S)
+
+    return call
+
+
+CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Attach": attach,
     "Reserve": reserve,
     "Abort": abort,
@@ -139,7 +165,9 @@ CALLS = {
     "Put": put,
     "Get": get,
     "Status": status,
+    **{name: of_tenant(name) for name in REQUESTS},
 }
+FILES = (pb, blocks_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
 BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
 # And this concerns no tenant.
@@ -161,13 +189,15 @@ def header(token: str) -> list[tuple[str, str]]:
 
 
 def test_the_table_has_every_call_of_the_service() -> None:
-    assert set(CALLS) == {method.name for method in pb.DESCRIPTOR.services_by_name["KvStore"].methods}
+    services = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
+    calls = [method.name for service in services for method in service.methods]
+    assert sorted(CALLS) == sorted(calls)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_done_for_the_right_tenant_alone(guarded: NodeProcess, acme: Acme, name: str) -> None:
     with grpc.insecure_channel(guarded.target) as channel:
-        stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        stub = stubs(channel)
 
         def called(tenant: str, metadata: Any) -> tuple[grpc.StatusCode, str]:
             return code_of(lambda: CALLS[name](stub, acme, tenant, metadata))

@@ -41,7 +41,7 @@ def rig(node: NodeInProcess) -> Iterator[Rig]:
 
 
 def held_bytes(node: NodeInProcess) -> int:
-    return node.call(lambda _: node.service._inline._shares.total_bytes)  # type: ignore[no-any-return]
+    return node.call(lambda one: one.inline._shares.total_bytes)  # type: ignore[no-any-return]
 
 
 def open_readers(stub: kvstore_pb2_grpc.KvStoreStub, key: bytes, length: int, count: int) -> list[Any]:

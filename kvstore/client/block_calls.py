@@ -1,0 +1,197 @@
+"""What a client asks its node about stored blocks, and what it tells it to do with them, without moving a byte.
+
+What always holds: a call ends within `RPC_TIMEOUT_MS`, with an answer or with one typed error; a batch may be of any
+length and is sent in calls of as many blocks as one may name, in order. A batch of several calls is not one step: what
+another client does in between is seen by the later ones.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from kvstore.durability import Durability
+from kvstore.errors import KvError
+from kvstore.limits import BATCH_BLOCKS_MAX, RPC_TIMEOUT_MS
+from kvstore.miss import Miss, MissReason
+from kvstore.wire import blocks_pb2 as pb
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+    from typing import Self
+
+    import grpc
+
+__all__ = ["BlockCalls", "Explained", "Pin", "Prefix", "Stored"]
+
+T = TypeVar("T")
+_TIMEOUT_S = RPC_TIMEOUT_MS / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A block that could be got at the moment when this was asked."""
+
+    key: bytes
+    length: int
+    expires_unix_ms: int = 0  # 0: it doesn't expire
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """How many blocks could be got without a gap, and why the next one couldn't, if there is a next one."""
+
+    blocks: int
+    miss: Miss | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Where a block is, or how it went. `gone` names the reason (`kvstore/v1/blocks.proto` lists them)."""
+
+    key: bytes
+    stored: bool
+    gone: str | None
+    gone_unix_ms: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+class Pin:
+    """Blocks that are not evicted until this is closed, or its time is over. It counts from when it was asked for."""
+
+    def __init__(self, calls: BlockCalls, numbers: Sequence[int], pinned: Sequence[bool]) -> None:
+        self._calls = calls
+        self._numbers = list(numbers)
+        self.pinned = list(pinned)  # one per key; what is not stored can't be
+
+    def close(self) -> None:
+        """Let the blocks go. A node that can't be told ends the pin by its time."""
+        numbers, self._numbers = self._numbers, []
+        if numbers:
+            with suppress(KvError):
+                self._calls.unpin(numbers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BlockCalls:
+    """The calls of one client. Any thread."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        calling: Callable[[str], AbstractContextManager[None]],
+        tenant: str,
+        fingerprint: bytes,
+    ) -> None:
+        self._stub = blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
+        self._calling = calling
+        self._tenant = tenant
+        self._fingerprint = fingerprint
+
+    def exists(self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None) -> list[Stored | Miss]:
+        """Say of each block whether it could be got: one that is there, or the Miss that a get would give.
+
+        Without `lengths` a block of any length will do. Asking is no use: it keeps no block from being evicted.
+        """
+        names = [
+            kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+            for key, length in zip(keys, lengths or [0] * len(keys), strict=True)
+        ]
+        states: list[pb.BlockState] = []
+        for some in _batches(names):
+            with self._calling("Asking for blocks"):
+                request = pb.ExistsRequest(tenant=self._tenant, blocks=some)
+                states += self._stub.Exists(request, timeout=_TIMEOUT_S).blocks
+        return [
+            Stored(key, state.length, state.expires_unix_ms) if state.stored else _miss(state.miss)
+            for key, state in zip(keys, states, strict=True)
+        ]
+
+    def prefix(self, keys: Sequence[bytes]) -> Prefix:
+        """Say how many of these blocks, from the first on, could be got without a gap."""
+        blocks = 0
+        for some in _batches(keys):
+            with self._calling("Asking for a prefix"):
+                request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
+                answer = self._stub.Prefix(request, timeout=_TIMEOUT_S)
+            blocks += answer.blocks
+            if answer.HasField("miss"):
+                return Prefix(blocks, _miss(answer.miss))
+        return Prefix(blocks, None)
+
+    def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
+        """Forget blocks for good; says of each whether there was anything to delete.
+
+        When this returns they are gone from the drives, for as long as `durability` says.
+        """
+        found: list[bool] = []
+        for some in _batches(keys):
+            with self._calling("Deleting blocks"):
+                request = pb.DeleteRequest(
+                    tenant=self._tenant, keys=some, durability=cast("kvstore_pb2.Durability", int(durability))
+                )
+                found += self._stub.Delete(request, timeout=_TIMEOUT_S).found
+        return found
+
+    def explain(self, keys: Sequence[bytes]) -> list[Explained]:
+        """Say where each block is, or how it went, as far as the node remembers."""
+        told: list[pb.Explanation] = []
+        for some in _batches(keys):
+            with self._calling("Asking what became of blocks"):
+                request = pb.ExplainRequest(tenant=self._tenant, keys=some)
+                told += self._stub.Explain(request, timeout=_TIMEOUT_S).explanations
+        return [_explained(key, one) for key, one in zip(keys, told, strict=True)]
+
+    def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
+        """Keep blocks from being evicted, until the pin is closed or its time is over; 0 is the node's choice.
+
+        The node gives no more than ten minutes, and a bounded part of its drives: beyond that it says Overloaded, and
+        nothing is pinned. A pin keeps no block from being deleted or from expiring.
+        """
+        numbers: list[int] = []
+        pinned: list[bool] = []
+        try:
+            for some in _batches(keys):
+                with self._calling("Pinning blocks"):
+                    request = pb.PinRequest(tenant=self._tenant, keys=some, time_to_live_ms=time_to_live_ms)
+                    answer = self._stub.Pin(request, timeout=_TIMEOUT_S)
+                numbers += [answer.pin] if answer.pin else []
+                pinned += answer.pinned
+        except KvError:
+            Pin(self, numbers, pinned).close()
+            raise
+        return Pin(self, numbers, pinned)
+
+    def unpin(self, pins: Sequence[int]) -> int:
+        """End pins by their numbers."""
+        with self._calling("Ending pins"):
+            request = pb.UnpinRequest(tenant=self._tenant, pins=pins)
+            return int(self._stub.Unpin(request, timeout=_TIMEOUT_S).ended)
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), BATCH_BLOCKS_MAX):
+        yield items[first : first + BATCH_BLOCKS_MAX]
+
+
+def _miss(message: kvstore_pb2.GetMiss) -> Miss:
+    return Miss(MissReason(message.reason), message.detail)
+
+
+def _explained(key: bytes, told: pb.Explanation) -> Explained:
+    gone = pb.GoneReason.Name(told.gone).removeprefix("GONE_REASON_") if told.gone else None
+    return Explained(key, told.stored, gone, told.gone_unix_ms, told.sentence)

@@ -1,0 +1,158 @@
+"""The service Blocks: what is asked about stored blocks, and pins and deletions of them. No byte of theirs moves.
+
+What always holds: a call sees the blocks of its caller's tenant and no others; what `Exists` and `Prefix` say of a
+block is what a get would have said at that moment, but for a record that fails its checks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from kvstore.durability import Durability
+from kvstore.errors import ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, FINGERPRINT_BYTES, PREFIX_STEP_BLOCKS
+from kvstore.node.calls import Ends, check_keys, durability_of, refusals
+from kvstore.storage.gets import mismatch
+from kvstore.storage.items import DeleteItem, GetItem
+from kvstore.wire import blocks_pb2 as pb
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2
+from kvstore.wire.record import record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.miss import Miss
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+    from kvstore.node.node import Node
+    from kvstore.storage.items import DeleteDone
+    from kvstore.storage.keeping import Explanation
+
+__all__ = ["BlocksService"]
+
+
+class BlocksService(blocks_pb2_grpc.BlocksServicer):
+    """One node's."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node = node
+        self._gate = gate
+
+    async def Exists(self, request: pb.ExistsRequest, context: Context) -> pb.ExistsResponse:  # noqa: N802 - the proto's name
+        """Say of each block whether it could be got."""
+        async with refusals(context):
+            tenant = self._gate.enter("exists", context, request.tenant, len(request.blocks))
+            check_keys([block.key for block in request.blocks])
+            for block in request.blocks:
+                _check_layout(block.fingerprint)
+            return pb.ExistsResponse(blocks=self._states(tenant.id, request.blocks))
+        raise AssertionError
+
+    async def Prefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixResponse:  # noqa: N802
+        """Say how many blocks could be got without a gap."""
+        async with refusals(context):
+            tenant = self._gate.enter("prefix", context, request.tenant, len(request.keys))
+            check_keys(request.keys)
+            _check_layout(request.fingerprint)
+            stored = 0
+            for first in range(0, len(request.keys), PREFIX_STEP_BLOCKS):
+                step = [
+                    kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint)
+                    for key in request.keys[first : first + PREFIX_STEP_BLOCKS]
+                ]
+                for state in self._states(tenant.id, step):
+                    if not state.stored:
+                        return pb.PrefixResponse(blocks=stored, miss=state.miss)
+                    stored += 1
+            return pb.PrefixResponse(blocks=stored)
+        raise AssertionError
+
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:  # noqa: N802
+        """Forget blocks for good."""
+        async with refusals(context):
+            tenant = self._gate.enter("delete", context, request.tenant, len(request.keys))
+            check_keys(request.keys)
+            durability = max(durability_of(request.durability), Durability.WRITTEN)
+            items = [DeleteItem(tenant.id, key, durability, at) for at, key in enumerate(request.keys)]
+            ends: Ends[DeleteDone] = Ends(len(items))
+            self._node.store.delete(items, ends.heard)
+            done = sorted(await ends.all(), key=lambda one: one.tag)
+            for one in done:
+                if one.error is not None:
+                    raise one.error
+            return pb.DeleteResponse(found=[one.found for one in done])
+        raise AssertionError
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
+        """Say where blocks are, or how they went."""
+        async with refusals(context):
+            tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
+            check_keys(request.keys)
+            told = [self._node.store.explain(tenant.id, key) for key in request.keys]
+            return pb.ExplainResponse(explanations=map(_explanation, told))
+        raise AssertionError
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
+        """Keep blocks from being evicted, for a time."""
+        async with refusals(context):
+            tenant = self._gate.enter("pin", context, request.tenant, len(request.keys))
+            check_keys(request.keys)
+            pinned = self._node.pins.pin(tenant.id, request.keys, request.time_to_live_ms)
+            return pb.PinResponse(
+                pin=pinned.pin, time_to_live_ms=pinned.time_to_live_ms, pinned=pinned.pinned
+            )
+        raise AssertionError
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802
+        """End pins."""
+        async with refusals(context):
+            tenant = self._gate.enter("unpin", context, request.tenant, len(request.pins))
+            return pb.UnpinResponse(ended=self._node.pins.unpin(tenant.id, request.pins))
+        raise AssertionError
+
+    def _states(self, tenant: bytes, blocks: Sequence[kvstore_pb2.BlockName]) -> list[pb.BlockState]:
+        store, now_ms = self._node.store, self._node.clock.wall_ms()
+        states = []
+        entries = store.lookup([(tenant, block.key) for block in blocks])
+        for block, entry in zip(blocks, entries, strict=True):
+            if entry is None:
+                states.append(pb.BlockState(miss=_miss(store.explain(tenant, block.key).miss)))
+                continue
+            slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
+            item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)
+            differs = mismatch(item, entry, now_ms)
+            states.append(
+                pb.BlockState(
+                    stored=differs is None,
+                    length=entry.length,
+                    expires_unix_ms=entry.expires_ms,
+                    miss=None
+                    if differs is None
+                    else kvstore_pb2.GetMiss(reason=differs[0], detail=differs[1]),
+                )
+            )
+        return states
+
+
+def _miss(miss: Miss) -> kvstore_pb2.GetMiss:
+    return kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail)
+
+
+def _check_layout(fingerprint: bytes) -> None:
+    if len(fingerprint) != FINGERPRINT_BYTES:
+        raise ProtocolError(f"A layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}.")
+
+
+def _explanation(told: Explanation) -> pb.Explanation:
+    gone = told.gone
+    if told.stored or gone is None:
+        return pb.Explanation(stored=told.stored, sentence=str(told))
+    return pb.Explanation(
+        gone=cast("pb.GoneReason", int(gone.reason)),
+        gone_unix_ms=gone.at_ms,
+        idle_ms=gone.idle_ms,
+        sentence=str(told),
+    )
+
+
+assert PREFIX_STEP_BLOCKS <= BATCH_BLOCKS_MAX

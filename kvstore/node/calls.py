@@ -1,0 +1,71 @@
+"""What all calls of the services have in common: errors as statuses, words of the proto as ours, ends that are awaited.
+
+What always holds: an error of the tree ends a call with its own status, and any other error is a bug, which gRPC says;
+a call that its client gave up doesn't stop what it had begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from kvstore.durability import Durability
+from kvstore.errors import KvError, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES
+from kvstore.wire.status import status_of, trailers_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from grpc.aio import ServicerContext
+
+__all__ = ["Context", "Ends", "check_keys", "durability_of", "refusals"]
+
+Context: TypeAlias = "ServicerContext[Any, Any]"
+T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def refusals(context: Context) -> AsyncIterator[None]:
+    """Let an error of ours end the call with its own status; any other is a bug, and gRPC says so."""
+    try:
+        yield
+    except KvError as error:
+        await context.abort(status_of(error), str(error), trailers_of(error))
+
+
+def durability_of(value: int) -> Durability:
+    """The durability that a message asks for; if it says none, `written`."""
+    try:
+        return Durability(value or Durability.WRITTEN)
+    except ValueError:
+        raise ProtocolError(f"There is no durability {value}.") from None
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Refuse a batch that is empty or too large, and keys that can't be."""
+    if not 1 <= len(keys) <= BATCH_BLOCKS_MAX:
+        raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(keys)}.")
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+
+
+class Ends(Generic[T]):
+    """The ends of a batch that the store reports, in whatever portions; awaited once, when all have come."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._ended: list[T] = []
+        self._all: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
+
+    def heard(self, ended: Sequence[T]) -> None:
+        """Take what the store reports."""
+        self._ended += ended
+        if len(self._ended) == self._count and not self._all.done():  # done: its call was given up
+            self._all.set_result(self._ended)
+
+    async def all(self) -> list[T]:
+        """All of them, in the order in which they ended."""
+        return await self._all

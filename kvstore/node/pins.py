@@ -1,0 +1,115 @@
+"""Pins: blocks that a tenant was promised for a time, so that no eviction takes them between a question and a get.
+
+What always holds: a pin ends by its time at the latest, whatever became of who asked for it; a tenant's pins are found
+by that tenant alone; all pins together hold no more than half of the store's drives, and one tenant's no more than half
+of that, so that puts always find something to evict.
+What it doesn't do: keep a block from being deleted, or from expiring; outlive the process; count a block once that two
+pins hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.errors import Overloaded, ProtocolError
+from kvstore.limits import PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX, PINS_MAX, PINS_OF_TENANT_MAX
+from kvstore.storage.eviction.items import Guard
+from kvstore.wire.record import record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.storage.keeping import Held
+    from kvstore.storage.store import Store
+
+__all__ = ["Pinned", "Pins"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """What became of a wish for a pin."""
+
+    pin: int  # 0: nothing was there to pin
+    time_to_live_ms: int
+    pinned: list[bool]
+
+
+@dataclass(slots=True)
+class _Pin:
+    held: list[Held]
+    size_bytes: int
+
+
+class Pins:
+    """All pins of a node."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._half_bytes = store.statistics().capacity_bytes // 2
+        self._of_tenant: dict[bytes, dict[int, _Pin]] = {}
+        self._deadlines: list[tuple[int, bytes, int]] = []  # a heap, with some that were ended before
+        self._bytes: dict[bytes, int] = {}
+        self.count = 0
+
+    def pin(self, tenant: bytes, keys: Sequence[bytes], time_to_live_ms: int) -> Pinned:
+        """Pin what is stored of these blocks; Overloaded, and nothing pinned, if that is more than may be."""
+        time_to_live_ms = min(time_to_live_ms or PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX)
+        names = [(tenant, key) for key in keys]
+        entries = self._store.lookup(names)
+        wanted_bytes = sum(record_bytes(entry.length) for entry in entries if entry is not None)
+        self._refuse_too_much(tenant, wanted_bytes)
+        held = self._store.hold(names, Guard.LEASE)
+        pin = _Pin([one for one in held if one is not None], wanted_bytes)
+        number = 0
+        if pin.held:
+            number = secrets.randbits(63) + 1
+            self._of_tenant.setdefault(tenant, {})[number] = pin
+            self._bytes[tenant] = self._bytes.get(tenant, 0) + wanted_bytes
+            deadline_ns = self._clock.monotonic_ns() + time_to_live_ms * 1_000_000
+            heapq.heappush(self._deadlines, (deadline_ns, tenant, number))
+            self.count += 1
+        return Pinned(number, time_to_live_ms, [one is not None for one in held])
+
+    def _refuse_too_much(self, tenant: bytes, wanted_bytes: int) -> None:
+        if self._bytes.get(tenant, 0) + wanted_bytes > self._half_bytes // 2:
+            raise Overloaded(f"A tenant pins at most {self._half_bytes // 2} bytes of this node at a time.")
+        if sum(self._bytes.values()) + wanted_bytes > self._half_bytes:
+            raise Overloaded(f"All tenants together pin at most {self._half_bytes} bytes of this node.")
+        mine = len(self._of_tenant.get(tenant, ()))
+        if mine >= PINS_OF_TENANT_MAX or self.count >= PINS_MAX:
+            raise Overloaded(
+                "There are as many pins as the node counts; let some end, or pin more at a time."
+            )
+
+    def unpin(self, tenant: bytes, pins: Sequence[int]) -> int:
+        """End pins of a tenant; returns how many had not ended yet."""
+        if len(pins) > PINS_OF_TENANT_MAX:
+            raise ProtocolError(f"A call ends at most {PINS_OF_TENANT_MAX} pins, not {len(pins)}.")
+        return sum(self._end(tenant, pin) for pin in pins)
+
+    def expire(self) -> None:
+        """End those whose time is over."""
+        now_ns = self._clock.monotonic_ns()
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, tenant, number = heapq.heappop(self._deadlines)
+            self._end(tenant, number)
+
+    def _end(self, tenant: bytes, number: int) -> bool:
+        mine = self._of_tenant.get(tenant, {})
+        pin = mine.pop(number, None)
+        if pin is None:
+            return False
+        self._bytes[tenant] -= pin.size_bytes
+        if not mine:
+            del self._of_tenant[tenant], self._bytes[tenant]
+        self.count -= 1
+        if len(self._deadlines) > 2 * self.count + PINS_OF_TENANT_MAX:  # most of them were ended
+            self._deadlines = [one for one in self._deadlines if one[2] in self._of_tenant.get(one[1], ())]
+            heapq.heapify(self._deadlines)
+        self._store.release(pin.held, Guard.LEASE)
+        return True
