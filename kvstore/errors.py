@@ -13,6 +13,8 @@
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
     │   ├── Corrupt            bytes on the drive are not what was written
+    │   ├── NoSession          there is no session of this name
+    │   ├── SessionRefused     a step that can't be done to the session as it is
     │   ├── ReadOnly           the drive failed and takes no more writes
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
@@ -56,6 +58,7 @@ __all__ = [
     "KvError",
     "LayoutError",
     "LeaseExpired",
+    "NoSession",
     "NoSpace",
     "NodeUnavailable",
     "NotAuthenticated",
@@ -64,6 +67,7 @@ __all__ = [
     "PutFailed",
     "ReadOnly",
     "RuleError",
+    "SessionRefused",
     "StagingFull",
     "StorageError",
     "TableFull",
@@ -122,6 +126,14 @@ class NoSpace(StorageError):
 
 class Corrupt(StorageError):
     """Bytes on the drive are not what was written there."""
+
+
+class NoSession(StorageError):
+    """There is no session of this name."""
+
+
+class SessionRefused(StorageError):
+    """A step that can't be done to the session as it is: it has another length, is full, or would name what is gone."""
 
 
 class ReadOnly(StorageError):

@@ -65,8 +65,11 @@ __all__ = [
     "SESSION_BYTES",
     "SESSION_CHUNKS_MAX",
     "SESSION_CHUNK_BLOCKS",
+    "SESSION_LABEL_BYTES_MAX",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
+    "SESSION_TURNS_MAX",
+    "SESSION_TURN_TOKENS_MAX",
     "SHARES",
     "SLOTS_PER_CLIENT_MAX",
     "STORE_QUEUED_MAX",
@@ -103,6 +106,9 @@ SESSION_CHUNK_BLOCKS = (
 )
 SESSION_CHUNKS_MAX = 256
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
+SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
+SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
+SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 
 CLIENTS_MAX = 64
 TENANTS_MAX = 4096  # of a node

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Name
     from kvstore.storage.items import DeleteItem, DeletesDone, SessionItem, SessionsDone
-    from kvstore.storage.manifests import SessionName
+    from kvstore.storage.manifests import Listed, SessionName, Stored
     from kvstore.storage.placement import Placement
 
 __all__ = ["AllManifests", "Deletions", "SessionSteps"]
@@ -154,6 +154,10 @@ class AllManifests:
     def __init__(self, drives: Sequence[Drive]) -> None:
         self._manifests = [drive.manifests for drive in drives]
 
+    def get(self, name: SessionName) -> Stored | None:
+        """Find a session."""
+        return next((found for one in self._manifests if (found := one.get(name)) is not None), None)
+
     def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
         """Give a session's block keys, or some of them; None if there is no such session."""
         for manifests in self._manifests:
@@ -162,10 +166,8 @@ class AllManifests:
                 return keys
         return None
 
-    def of_user(
-        self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000
-    ) -> list[tuple[bytes, int]]:
-        """List a user's sessions with how many blocks each names, in order, from behind `after` on."""
+    def of_user(self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000) -> list[Listed]:
+        """List a user's sessions, in order, from behind `after` on."""
         found = (manifests.of_user(tenant, user, after, limit) for manifests in self._manifests)
         return sorted(chain.from_iterable(found))[:limit]
 

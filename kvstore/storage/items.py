@@ -121,7 +121,11 @@ class SessionStep(enum.Enum):
 
 
 class SessionItem(NamedTuple):
-    """A step of one session; those of one session are done in the order in which they came."""
+    """A step of one session; those of one session are done in the order in which they came.
+
+    An append is a turn, or the rest of the last one. With `first_block` it is done only if the session has just so many
+    blocks; if these keys stand there already, it was done before and is not done again.
+    """
 
     name: SessionName
     step: SessionStep
@@ -131,6 +135,11 @@ class SessionItem(NamedTuple):
     blocks: int = 0
     source: SessionName | None = None
     delete_blocks: bool = False
+    first_block: int | None = None
+    tokens: int = 0
+    at_ms: int = 0
+    continues: bool = False
+    label: bytes = b""  # what a new session is called
 
 
 class SessionDone(NamedTuple):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvstore.storage.index import Index, Name
 
-__all__ = ["Changed", "Manifests", "Place", "SessionName", "Stored"]
+__all__ = ["Changed", "Listed", "Manifests", "Place", "SessionName", "Stored"]
 
 _PLACE: Final = struct.Struct("<QIIQ")  # it begins like the rows of all records do
 _CHUNK: Final = struct.Struct("<QIIQI")  # place, then how many sessions name it
@@ -54,6 +54,17 @@ class Stored(NamedTuple):
 
     place: Place
     manifest: Manifest
+
+
+class Listed(NamedTuple):
+    """A session in a list."""
+
+    session: bytes
+    label: bytes
+    blocks: int
+    turns: int
+    tokens: int
+    at_ms: int  # when its last turn began; 0: it has none
 
 
 class Changed(NamedTuple):
@@ -92,11 +103,9 @@ class Manifests:
         keys += stored.manifest.tail
         return keys[first:until]
 
-    def of_user(
-        self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000
-    ) -> list[tuple[bytes, int]]:
-        """List a user's sessions with how many blocks each names, in order, from behind `after` on."""
-        found: list[tuple[bytes, int]] = []
+    def of_user(self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000) -> list[Listed]:
+        """List a user's sessions, in order, from behind `after` on."""
+        found: list[Listed] = []
         with self._index.reading() as transaction, transaction.cursor(self._index.sessions) as cursor:
             there = cursor.set_range(tenant + user + after)
             while there and len(found) < limit:
@@ -104,7 +113,7 @@ class Manifests:
                 if not name.startswith(tenant + user):
                     break
                 if (session := name[TENANT_BYTES + USER_BYTES :]) != after:
-                    found.append((session, _stored(row).manifest.blocks))
+                    found.append(_listed(session, _stored(row).manifest))
                 there = cursor.next()
         return found
 
@@ -233,6 +242,14 @@ class _Change:
             else:
                 self._transaction.delete(name, db=table)
                 self._unreferenced[key] = None
+
+
+def _listed(session: bytes, manifest: Manifest) -> Listed:
+    turns = manifest.turns
+    tokens = sum(turn.tokens for turn in turns)
+    return Listed(
+        session, manifest.label, manifest.blocks, len(turns), tokens, turns[-1].at_ms if turns else 0
+    )
 
 
 def _stored(row: Sequence[int] | bytes) -> Stored:

@@ -21,23 +21,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.durability import Durability
-from kvstore.errors import ReadOnly, StorageError
+from kvstore.errors import NoSession, ReadOnly, SessionRefused, StorageError
 from kvstore.limits import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
     KEY_BYTES,
-    SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
     TENANT_BYTES,
     USER_BYTES,
 )
 from kvstore.storage.eviction.items import Reason
+from kvstore.storage.growth import appended, longer, refuse_longer
 from kvstore.storage.items import SessionDone, SessionStep
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.writes import RecordWrite
-from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, session_key
+from kvstore.wire.manifest import Manifest, chunk_key, cut_turns, pack_manifest, session_key
 from kvstore.wire.record import Header, Kind, record_bytes
 from nic_offload.checksum import crc32c
 
@@ -150,11 +150,22 @@ class Sessions:
                 raise self._writes.stopped_again()
             if step.item.step is SessionStep.REMOVE:
                 self._remove(step)
+            elif (before := self._done_before(step.item)) is not None:
+                step.manifest = before
+                self._end(step)
             else:
                 self._write(step, self._wanted(step.item))
         except StorageError as error:
             step.error = error
             self._end(step)
+
+    def _done_before(self, item: SessionItem) -> Manifest | None:
+        """Give the session if it has been appended these keys already, at this place."""
+        stored = self._manifests.get(item.name)
+        if item.first_block is None or stored is None or stored.manifest.blocks == item.first_block:
+            return None
+        there = self._manifests.keys(item.name, item.first_block, item.first_block + len(item.keys))
+        return stored.manifest if there == list(item.keys) else None
 
     def _wanted(self, item: SessionItem) -> tuple[Manifest, list[bytes]]:
         """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
@@ -162,17 +173,16 @@ class Sessions:
         if item.step is SessionStep.APPEND:
             self._refuse_unknown([(name.tenant, key) for key in item.keys])
             stored = self._manifests.get(name)
-            manifest = stored.manifest if stored else Manifest(name.user, name.session, (), ())
-            return _longer(manifest, item.keys)
+            return appended(stored.manifest if stored else _empty(item), item)
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
-            raise StorageError("There is a session of this name already.")
+            raise SessionRefused("There is a session of this name already.")
         if source is None or source.tenant != name.tenant:
-            raise StorageError("There is no such session.")
+            raise NoSession("There is no such session.")
         if stored is None:
             return self._copied(source, item)
-        _refuse_longer(item.blocks, stored.manifest.blocks)
+        refuse_longer(item.blocks, stored.manifest.blocks)
         whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
         chunks = stored.manifest.chunks
         tail = (
@@ -180,17 +190,21 @@ class Sessions:
             if whole < len(chunks)
             else stored.manifest.tail
         )
-        return Manifest(name.user, name.session, chunks[:whole], tail[:rest]), []
+        label = item.label if item.step is SessionStep.FORK else stored.manifest.label
+        turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
+        return Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label), []
 
     def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
         """Fork what is on another drive: the chunks are written here as well."""
         for other in self._others if item.step is SessionStep.FORK else ():
-            keys = other.manifests.keys(source)
-            if keys is not None:
-                _refuse_longer(item.blocks, len(keys))
-                empty = Manifest(item.name.user, item.name.session, (), ())
-                return _longer(empty, keys[: item.blocks])
-        raise StorageError("There is no such session.")
+            stored = other.manifests.get(source)
+            if stored is not None:
+                refuse_longer(item.blocks, stored.manifest.blocks)
+                keys = other.manifests.keys(source, 0, item.blocks) or []
+                copy, payloads = longer(_empty(item), keys)
+                turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
+                return copy._replace(turns=turns), payloads
+        raise NoSession("There is no such session.")
 
     def _refuse_unknown(self, names: list[Name]) -> None:
         having: list[Index | Neighbour] = [self._index, *self._others]
@@ -198,7 +212,7 @@ class Sessions:
             names = [name for name, entry in zip(names, drive.lookup(names), strict=True) if entry is None]
             if not names:
                 return
-        raise StorageError("A session names only blocks that are stored; one of these is not.")
+        raise SessionRefused("A session names only blocks that are stored; one of these is not.")
 
     def _unreferenced(self, changed: Changed) -> Changed:
         """Leave out of what a change has set free the blocks that sessions on other drives name."""
@@ -375,24 +389,10 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def _empty(item: SessionItem) -> Manifest:
+    return Manifest(item.name.user, item.name.session, (), (), (), item.label)
+
+
 def _refuse(item: SessionItem) -> None:
     if tuple(map(len, item.name)) != _NAME_SIZES or any(len(key) != KEY_BYTES for key in item.keys):
         raise StorageError("A tenant, a user, a session or a key has the wrong size.")
-
-
-def _refuse_longer(wanted: int, blocks: int) -> None:
-    if not 0 <= wanted <= blocks:
-        raise StorageError(f"The session has {blocks} blocks, fewer than {wanted}.")
-
-
-def _longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[bytes]]:
-    """Append; what fills a chunk becomes one."""
-    if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
-        raise StorageError(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
-    tail = [*manifest.tail, *keys]
-    payloads = []
-    while len(tail) >= SESSION_CHUNK_BLOCKS:
-        payloads.append(b"".join(tail[:SESSION_CHUNK_BLOCKS]))
-        del tail[:SESSION_CHUNK_BLOCKS]
-    chunks = (*manifest.chunks, *map(chunk_key, payloads))
-    return manifest._replace(chunks=chunks, tail=tuple(tail)), payloads

@@ -2,8 +2,8 @@
 
 It is pure. Bad bytes are None, never an exception: a recovery meets what a crash left.
 
-Always holds: what `parse_manifest` gives packs to the same bytes; a chunk's key is made of its keys, so equal
-chunks of a tenant are one.
+Always holds: what `parse_manifest` gives packs to the same bytes, and its turns follow each other without a gap from
+block 0 to the last; a chunk's key is made of its keys, so equal chunks of a tenant are one.
 
 It doesn't check CRCs, nor whether the blocks and chunks that are named exist.
 """
@@ -12,39 +12,58 @@ from __future__ import annotations
 
 import struct
 from hashlib import blake2b
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.limits import (
     KEY_BYTES,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
     SESSION_CHUNKS_MAX,
+    SESSION_LABEL_BYTES_MAX,
+    SESSION_TURNS_MAX,
     USER_BYTES,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "CHUNK_PAYLOAD_BYTES",
     "Manifest",
+    "Turn",
     "chunk_key",
+    "cut_turns",
     "pack_manifest",
     "parse_manifest",
     "session_key",
     "split_keys",
 ]
 
-_FIXED = struct.Struct("<16s16sII")
+_FIXED = struct.Struct("<16s16sIIII")
+_TURN = struct.Struct("<IIQ")
 CHUNK_PAYLOAD_BYTES = SESSION_CHUNK_BLOCKS * KEY_BYTES
 
 assert struct.calcsize("<16s16s") == USER_BYTES + SESSION_BYTES
 
 
+class Turn(NamedTuple):
+    """A turn of a session: it has the blocks from its first one to the next turn's."""
+
+    first_block: int
+    tokens: int  # whose KV its blocks hold
+    at_ms: int  # when it began, since 1970
+
+
 class Manifest(NamedTuple):
-    """A session: whose it is, its whole chunks by their keys, and the block keys behind them."""
+    """A session: whose it is, its whole chunks by their keys, the block keys behind them, its turns, its label."""
 
     user: bytes
     session: bytes
     chunks: tuple[bytes, ...]
     tail: tuple[bytes, ...]
+    turns: tuple[Turn, ...] = ()
+    label: bytes = b""
 
     @property
     def blocks(self) -> int:
@@ -67,20 +86,50 @@ def split_keys(joined: bytes) -> tuple[bytes, ...]:
     return tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
 
 
+def cut_turns(turns: Sequence[Turn], blocks: int, left: int) -> tuple[Turn, ...]:
+    """Give the turns of the first `left` of so many blocks.
+
+    Of a turn that loses blocks, the tokens are those in proportion, rounded down: exact if its blocks have as many
+    each, and no more than are there if only its last one had fewer.
+    """
+    kept = [turn for turn in turns if turn.first_block < left]
+    end = turns[len(kept)].first_block if len(kept) < len(turns) else blocks
+    if kept and end > left:
+        last = kept[-1]
+        kept[-1] = last._replace(tokens=last.tokens * (left - last.first_block) // (end - last.first_block))
+    return tuple(kept)
+
+
 def pack_manifest(manifest: Manifest) -> bytes:
     """Give a session's payload."""
-    fixed = _FIXED.pack(manifest.user, manifest.session, len(manifest.chunks), len(manifest.tail))
-    return b"".join((fixed, *manifest.chunks, *manifest.tail))
+    counts = map(len, (manifest.chunks, manifest.tail, manifest.turns, manifest.label))
+    fixed = _FIXED.pack(manifest.user, manifest.session, *counts)
+    turns = (_TURN.pack(*turn) for turn in manifest.turns)
+    return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label))
 
 
 def parse_manifest(payload: bytes) -> Manifest | None:
     """Read a session's payload; None if it is none."""
     if len(payload) < _FIXED.size:
         return None
-    user, session, chunks, tail = _FIXED.unpack_from(payload)
+    user, session, chunks, tail, turns, label = _FIXED.unpack_from(payload)
     if chunks > SESSION_CHUNKS_MAX or tail >= SESSION_CHUNK_BLOCKS:
         return None
-    if len(payload) != _FIXED.size + (chunks + tail) * KEY_BYTES:
+    if turns > SESSION_TURNS_MAX or label > SESSION_LABEL_BYTES_MAX:
         return None
-    keys = split_keys(payload[_FIXED.size :])
-    return Manifest(user, session, keys[:chunks], keys[chunks:])
+    turns_at = _FIXED.size + (chunks + tail) * KEY_BYTES
+    label_at = turns_at + turns * _TURN.size
+    if len(payload) != label_at + label:
+        return None
+    keys = split_keys(payload[_FIXED.size : turns_at])
+    read = tuple(map(Turn._make, _TURN.iter_unpack(payload[turns_at:label_at])))
+    manifest = Manifest(user, session, keys[:chunks], keys[chunks:], read, payload[label_at:])
+    return manifest if _follow_each_other(read, manifest.blocks) else None
+
+
+def _follow_each_other(turns: Sequence[Turn], blocks: int) -> bool:
+    """Tell whether there is a turn for every block, and a block in every turn."""
+    firsts = [turn.first_block for turn in turns]
+    if not firsts:
+        return blocks == 0
+    return firsts[0] == 0 and all(one < two for one, two in pairwise([*firsts, blocks]))

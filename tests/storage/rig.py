@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import select
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import crc32c as independent
 
@@ -199,6 +199,11 @@ class Rig:
         blocks: int = 0,
         source: int | None = None,
         delete_blocks: bool = False,
+        first_block: int | None = None,
+        tokens: int = 0,
+        at_ms: int = 0,
+        continues: bool = False,
+        label: str = "",
     ) -> int:
         tag = self._take_tag()
         item = SessionItem(
@@ -210,20 +215,27 @@ class Rig:
             blocks,
             None if source is None else SessionName(TENANT, USER, name(source)),
             delete_blocks,
+            first_block,
+            tokens,
+            at_ms,
+            continues,
+            label.encode(),
         )
         self.store.change_sessions([item], self._sessions_done)
         return tag
 
     def append(
-        self, number: int, keys: Sequence[int], durability: Durability = Durability.WRITTEN
+        self, number: int, keys: Sequence[int], durability: Durability = Durability.WRITTEN, **more: Any
     ) -> SessionDone:
-        return self._settled(self.start_step(number, SessionStep.APPEND, durability, keys=keys))
+        return self._settled(self.start_step(number, SessionStep.APPEND, durability, keys=keys, **more))
 
     def truncate(self, number: int, blocks: int) -> SessionDone:
         return self._settled(self.start_step(number, SessionStep.TRUNCATE, blocks=blocks))
 
-    def fork(self, number: int, source: int, blocks: int) -> SessionDone:
-        return self._settled(self.start_step(number, SessionStep.FORK, source=source, blocks=blocks))
+    def fork(self, number: int, source: int, blocks: int, *, label: str = "") -> SessionDone:
+        return self._settled(
+            self.start_step(number, SessionStep.FORK, source=source, blocks=blocks, label=label)
+        )
 
     def remove(self, number: int, *, delete_blocks: bool = False) -> SessionDone:
         return self._settled(self.start_step(number, SessionStep.REMOVE, delete_blocks=delete_blocks))

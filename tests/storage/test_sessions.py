@@ -159,8 +159,10 @@ def test_a_users_sessions_are_listed_in_pages(filled: Rig) -> None:
     manifests = filled.store.manifests
     assert manifests.of_user(TENANT, b"somebody--else!!") == []
     listed = manifests.of_user(TENANT, USER, limit=4)
-    listed += manifests.of_user(TENANT, USER, listed[-1][0], limit=4)
-    assert sorted(listed) == sorted((name(number), number) for number in range(1, 8))
+    listed += manifests.of_user(TENANT, USER, listed[-1].session, limit=4)
+    assert sorted((one.session, one.blocks) for one in listed) == sorted(
+        (name(number), number) for number in range(1, 8)
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple[bytes, ...], list[bytes]]]:
-    """(tenant, key) -> payload of every good block; (tenant, user, session) -> keys."""
+Session = tuple[list[bytes], list[tuple[int, ...]], bytes]  # keys, turns, label
+
+
+def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple[bytes, ...], Session]]:
+    """(tenant, key) -> payload of every good block; (tenant, user, session) -> what it is."""
     drive = path.read_bytes()
     superblocks = [page for page in (drive[:4096], drive[4096:8192]) if is_superblock(page)]
     superblock = max(superblocks, key=lambda page: int.from_bytes(page[88:96], "little"))
@@ -60,14 +63,16 @@ def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple
             assert record[1] == hashlib.blake2b(payload, digest_size=32, person=b"tkv chunk").digest()
             chunks[record] = payload
         position += pages * 4096
-    named: dict[tuple[bytes, ...], list[bytes]] = {}
+    named: dict[tuple[bytes, ...], Session] = {}
     for (tenant, _), (_, payload) in sessions.items():
-        many, few = struct.unpack_from("<II", payload, 32)
-        keys = [payload[at : at + 32] for at in range(40, 40 + 32 * (many + few), 32)]
+        many, few, turns, label = struct.unpack_from("<IIII", payload, 32)
+        keys = [payload[at : at + 32] for at in range(48, 48 + 32 * (many + few), 32)]
         joined = b"".join([*(chunks[tenant, one] for one in keys[:many]), *keys[many:]])
-        named[tenant, payload[:16], payload[16:32]] = [
-            joined[at : at + 32] for at in range(0, len(joined), 32)
-        ]
+        named[tenant, payload[:16], payload[16:32]] = (
+            [joined[at : at + 32] for at in range(0, len(joined), 32)],
+            [struct.unpack_from("<IIQ", payload, 48 + 32 * (many + few) + 16 * at) for at in range(turns)],
+            payload[len(payload) - label :],
+        )
     return {name: payload for name, (_, payload) in best.items()}, named
 
 
@@ -93,9 +98,9 @@ def test_a_stranger_reads_what_the_store_wrote(real: Rig, *, rolled: bool) -> No
     for number in range(1000, 1130):
         real.put(number, b"x")
         expected[TENANT, key(number)] = b"x"
-    real.append(1, range(1000, 1100))
-    real.append(1, range(1100, 1130))
-    real.fork(2, 1, 127)
+    real.append(1, range(1000, 1100), tokens=1600, at_ms=7, label="chat 1")
+    real.append(1, range(1100, 1130), tokens=480, at_ms=8)
+    real.fork(2, 1, 127, label="an attempt")
     real.append(3, [1000])
     real.remove(3)
     if rolled:  # what a killed process leaves is listed by the next opening
@@ -107,4 +112,7 @@ def test_a_stranger_reads_what_the_store_wrote(real: Rig, *, rolled: bool) -> No
     blocks, sessions = read_drive(real.data / "drive-0.kv")
     assert blocks == expected
     keys = [key(number) for number in range(1000, 1130)]
-    assert sessions == {(TENANT, USER, name(1)): keys, (TENANT, USER, name(2)): keys[:127]}
+    assert sessions == {
+        (TENANT, USER, name(1)): (keys, [(0, 1600, 7), (100, 480, 8)], b"chat 1"),
+        (TENANT, USER, name(2)): (keys[:127], [(0, 1600, 7), (100, 432, 8)], b"an attempt"),
+    }
