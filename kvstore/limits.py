@@ -51,15 +51,20 @@ __all__ = [
     "PINS_OF_TENANT_MAX",
     "PIN_TIMEOUT_MS",
     "PIN_TIMEOUT_MS_MAX",
+    "PREFETCHES_MAX",
+    "PREFETCH_AHEAD_BYTES",
     "PREFIX_STEP_BLOCKS",
     "PROTECTED_SESSIONS_MAX",
+    "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
+    "RESUME_BATCH_BLOCKS",
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_LISTED_MAX",
     "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
     "SESSION_BYTES",
@@ -97,6 +102,7 @@ BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
 LAYERS_MAX = 4096  # of a model
+RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
 RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least
 
 PREFIX_STEP_BLOCKS = 128  # of a prefix that lies on several drives are looked up at a time
@@ -109,6 +115,7 @@ SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
+SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64
 TENANTS_MAX = 4096  # of a node
@@ -151,6 +158,9 @@ READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more
 
+PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
+PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
+
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
 EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
 EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
@@ -160,6 +170,7 @@ TIMER_TICK_MS = 100  # blocks expire at most this late
 ROOM_WAIT_MS_MAX = 2_000  # that a put waits for the end of guards, when all that could go has one
 GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
 PROTECTED_SESSIONS_MAX = 4096
+PROTECTED_SESSIONS_OF_TENANT_MAX = 512
 SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
 SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
 
@@ -181,6 +192,9 @@ assert DRIVES_MAX * GENERATIONS_PER_DRIVE == GENERATION_MAX + 1
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert PREFETCH_AHEAD_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
+assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
+assert PROTECTED_SESSIONS_OF_TENANT_MAX <= PROTECTED_SESSIONS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
 assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits
 assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a link share 64 bits

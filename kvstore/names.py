@@ -8,12 +8,12 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from kvstore.limits import FINGERPRINT_BYTES, KEY_BYTES, TENANT_BYTES
+from kvstore.limits import FINGERPRINT_BYTES, KEY_BYTES, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["block_key", "layout_fingerprint", "tenant_name"]
+__all__ = ["block_key", "layout_fingerprint", "session_name", "tenant_name", "user_name"]
 
 
 def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
@@ -37,3 +37,13 @@ def layout_fingerprint(*parts: bytes) -> bytes:
 def tenant_name(tenant: str, salt: bytes) -> bytes:
     """A tenant as the drive knows him. The salt is the store's, so a stolen drive doesn't tell whose blocks it has."""
     return _digest(b"triggerkv tenant", TENANT_BYTES, [salt, tenant.encode()])
+
+
+def user_name(tenant: bytes, user: str) -> bytes:
+    """A user as the drive knows him; `tenant` is that of `tenant_name`, so this one is salted as well."""
+    return _digest(b"triggerkv user", USER_BYTES, [tenant, user.encode()])
+
+
+def session_name(user: bytes, session: str) -> bytes:
+    """A session as the drive knows it; `user` is that of `user_name`."""
+    return _digest(b"triggerkv sessio", SESSION_BYTES, [user, session.encode()])

@@ -5,6 +5,7 @@ from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.puts import ArmedPuts, Reservation
+from kvstore.client.sessions import ListedSession, Resumed, Session, SessionInfo, TurnInfo
 from kvstore.client.shards import ShardReader, Wanted
 
 __all__ = [
@@ -13,12 +14,17 @@ __all__ = [
     "Client",
     "Explained",
     "Hit",
+    "ListedSession",
     "Pin",
     "Prefix",
     "PutResult",
     "Reservation",
+    "Resumed",
+    "Session",
+    "SessionInfo",
     "ShardReader",
     "Stored",
     "Tls",
+    "TurnInfo",
     "Wanted",
 ]

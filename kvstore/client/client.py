@@ -14,7 +14,7 @@ with its reason, and never raises because a node is away; a reserve that can't b
 error; once a call has ended nothing of it writes to the caller's memory. A node that was away costs one call its
 deadline, and those after it nothing (`kvstore.client.breaker`).
 
-It doesn't know sessions, and talks to one node.
+It talks to one node. Sessions and what is asked about blocks have modules of their own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
 from kvstore.client.link import Link
 from kvstore.client.puts import Reservation, lease_deadline_ns
+from kvstore.client.sessions import SessionCalls
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -120,10 +121,12 @@ class Client(Handle):
         self._attaching = threading.Lock()
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
-        # What is asked and told about blocks without moving them stands in a module of its own.
+        # What is asked and told without moving a block stands in modules of its own.
         calls = BlockCalls(self._channel, self._calling, tenant, self._fingerprint)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin = calls.delete, calls.pin
+        sessions = SessionCalls(self, self._channel, self._calling)
+        self.session, self.sessions = sessions.one, sessions.of_user
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)
         self._pump.start()

@@ -113,6 +113,11 @@ class Fetches:
         self._queued.add(_Fetch(connection, request, next(self._tags)) for request in requests)
         self.pump()
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether any waits for its turn, or for the drive."""
+        return len(self._queued) > 0 or self._reading_bytes > 0
+
     def pump(self) -> None:
         """Send what is hot, and read ahead as far as the memory goes."""
         while not self._memory.pages.refused and (batch := self._next()):

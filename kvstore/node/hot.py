@@ -84,6 +84,17 @@ class HotPages:
             start = self._free.allocate(pages)
         return Piece(start, pages)
 
+    def take_unasked(self, pages: int) -> Piece | None:
+        """A piece to read into for somebody who has not asked yet: others are not to wait for that room."""
+        refused = self.refused
+        piece = None if refused else self.take(pages)
+        self.refused = refused
+        return piece
+
+    def has(self, generation: int) -> bool:
+        """Whether this record is kept. To ask is no use of it."""
+        return generation in self._probation or generation in self._protected
+
     def keep(self, piece: Piece, generation: int) -> None:
         """Its bytes are this record's: let others find it, unless they have it already."""
         if piece.generation or generation in self._probation or generation in self._protected:

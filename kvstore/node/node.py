@@ -37,6 +37,7 @@ from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
 from kvstore.node.pins import Pins
+from kvstore.node.prefetch import Prefetches
 from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
@@ -83,6 +84,7 @@ class Node:
         self.fetches = Fetches(fabric, store, self.hot, self._tags, clock)
         self.inline = InlineBlocks(store, self.hot, clock)
         self.pins = Pins(store, clock)
+        self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
@@ -94,6 +96,7 @@ class Node:
         """Do what only time brings about."""
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
         self.pins.expire()
+        self.prefetches.pump()
         self.store.poll()
 
     # --- connections
@@ -314,6 +317,7 @@ class Node:
 
     async def close(self) -> None:
         """Close all connections and wait, not for ever, until the drive has what had landed."""
+        self.prefetches.close()
         for connection in list(self._connections.values()):
             self.detach(connection)
         with contextlib.suppress(TimeoutError):

@@ -23,9 +23,10 @@ from kvstore.node.block_calls import BlocksService
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
+from kvstore.node.session_calls import SessionsService
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> None:
     """Let a server answer for a node."""
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
+    sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
 
 
 def _progress_shown_by(clock: Clock) -> Progress:

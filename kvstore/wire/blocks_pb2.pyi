@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b e5c541ff16c9866bda8b48e6cebb7503
+# Generated from proto sources with BLAKE2b c371c05dbcf230302b718de28631ae22
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

@@ -28,7 +28,7 @@ from kvstore.errors import (
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.node.tenants import token_digest
-from kvstore.wire import blocks_pb2, blocks_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire import blocks_pb2, blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
@@ -82,6 +82,7 @@ class Acme:
 def acme(guarded: NodeProcess) -> Iterator[Acme]:
     with Client(guarded.target, token="acme") as client, FlagWords.create(1) as flags:
         client.put_inline(KEY, b"a" * PAGE)
+        client.session("user", "chat").append([KEY, KEY], 32)
         kv = client.register(allocate(PAGE))
         reservation = client.reserve([Block(block_key(b"leased"), kv, 0, PAGE)])
         link = client._link
@@ -93,7 +94,10 @@ Stubs = Any  # of all services; no two have a call of the same name
 
 
 def stubs(channel: grpc.Channel) -> Stubs:
-    made = [make(channel) for make in (kvstore_pb2_grpc.KvStoreStub, blocks_pb2_grpc.BlocksStub)]
+    made = [
+        make(channel)
+        for make in (kvstore_pb2_grpc.KvStoreStub, blocks_pb2_grpc.BlocksStub, sessions_pb2_grpc.SessionsStub)
+    ]
     return SimpleNamespace(**{name: call for stub in made for name, call in vars(stub).items()})
 
 
@@ -137,6 +141,11 @@ def status(stub: Stubs, _: Acme, __: str, metadata: Any) -> Any:
     return stub.Status(pb.StatusRequest(), metadata=metadata, timeout=WAIT_S)
 
 
+def pb_name(session: str) -> sessions_pb2.SessionName:
+    return sessions_pb2.SessionName(user="user", session=session)
+
+
+CHAT = pb_name("chat")
 # Calls that have one request, and the tenant in it.
 REQUESTS = {
     "Exists": blocks_pb2.ExistsRequest(blocks=[NAME]),
@@ -145,13 +154,28 @@ REQUESTS = {
     "Explain": blocks_pb2.ExplainRequest(keys=[KEY]),
     "Pin": blocks_pb2.PinRequest(keys=[KEY]),
     "Unpin": blocks_pb2.UnpinRequest(pins=[1]),
+    "AppendSession": sessions_pb2.AppendSessionRequest(name=CHAT, keys=[KEY], tokens=16),
+    "GetSession": sessions_pb2.GetSessionRequest(name=CHAT, blocks=9),
+    "ListSessions": sessions_pb2.ListSessionsRequest(user="user"),
+    "ForkSession": sessions_pb2.ForkSessionRequest(source=CHAT),
+    "TruncateSession": sessions_pb2.TruncateSessionRequest(name=CHAT, blocks=1),
+    "RemoveSession": sessions_pb2.RemoveSessionRequest(name=CHAT, delete_blocks=True),
+    "ProtectSession": sessions_pb2.ProtectSessionRequest(name=CHAT, blocks=1),
+    "UnprotectSession": sessions_pb2.UnprotectSessionRequest(name=CHAT),
+    "PrefetchSession": sessions_pb2.PrefetchSessionRequest(name=CHAT),
 }
 
 
 def of_tenant(name: str) -> Callable[[Stubs, Acme, str, Any], Any]:
     def call(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
         request: Any = type(REQUESTS[name]).FromString(REQUESTS[name].SerializeToString())
-        request.tenant = tenant
+        if name == "ForkSession":
+            request.name.CopyFrom(pb_name(f"fork {tenant}"))
+            request.source.tenant = request.name.tenant = tenant
+        elif hasattr(request, "name"):
+            request.name.tenant = tenant
+        else:
+            request.tenant = tenant
         return getattr(stub, name)(request, metadata=metadata, timeout=WAIT_S)
 
     return call
@@ -167,7 +191,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Status": status,
     **{name: of_tenant(name) for name in REQUESTS},
 }
-FILES = (pb, blocks_pb2)
+FILES = (pb, blocks_pb2, sessions_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
 BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
 # And this concerns no tenant.

@@ -1,0 +1,311 @@
+"""Sessions as a client sees them: appended turn by turn, resumed on any process, forked, cut and removed.
+
+What always holds: an append that is tried again after its answer was lost is done once; a resume either brings every
+block of the session into the caller's memory or gives a Miss with how much of its beginning is usable, and never raises
+because a node is away; every call ends within its deadline. An append of more blocks than a call may name is several
+steps: if one fails, the turn has fewer blocks and no tokens until it is tried again.
+What it doesn't do: put blocks, which comes before they are appended; know what tokens there are, but for their number.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from kvstore.client.blocks import Hit
+from kvstore.clock import SystemClock
+from kvstore.durability import Durability
+from kvstore.errors import (
+    DeadlineExceeded,
+    KvError,
+    NodeUnavailable,
+    NoSession,
+    Overloaded,
+    ProtocolError,
+)
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    FETCH_TIMEOUT_MS,
+    RESUME_BATCH_BLOCKS,
+    RPC_TIMEOUT_MS,
+    SESSION_BLOCKS_MAX,
+)
+from kvstore.miss import Miss, MissReason
+from kvstore.wire import sessions_pb2 as pb
+from kvstore.wire import sessions_pb2_grpc
+from kvstore.wire.manifest import Turn, cut_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    import grpc
+
+    from kvstore.client.blocks import Block
+    from kvstore.client.client import Client
+    from kvstore.layout import Layout
+    from kvstore.wire import kvstore_pb2
+
+__all__ = ["ListedSession", "Resumed", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
+
+_TIMEOUT_S = RPC_TIMEOUT_MS / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInfo:
+    """A turn: its blocks and its tokens, each from the first to the one behind the last."""
+
+    blocks: range
+    tokens: range
+    began_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """What a session is made of."""
+
+    blocks: int
+    tokens: int
+    turns: tuple[TurnInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSession:
+    """A session in a list."""
+
+    session: str
+    blocks: int
+    turns: int
+    tokens: int
+    last_turn_unix_ms: int  # 0: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a resume has brought. Only the first `usable_blocks` of the memory hold what they should."""
+
+    blocks: int  # of the session
+    tokens: int
+    usable_blocks: int
+    usable_tokens: int
+    miss: Miss | None  # of the first block that did not come; None: all did
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the session."""
+        return self.miss is None
+
+
+class SessionCalls:
+    """The calls of one client. Any thread."""
+
+    def __init__(
+        self,
+        client: Client,
+        channel: grpc.Channel,
+        calling: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.client = client
+        self.calling = calling
+        self.stub = sessions_pb2_grpc.SessionsStub(channel)  # type: ignore[no-untyped-call]
+
+    def of_user(self, user: str) -> Iterator[ListedSession]:
+        """All sessions of a user; what is removed or made meanwhile may or may not be among them."""
+        token = b""
+        while True:
+            request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
+            with self.calling("Listing sessions"):
+                page = self.stub.ListSessions(request, timeout=_TIMEOUT_S)
+            for one in page.sessions:
+                yield ListedSession(one.session, one.blocks, one.turns, one.tokens, one.last_turn_unix_ms)
+            token = page.next_page_token
+            if not token:
+                return
+
+    def one(self, user: str, name: str) -> Session:
+        """One session, whether it is there or not. The node is not called."""
+        return Session(self, user, name)
+
+
+class Session:
+    """One session of one user. Appends of one such object come one after the other."""
+
+    def __init__(self, calls: SessionCalls, user: str, name: str) -> None:
+        self.user = user
+        self.name = name
+        self._calls = calls
+        self._name = pb.SessionName(tenant=calls.client.tenant, user=user, session=name)
+        self._blocks: int | None = None  # how many it has, as far as we know
+
+    def append(
+        self, keys: Sequence[bytes], tokens: int, *, durability: Durability = Durability.WRITTEN
+    ) -> int:
+        """Name blocks, which are stored, as a turn of so many tokens; returns how many blocks the session has now.
+
+        SessionRefused, and nothing done, if somebody else has changed the session since this object last saw it (`info`
+        looks again), or if a block is not stored.
+        """
+        if not keys:
+            raise ProtocolError("A turn has a block at least.")
+        if self._blocks is None:
+            self._look()
+        first = self._blocks or 0
+        for at in range(0, len(keys), BATCH_BLOCKS_MAX):
+            some = keys[at : at + BATCH_BLOCKS_MAX]
+            is_last = at + len(some) == len(keys)
+            request = pb.AppendSessionRequest(
+                name=self._name,
+                keys=some,
+                tokens=tokens if is_last else 0,
+                first_block=first + at,
+                continues=at > 0,
+                durability=_message(durability),
+            )
+            with self._calls.calling("Appending to a session"):
+                self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S)
+        self._blocks = first + len(keys)
+        return self._blocks
+
+    def _look(self) -> None:
+        try:
+            self.info()
+        except NoSession:
+            self._blocks = 0
+
+    def info(self) -> SessionInfo:
+        """What it is made of; NoSession if it is not there."""
+        answer = self._get(0)
+        turns = _turns(answer)
+        told, token = [], 0
+        for turn, end in zip(turns, [*(one.first_block for one in turns[1:]), answer.blocks], strict=True):
+            told.append(TurnInfo(range(turn.first_block, end), range(token, token + turn.tokens), turn.at_ms))
+            token += turn.tokens
+        return SessionInfo(answer.blocks, token, tuple(told))
+
+    def keys(self) -> list[bytes]:
+        """The keys of its blocks, in order."""
+        return list(self._get(SESSION_BLOCKS_MAX).keys)
+
+    def _get(self, blocks: int, timeout_s: float = _TIMEOUT_S) -> pb.GetSessionResponse:
+        with self._calls.calling("Asking for a session"):
+            request = pb.GetSessionRequest(name=self._name, blocks=blocks)
+            answer: pb.GetSessionResponse = self._calls.stub.GetSession(request, timeout=timeout_s)
+        self._blocks = answer.blocks
+        return answer
+
+    def fork(
+        self,
+        name: str,
+        *,
+        user: str | None = None,
+        blocks: int | None = None,
+        durability: Durability = Durability.WRITTEN,
+    ) -> Session:
+        """Make a session of this one's first blocks, or of all; they go their own ways from there."""
+        fork = Session(self._calls, self.user if user is None else user, name)
+        request = pb.ForkSessionRequest(
+            source=self._name, name=fork._name, blocks=blocks, durability=_message(durability)
+        )
+        with self._calls.calling("Forking a session"):
+            fork._blocks = self._calls.stub.ForkSession(request, timeout=_TIMEOUT_S).blocks
+        return fork
+
+    def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
+        """Let it name its first blocks only. The others stay where they are."""
+        request = pb.TruncateSessionRequest(name=self._name, blocks=blocks, durability=_message(durability))
+        with self._calls.calling("Truncating a session"):
+            self._blocks = self._calls.stub.TruncateSession(request, timeout=_TIMEOUT_S).blocks
+
+    def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
+        """Forget it, and with it, if so asked, the blocks that no other session names; returns how many those are."""
+        request = pb.RemoveSessionRequest(
+            name=self._name, delete_blocks=delete_blocks, durability=_message(durability)
+        )
+        with self._calls.calling("Removing a session"):
+            answer = self._calls.stub.RemoveSession(request, timeout=_TIMEOUT_S)
+        self._blocks = 0
+        return int(answer.unreferenced)
+
+    def protect(self, blocks: int = 0) -> None:
+        """Keep its first blocks from being evicted, or all, those to come as well, while the node's process lives."""
+        with self._calls.calling("Protecting a session"):
+            request = pb.ProtectSessionRequest(name=self._name, blocks=blocks)
+            self._calls.stub.ProtectSession(request, timeout=_TIMEOUT_S)
+
+    def unprotect(self) -> bool:
+        """Let its blocks go again; returns whether they were protected."""
+        with self._calls.calling("Ending a session's protection"):
+            request = pb.UnprotectSessionRequest(name=self._name)
+            return bool(self._calls.stub.UnprotectSession(request, timeout=_TIMEOUT_S).was_protected)
+
+    def prefetch(self) -> int:
+        """Have the node read its first blocks into its memory, and don't wait; returns how many there is a share for."""
+        with self._calls.calling("Prefetching a session"):
+            request = pb.PrefetchSessionRequest(name=self._name)
+            return int(self._calls.stub.PrefetchSession(request, timeout=_TIMEOUT_S).blocks)
+
+    def resume(
+        self,
+        place: Callable[[int, bytes], Block],
+        *,
+        layout: Layout | None = None,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+    ) -> Resumed:
+        """Bring its blocks into memory, in order, each where `place(number, key)` says.
+
+        They are pinned meanwhile, so that no eviction takes one in between, unless they are more than a tenant may pin.
+        """
+        clock = SystemClock()
+        until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
+
+        def left_s() -> float:
+            return max(0.0, (until_ns - clock.monotonic_ns()) / 1e9)
+
+        try:
+            session = self._get(SESSION_BLOCKS_MAX, min(timeout_s, _TIMEOUT_S))
+        except NoSession as error:
+            return Resumed(0, 0, 0, 0, Miss(MissReason.UNKNOWN, str(error)))
+        except Overloaded as error:
+            return Resumed(0, 0, 0, 0, Miss(MissReason.BUSY, str(error)))
+        except (NodeUnavailable, DeadlineExceeded) as error:
+            return Resumed(0, 0, 0, 0, Miss(MissReason.NODE_AWAY, str(error)))
+        usable, miss = 0, None
+        with ExitStack() as held:
+            try:
+                if session.keys:
+                    time_to_live_ms = max(1, int(timeout_s * 1000))
+                    held.enter_context(self._calls.client.pin(session.keys, time_to_live_ms=time_to_live_ms))
+            except KvError:  # what is not pinned may miss, and then says so
+                pass
+            while miss is None and usable < len(session.keys):
+                keys = session.keys[usable : usable + RESUME_BATCH_BLOCKS]
+                blocks = [_placed(place, usable + at, key) for at, key in enumerate(keys)]
+                for outcome in self._calls.client.get(blocks, layout=layout, timeout_s=left_s()):
+                    if not isinstance(outcome, Hit):
+                        miss = outcome
+                        break
+                    usable += 1
+        turns = _turns(session)
+        return Resumed(
+            session.blocks,
+            sum(turn.tokens for turn in turns),
+            usable,
+            sum(turn.tokens for turn in cut_turns(turns, session.blocks, usable)),
+            miss,
+        )
+
+
+def _placed(place: Callable[[int, bytes], Block], number: int, key: bytes) -> Block:
+    block = place(number, key)
+    if block.key != key:
+        raise ProtocolError(f"Block {number} of the session was given a place under another key.")
+    return block
+
+
+def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:
+    return tuple(Turn(one.first_block, one.tokens, one.began_unix_ms) for one in session.turns)
+
+
+def _message(durability: Durability) -> kvstore_pb2.Durability:
+    return cast("kvstore_pb2.Durability", int(durability))

@@ -1,0 +1,132 @@
+"""Prefetches: blocks that somebody will want soon are read into the hot memory while nobody waits for others.
+
+What always holds: a prefetch never reads while a fetch waits for the drive, and has no more than `PREFETCH_AHEAD_BYTES`
+of it at a time; one asks for no more than an eighth of the hot memory, and takes room only from what is not in use;
+tenants take turns. What was prefetched and is never asked for is the first to make room.
+It promises nothing: a block that is gone, or that finds no room, is left out, and nobody is told. It checks no payload:
+whoever sends one does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import Overloaded
+from kvstore.limits import PAGE_BYTES, PREFETCH_AHEAD_BYTES, PREFETCHES_MAX, PREFIX_STEP_BLOCKS, SHARES
+from kvstore.node.fair import FairQueue
+from kvstore.node.landing import pages_of
+from kvstore.storage.items import GetItem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from kvstore.node.hot import HotMemory, Piece
+    from kvstore.storage.items import GetDone
+    from kvstore.storage.store import Store
+
+__all__ = ["Prefetches"]
+
+
+class _Wanted(NamedTuple):
+    """A block that waits to be read."""
+
+    tenant: bytes
+    flow: Hashable
+    key: bytes
+    fingerprint: bytes
+    length: int
+    generation: int
+    size_bytes: int
+
+
+class Prefetches:
+    """All of a node's."""
+
+    def __init__(self, store: Store, memory: HotMemory, is_wanted_elsewhere: Callable[[], bool]) -> None:
+        """`is_wanted_elsewhere` is whether somebody waits for the drive, or for memory."""
+        self._store = store
+        self._memory = memory
+        self._is_wanted_elsewhere = is_wanted_elsewhere
+        self._queued: FairQueue[_Wanted] = FairQueue()
+        self._left: dict[tuple[bytes, Hashable], int] = {}  # of each prefetch, how many of its blocks wait
+        self._reading: dict[int, Piece] = {}
+        self._reading_bytes = 0
+        self._tag = 0
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def add(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes]) -> int:
+        """Queue a session's first blocks, as many as there is a share for; returns how many of them that is."""
+        if (tenant, flow) in self._left:  # it is asked for again before it has been done: it is done anew
+            self._queued.drop(tenant, flow)
+            del self._left[tenant, flow]
+        mine = sum(1 for whose, _ in self._left if whose == tenant)
+        if len(self._left) >= PREFETCHES_MAX or mine >= PREFETCHES_MAX // SHARES:
+            raise Overloaded("As many sessions wait to be prefetched as the node takes; fetch it instead.")
+        wanted = self._first_of(tenant, flow, keys)
+        if wanted:
+            self._left[tenant, flow] = len(wanted)
+            self._queued.add(wanted)
+            self.pump()
+        return len(wanted)
+
+    def _first_of(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes]) -> list[_Wanted]:
+        """Give the blocks up to the first gap, which nobody can use anything behind, and up to the share."""
+        left_bytes = self._memory.size_bytes // SHARES
+        wanted: list[_Wanted] = []
+        for first in range(0, len(keys), PREFIX_STEP_BLOCKS):
+            step = keys[first : first + PREFIX_STEP_BLOCKS]
+            for key, entry in zip(step, self._store.lookup([(tenant, key) for key in step]), strict=True):
+                if entry is None:
+                    return wanted
+                size_bytes = pages_of(entry.length) * PAGE_BYTES
+                left_bytes -= size_bytes
+                if left_bytes < 0:
+                    return wanted
+                wanted.append(
+                    _Wanted(tenant, flow, key, entry.fingerprint, entry.length, entry.generation, size_bytes)
+                )
+        return wanted
+
+    def close(self) -> None:
+        """Read no more than what is being read."""
+        self._queued = FairQueue()
+        self._left.clear()
+
+    def pump(self) -> None:
+        """Read on, unless somebody else waits."""
+        reads: list[GetItem] = []
+        while self._reading_bytes < PREFETCH_AHEAD_BYTES and not self._is_wanted_elsewhere():
+            one = self._queued.take(lambda _: True)
+            if one is None:
+                break
+            self._forget_one(one)
+            if not self._memory.pages.has(one.generation):
+                piece = self._memory.pages.take_unasked(pages_of(one.length))
+                if piece is not None:
+                    reads.append(self._read(one, piece))
+        if reads:
+            self._store.get(reads, self._arrived)
+
+    def _read(self, one: _Wanted, piece: Piece) -> GetItem:
+        self._tag += 1
+        self._reading[self._tag] = piece
+        self._reading_bytes += one.size_bytes
+        address = self._memory.address(piece)
+        return GetItem(one.tenant, one.key, one.fingerprint, one.length, address, one.size_bytes, self._tag)
+
+    def _forget_one(self, one: _Wanted) -> None:
+        name = one.tenant, one.flow
+        self._left[name] -= 1
+        if not self._left[name]:
+            del self._left[name]
+
+    def _arrived(self, batch: Sequence[GetDone]) -> None:
+        for done in batch:
+            piece = self._reading.pop(done.tag)
+            self._reading_bytes -= piece.pages * PAGE_BYTES
+            if done.miss is None:
+                self._memory.pages.keep(piece, done.generation)
+            self._memory.pages.release(piece)
+        self.pump()

@@ -1,0 +1,240 @@
+"""The service Sessions: what a user's conversation was made of, turn by turn.
+
+What always holds: a call sees the sessions of its caller's tenant and no others, since a session's name on the drive
+has the tenant's in it; steps of one session are done one after the other, each whole or not at all.
+What it doesn't do: move a block's bytes, or know what is in them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import NoSession, Overloaded, ProtocolError
+from kvstore.limits import (
+    PROTECTED_SESSIONS_OF_TENANT_MAX,
+    SESSION_BLOCKS_MAX,
+    SESSION_BYTES,
+    SESSION_LABEL_BYTES_MAX,
+    SESSIONS_LISTED_MAX,
+)
+from kvstore.names import session_name, user_name
+from kvstore.node.calls import Ends, check_keys, durability_of, refusals
+from kvstore.storage.items import SessionItem, SessionStep
+from kvstore.storage.manifests import SessionName
+from kvstore.wire import sessions_pb2 as pb
+from kvstore.wire import sessions_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+    from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenant
+    from kvstore.storage.items import SessionDone
+    from kvstore.storage.manifests import Stored
+
+__all__ = ["SessionsService"]
+
+
+class SessionsService(sessions_pb2_grpc.SessionsServicer):
+    """One node's."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node = node
+        self._gate = gate
+        self._protected: dict[bytes, set[SessionName]] = {}  # by tenant
+
+    async def AppendSession(  # noqa: N802 - named by the proto, like all that follow
+        self, request: pb.AppendSessionRequest, context: Context
+    ) -> pb.AppendSessionResponse:
+        """Name blocks as a turn."""
+        async with refusals(context):
+            tenant = self._enter("append session", context, request.name, len(request.keys))
+            check_keys(request.keys)
+            item = SessionItem(
+                _name(tenant, request.name),
+                SessionStep.APPEND,
+                _kept(request.durability),
+                0,
+                keys=list(request.keys),
+                first_block=request.first_block if request.HasField("first_block") else None,
+                tokens=request.tokens,
+                at_ms=self._node.clock.wall_ms(),
+                continues=request.continues,
+                label=request.name.session.encode(),
+            )
+            return pb.AppendSessionResponse(blocks=(await self._do(item)).blocks)
+        raise AssertionError
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
+        """Say what a session is made of."""
+        async with refusals(context):
+            name = _name(self._enter("get session", context, request.name), request.name)
+            manifest = self._stored(name).manifest
+            keys = None
+            if request.blocks:
+                until = request.first_block + request.blocks
+                keys = self._node.store.manifests.keys(name, request.first_block, until)
+            return pb.GetSessionResponse(
+                blocks=manifest.blocks,
+                turns=[
+                    pb.Turn(first_block=turn.first_block, tokens=turn.tokens, began_unix_ms=turn.at_ms)
+                    for turn in manifest.turns
+                ],
+                keys=keys,
+            )
+        raise AssertionError
+
+    async def ListSessions(  # noqa: N802
+        self, request: pb.ListSessionsRequest, context: Context
+    ) -> pb.ListSessionsResponse:
+        """List a user's sessions."""
+        async with refusals(context):
+            tenant = self._gate.enter("list sessions", context, request.tenant)
+            _check_text("user", request.user)
+            if len(request.page_token) not in {0, SESSION_BYTES}:
+                raise ProtocolError("The page token is not one of a list of sessions.")
+            limit = min(request.page_size or SESSIONS_LISTED_MAX, SESSIONS_LISTED_MAX)
+            user = user_name(tenant.id, request.user)
+            found = self._node.store.manifests.of_user(tenant.id, user, request.page_token, limit + 1)
+            page = found[:limit]
+            return pb.ListSessionsResponse(
+                sessions=[
+                    pb.ListedSession(
+                        session=one.label.decode(errors="replace"),
+                        blocks=one.blocks,
+                        turns=one.turns,
+                        tokens=one.tokens,
+                        last_turn_unix_ms=one.at_ms,
+                    )
+                    for one in page
+                ],
+                next_page_token=page[-1].session if len(found) > limit else b"",
+            )
+        raise AssertionError
+
+    async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:  # noqa: N802
+        """Make a session of another one's first blocks."""
+        async with refusals(context):
+            tenant = self._enter("fork session", context, request.source)
+            if request.name.tenant != request.source.tenant:
+                raise ProtocolError("A session and its fork are of one tenant.")
+            source = _name(tenant, request.source)
+            item = SessionItem(
+                _name(tenant, request.name),
+                SessionStep.FORK,
+                _kept(request.durability),
+                0,
+                blocks=request.blocks if request.HasField("blocks") else self._stored(source).manifest.blocks,
+                source=source,
+                label=request.name.session.encode(),
+            )
+            return pb.ForkSessionResponse(blocks=(await self._do(item)).blocks)
+        raise AssertionError
+
+    async def TruncateSession(  # noqa: N802
+        self, request: pb.TruncateSessionRequest, context: Context
+    ) -> pb.TruncateSessionResponse:
+        """Let a session name its first blocks only."""
+        async with refusals(context):
+            name = _name(self._enter("truncate session", context, request.name), request.name)
+            item = SessionItem(
+                name, SessionStep.TRUNCATE, _kept(request.durability), 0, blocks=request.blocks
+            )
+            return pb.TruncateSessionResponse(blocks=(await self._do(item)).blocks)
+        raise AssertionError
+
+    async def RemoveSession(  # noqa: N802
+        self, request: pb.RemoveSessionRequest, context: Context
+    ) -> pb.RemoveSessionResponse:
+        """Forget a session."""
+        async with refusals(context):
+            tenant = self._enter("remove session", context, request.name)
+            name = _name(tenant, request.name)
+            item = SessionItem(
+                name, SessionStep.REMOVE, _kept(request.durability), 0, delete_blocks=request.delete_blocks
+            )
+            done = await self._do(item)
+            self._no_longer_protected(name)
+            self._gate.audit.note("remove session", tenant=tenant.name, peer=context.peer())
+            return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
+        raise AssertionError
+
+    async def ProtectSession(  # noqa: N802
+        self, request: pb.ProtectSessionRequest, context: Context
+    ) -> pb.ProtectSessionResponse:
+        """Keep a session's first blocks from being evicted."""
+        async with refusals(context):
+            name = _name(self._enter("protect session", context, request.name), request.name)
+            self._stored(name)
+            mine = self._protected.get(name.tenant, set())
+            if name not in mine and len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:
+                raise Overloaded(f"A tenant protects at most {PROTECTED_SESSIONS_OF_TENANT_MAX} sessions.")
+            if self._node.store.protect(name, request.blocks or SESSION_BLOCKS_MAX) is not None:
+                raise Overloaded("The node protects as many sessions as it can; end the protection of some.")
+            self._protected.setdefault(name.tenant, set()).add(name)
+            return pb.ProtectSessionResponse()
+        raise AssertionError
+
+    async def UnprotectSession(  # noqa: N802
+        self, request: pb.UnprotectSessionRequest, context: Context
+    ) -> pb.UnprotectSessionResponse:
+        """Let a session's blocks go again."""
+        async with refusals(context):
+            name = _name(self._enter("unprotect session", context, request.name), request.name)
+            self._no_longer_protected(name)
+            return pb.UnprotectSessionResponse(was_protected=self._node.store.unprotect(name) is None)
+        raise AssertionError
+
+    async def PrefetchSession(  # noqa: N802
+        self, request: pb.PrefetchSessionRequest, context: Context
+    ) -> pb.PrefetchSessionResponse:
+        """Begin to read a session's first blocks into memory."""
+        async with refusals(context):
+            name = _name(self._enter("prefetch session", context, request.name), request.name)
+            keys = self._node.store.manifests.keys(name)
+            if keys is None:
+                raise NoSession("There is no such session.")
+            return pb.PrefetchSessionResponse(blocks=self._node.prefetches.add(name.tenant, name, keys))
+        raise AssertionError
+
+    def _enter(self, what: str, context: Context, name: pb.SessionName, requests: int = 1) -> Tenant:
+        return self._gate.enter(what, context, name.tenant, requests)
+
+    def _stored(self, name: SessionName) -> Stored:
+        stored = self._node.store.manifests.get(name)
+        if stored is None:
+            raise NoSession("There is no such session.")
+        return stored
+
+    async def _do(self, item: SessionItem) -> SessionDone:
+        ends: Ends[SessionDone] = Ends(1)
+        self._node.store.change_sessions([item], ends.heard)
+        (done,) = await ends.all()
+        if done.error is not None:
+            raise done.error
+        return done
+
+    def _no_longer_protected(self, name: SessionName) -> None:
+        mine = self._protected.get(name.tenant, set())
+        mine.discard(name)
+        if not mine:
+            self._protected.pop(name.tenant, None)
+
+
+def _name(tenant: Tenant, name: pb.SessionName) -> SessionName:
+    _check_text("user", name.user)
+    _check_text("session", name.session)
+    user = user_name(tenant.id, name.user)
+    return SessionName(tenant.id, user, session_name(user, name.session))
+
+
+def _check_text(what: str, text: str) -> None:
+    if not 1 <= len(text.encode()) <= SESSION_LABEL_BYTES_MAX:
+        raise ProtocolError(
+            f"A {what}'s name has 1 to {SESSION_LABEL_BYTES_MAX} bytes, not {len(text.encode())}."
+        )
+
+
+def _kept(durability: int) -> Durability:
+    return max(durability_of(durability), Durability.WRITTEN)
