@@ -178,7 +178,8 @@ class Session:
         answer = self._get(0)
         turns = _turns(answer)
         told, token = [], 0
-        for turn, end in zip(turns, [*(one.first_block for one in turns[1:]), answer.blocks], strict=True):
+        ends = [*(turn.first_block for turn in turns), answer.blocks][1:]
+        for turn, end in zip(turns, ends, strict=True):
             told.append(TurnInfo(range(turn.first_block, end), range(token, token + turn.tokens), turn.at_ms))
             token += turn.tokens
         return SessionInfo(answer.blocks, token, tuple(told))
@@ -240,7 +241,7 @@ class Session:
             return bool(self._calls.stub.UnprotectSession(request, timeout=_TIMEOUT_S).was_protected)
 
     def prefetch(self) -> int:
-        """Have the node read its first blocks into its memory, and don't wait; returns how many there is a share for."""
+        """Have the node read its first blocks into its memory, and don't wait; returns how many that will be."""
         with self._calls.calling("Prefetching a session"):
             request = pb.PrefetchSessionRequest(name=self._name)
             return int(self._calls.stub.PrefetchSession(request, timeout=_TIMEOUT_S).blocks)
