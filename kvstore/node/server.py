@@ -24,6 +24,7 @@ from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
+from kvstore.node.standard import add_standard_services
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.config import NodeConfig
+    from kvstore.node.standard import Health
     from kvstore.storage.disk import Progress
 
 __all__ = ["add_services", "serve"]
@@ -50,11 +52,12 @@ _GRPC_OPTIONS = (
 )
 
 
-def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> None:
+def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
+    return add_standard_services(server, gate)
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
@@ -143,7 +146,8 @@ async def _serve(config: NodeConfig) -> None:
             tenants.load(config.tenants)
             loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
         server = grpc.aio.server(options=_GRPC_OPTIONS)
-        add_services(server, node, Gate(tenants, audit))
+        health = add_services(server, node, Gate(tenants, audit))
+        await health.begin()
         address = _listen(server, config)
         await server.start()
         statistics = store.statistics()
@@ -160,6 +164,7 @@ async def _serve(config: NodeConfig) -> None:
         print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
         await stop.wait()
         log.info("stopping")
+        await health.enter_graceful_shutdown()
         await node.close()
         await server.stop(_STOP_GRACE_S)
 

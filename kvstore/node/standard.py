@@ -1,0 +1,78 @@
+"""The standard services beside ours: health, by which supervisors see that a node serves, and reflection for tools.
+
+What always holds: `Check` of health needs no token and tells nothing but whether the node serves; whatever stays open
+or tells what calls there are (`Watch`, reflection) passes the gate like our own calls.
+A node whose drives have all failed serves on, because what is on them can be read: `Status` says more than health does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from kvstore.node.calls import refusals
+from kvstore.wire import blocks_pb2, kvstore_pb2, sessions_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc
+
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+
+__all__ = ["Health", "add_standard_services"]
+
+_OURS = tuple(
+    service.full_name
+    for file in (kvstore_pb2, blocks_pb2, sessions_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+)
+
+
+class Health(health.aio.HealthServicer):
+    """Whether the node serves; all of it or nothing."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    async def begin(self) -> None:
+        """Say that each service is there; the node as a whole is said to be from the beginning."""
+        for name in _OURS:
+            await self.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802 - the proto's name
+        """Say it again whenever it changes."""
+        async with refusals(context):
+            self._gate.enter("watch health", context)
+            await super().Watch(request, context)
+
+
+class _Reflection(reflection.aio.ReflectionServicer):
+    """What calls there are, for those who may make them."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__((*_OURS, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        self._gate = gate
+
+    # The stubs take an asynchronous generator for a coroutine.
+    async def ServerReflectionInfo(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        """Answer questions about services and messages."""
+        async with refusals(context):
+            self._gate.enter("reflection", context)
+            answers: Any = super().ServerReflectionInfo(request_iterator, context)
+            async for answer in answers:
+                yield answer
+
+
+def add_standard_services(server: grpc.aio.Server, gate: Gate) -> Health:
+    """Let a server answer for itself."""
+    said = Health(gate)
+    health_pb2_grpc.add_HealthServicer_to_server(said, server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(gate), server)  # type: ignore[no-untyped-call]
+    return said

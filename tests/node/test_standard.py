@@ -1,0 +1,75 @@
+"""Health and reflection: what every gRPC server has, and who may ask it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvstore.demo.node_process import NodeProcess
+from kvstore.node.tenants import token_digest
+from tests.conftest import SMALL_DRIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WAIT_S = 20.0
+ACME = (("authorization", "Bearer acme"),)
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[NodeProcess]:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
+    with NodeProcess(
+        tmp_path / "node", capacity=SMALL_DRIVE, arguments=("--tenants", str(tenants))
+    ) as running:
+        yield running
+
+
+def listed(channel: grpc.Channel, metadata: Any = None) -> list[str]:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=WAIT_S, metadata=metadata)
+    return [service.name for service in answer.list_services_response.service]
+
+
+def test_health_of_the_node_and_of_each_service_is_told_to_anybody(guarded: NodeProcess) -> None:
+    with grpc.insecure_channel(guarded.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "kvstore.v1.KvStore", "kvstore.v1.Blocks", "kvstore.v1.Sessions"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request, timeout=WAIT_S).status == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(service="another"), timeout=WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_what_stays_open_or_tells_of_calls_needs_a_token(guarded: NodeProcess) -> None:
+    with grpc.insecure_channel(guarded.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for call in (
+            lambda: next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)),
+            lambda: listed(channel),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S, metadata=ACME)
+        assert next(watch).status == SERVING
+        watch.cancel()
+        assert {"kvstore.v1.KvStore", "kvstore.v1.Blocks", "kvstore.v1.Sessions"} < set(listed(channel, ACME))
+
+
+def test_a_tool_finds_a_messages_fields_by_reflection(node: NodeProcess) -> None:
+    with grpc.insecure_channel(node.target) as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ask = reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvstore.v1.Sessions")
+        (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=WAIT_S)
+        (file, *_) = answer.file_descriptor_response.file_descriptor_proto
+        assert b"AppendSessionRequest" in file
