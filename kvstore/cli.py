@@ -69,6 +69,19 @@ def _fsck(arguments: argparse.Namespace) -> int:
     return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
 
 
+def _sessions(arguments: argparse.Namespace) -> int:
+    from kvstore.sessions_command import run
+
+    return run(
+        arguments.node,
+        arguments.user,
+        tenant=arguments.tenant,
+        token_file=arguments.token_file,
+        authorities=arguments.tls_authorities,
+        as_json=arguments.json,
+    )
+
+
 def _match(arguments: argparse.Namespace) -> int:
     from kvstore.match_command import run
 
@@ -158,6 +171,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
+
+    sessions = commands.add_parser(
+        "sessions",
+        help="list a user's sessions on a node",
+        description="List a user's sessions on a node, the one with the latest turn last.",
+    )
+    sessions.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
+    sessions.add_argument("--user", required=True, help="whose sessions; a node knows users by digests only")
+    sessions.add_argument("--tenant", default="", help="whose user, on a node that asks for no token")
+    sessions.add_argument("--token-file", type=Path, help="a file with the tenant's token")
+    sessions.add_argument(
+        "--tls-authorities", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
+    )
+    sessions.add_argument("--json", action="store_true", help="for programs")
+    sessions.set_defaults(run=_sessions)
 
     match = commands.add_parser(
         "match",
