@@ -57,6 +57,32 @@ def test_what_is_in_use_is_never_given_away() -> None:
     assert hot.find(1) is None
 
 
+def test_who_has_not_asked_yet_makes_nobody_wait() -> None:
+    freed = []
+    hot = HotPages(4, lambda: freed.append(True))
+    used = hot.take(3)
+    assert used is not None
+    assert hot.take_unasked(2) is None
+    assert not hot.refused, "fetches go on"
+    one = hot.take_unasked(1)
+    assert one is not None
+    hot.release(one)
+    assert hot.take(2) is None
+    assert hot.take_unasked(1) is None, "that room is for who was refused"
+    assert hot.refused
+    hot.release(used)
+    assert freed == [True]
+
+
+def test_to_ask_whether_a_record_is_kept_is_no_use_of_it() -> None:
+    hot = pages_of_size(4)
+    read(hot, 1)
+    before = hot.statistics()
+    assert hot.has(1)
+    assert not hot.has(2)
+    assert hot.statistics() == before
+
+
 def test_the_oldest_that_was_wanted_once_goes_first() -> None:
     hot = pages_of_size(4)
     for generation in (1, 2, 3, 4):
