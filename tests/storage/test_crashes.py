@@ -217,7 +217,7 @@ class Life:
             put = self.pending_puts.pop(tag)
             error = self.rig.put_done[tag].error
             if isinstance(error, NoSpace) and self.is_small:
-                # Records of sessions, which nobody evicts, may lie so on a drive of some forty pages that no room is left.
+                # Records of sessions, which nobody evicts, may lie so on so small a drive that no room is left.
                 continue
             assert error is None
             sure = (
