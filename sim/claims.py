@@ -126,4 +126,5 @@ def judge(preset: Preset) -> list[Verdict]:
 def judge_kv() -> list[tuple[str, bool, float]]:
     """The claim of Fig. 1 for each model: name, whether it holds, KV bytes over the model's."""
     rows = [footprint(entry, _FIG_1_TOKENS) for entry in {id(e): e for e in MODELS.values()}.values()]
-    return [(row.model, row.kv_per_model > 1, row.kv_per_model) for row in rows]
+    known = [(row.model, row.kv_per_model) for row in rows if row.kv_per_model is not None]
+    return [(name, ratio > 1, ratio) for name, ratio in known]

@@ -147,7 +147,7 @@ def read_config(path: Path) -> tuple[str, Layout, str]:
     if not isinstance(config, dict):
         raise OutOfRange("--config", str(path), "a config.json", "an object with the model's counts")
     named = config.get("_name_or_path") or path.resolve().parent.name
-    text = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
+    text: _Config = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     dtype = str(_first({**config, **text}, ("dtype", "torch_dtype")) or "bfloat16")
     dtype = _DTYPES.get(dtype, dtype)
     return str(named), layout_of(config), dtype if dtype in DTYPE_BITS else "fp16"

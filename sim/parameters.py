@@ -9,7 +9,7 @@ What it doesn't do: the settings of a run (size, chunk, drives, direction); thos
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sim.presets import Fit, Preset, Stages
 from sim.units import OutOfRange, require
@@ -91,14 +91,18 @@ def value_of(preset: Preset, name: str) -> float | None:
 
 def _with(preset: Preset, parameter: Parameter, value: float) -> Preset:
     fit = _fit_of(parameter.name)
+    part: dict[str, Any]
     if fit is not None:
-        changed = replace(getattr(preset.stages, fit[0]), **{fit[1]: value})
-        return replace(preset, stages=replace(preset.stages, **{fit[0]: changed}))
+        part = {fit[0]: replace(getattr(preset.stages, fit[0]), **{fit[1]: value})}
+        return replace(preset, stages=replace(preset.stages, **part))
+    part = {parameter.name: value}
     if parameter.name in Stages.__dataclass_fields__:
-        return replace(preset, stages=replace(preset.stages, **{parameter.name: value}))
+        return replace(preset, stages=replace(preset.stages, **part))
     now = getattr(preset, parameter.name)
-    new = bool(value) if isinstance(now, bool) else int(value) if parameter.whole else value
-    return replace(preset, **{parameter.name: new})
+    part = {
+        parameter.name: bool(value) if isinstance(now, bool) else int(value) if parameter.whole else value
+    }
+    return replace(preset, **part)
 
 
 def override(preset: Preset, assignments: Iterable[str]) -> Preset:

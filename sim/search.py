@@ -203,7 +203,7 @@ def coherent(candidates: list[Coherent]) -> list[Coherent]:
 
 
 # What one more number could be: how its weight grows with the messages and their bytes.
-EXTRAS = {
+EXTRAS: dict[str, Callable[[Coherent], Array]] = {
     "kappa, a factor on the CPU's copies": lambda reading: (
         reading.cpu_copies * STAGES.cpu_s_per_byte * _BYTES
     ),

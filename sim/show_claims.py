@@ -12,6 +12,8 @@ from sim.show import as_json, bar, table
 if TYPE_CHECKING:
     import argparse
 
+    from sim.curve import Direction
+
 __all__ = ["run_explain", "run_search"]
 
 
@@ -59,7 +61,8 @@ def run_search(arguments: argparse.Namespace) -> str:
     from sim import search  # noqa: PLC0415 - it needs numpy, explain does not
 
     literal = {}
-    for direction, unit in itertools.product(("put", "get"), ("ms", "s")):
+    directions: tuple[Direction, ...] = ("put", "get")
+    for direction, unit in itertools.product(directions, ("ms", "s")):
         found = search.literal(direction, unit, bar(f"2^30 combinations, {direction}, {unit}"))
         literal[f"{direction}, NVMe latency in {unit}"] = found
     spread = []
@@ -74,6 +77,8 @@ def run_search(arguments: argparse.Namespace) -> str:
     solved = search.with_one_extra(candidates, bar("coherent readings with one more number"))
     matching = {one.reading for one in solved}
     both = max(search.speedup_max(reading) for reading in candidates if reading.nvme == "both")
+    by_extra = {extra: [one for one in solved if one.extra == extra] for extra in search.EXTRAS}
+    by_extra = {extra: fitting for extra, fitting in by_extra.items() if fitting}
     document = {
         "combinations_each": search.COMBINATIONS,
         "combinations_that_match": literal,
@@ -85,9 +90,12 @@ def run_search(arguments: argparse.Namespace) -> str:
         "of_which_charge_the_drive_to_the_cpu_path_only": sum(one.nvme == "cpu" for one in matching),
         "speedup_max_with_the_drive_on_both_paths": both,
         "extras": {
-            extra: {"readings": len(rows), "low": min(r.low for r in rows), "high": max(r.high for r in rows)}
-            for extra in search.EXTRAS
-            if (rows := [one for one in solved if one.extra == extra])
+            extra: {
+                "readings": len(fitting),
+                "low": min(one.low for one in fitting),
+                "high": max(one.high for one in fitting),
+            }
+            for extra, fitting in by_extra.items()
         },
     }
     if arguments.as_json:
@@ -107,9 +115,9 @@ def run_search(arguments: argparse.Namespace) -> str:
         for key, where in (("both", "both paths"), ("cpu", "the CPU path only"), ("neither", "neither path"))
     ]
     lines = [
-        f"  - {extra}: {len(rows_)} readings, {min(r.low for r in rows_):.3g} to {max(r.high for r in rows_):.3g}"
-        for extra in search.EXTRAS
-        if (rows_ := [one for one in solved if one.extra == extra])
+        f"  - {extra}: {len(fitting)} readings, {min(one.low for one in fitting):.3g}"
+        f" to {max(one.high for one in fitting):.3g}"
+        for extra, fitting in by_extra.items()
     ]
     return "\n".join(
         [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sim import curve, parameters, presets, units
 from sim.show import as_csv, as_json, save, table
-from sim.svg import COLOURS, Chart, Series, figure, si
+from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 
 if TYPE_CHECKING:
     import argparse
@@ -71,7 +71,6 @@ def figures(chosen: Preset, setting: curve.Setting) -> str:
             Series("CPU-initiated", sizes, [p.cpu_s for p in points], marked=True, colour=COLOURS[1]),
             Series("triggered", sizes, [p.triggered_s for p in points], marked=True, colour=COLOURS[0]),
         ]
-        size_format, seconds_format = (lambda v: si(v, "B")), (lambda v: si(v, "s"))
         return [
             Chart(
                 f"{name}: how many times longer the CPU's way takes",
@@ -79,7 +78,7 @@ def figures(chosen: Preset, setting: curve.Setting) -> str:
                 "S = CPU time / triggered time",
                 ratio,
                 x_log=x_log,
-                x_format=size_format,
+                x_format=bytes_label,
                 y_format=lambda v: f"{v:g}",
                 y_from_zero=True,
                 rules=[(1.0, "S = 1: no gain")],
@@ -91,8 +90,8 @@ def figures(chosen: Preset, setting: curve.Setting) -> str:
                 seconds,
                 x_log=x_log,
                 y_log=x_log,
-                x_format=size_format,
-                y_format=seconds_format,
+                x_format=bytes_label,
+                y_format=seconds_label,
                 y_from_zero=True,
             ),
         ]
@@ -176,8 +175,9 @@ def run(arguments: argparse.Namespace) -> str:
         # A file of numbers has no room for sentences: the caveats stand in it as comments.
         notes = "".join(f"# {note}\n" for note in (f"preset {chosen.name}", *chosen.caveats))
         if arguments.stages:
-            head = ("size", "stage", "cpu_s", "triggered_s")
-            return notes + as_csv(head, _stage_rows(chosen, sizes, setting))
+            return notes + as_csv(
+                ("size", "stage", "cpu_s", "triggered_s"), _stage_rows(chosen, sizes, setting)
+            )
         lines = [
             (p.size_bytes, p.cpu_s, p.triggered_s, p.speedup, f) for p, f in zip(points, fair, strict=True)
         ]

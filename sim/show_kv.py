@@ -68,7 +68,7 @@ def figure_1(rows: Sequence[Footprint]) -> str:
                 "KV / model (logarithmic)",
                 names,
                 [("", [row.kv_per_model or float("nan") for row in rows])],
-                x_format=lambda v: f"{v:.2g}",
+                x_format=lambda v: f"{v:.3g}",
                 x_log=True,
                 rule=(1.0, "larger than the model"),
             ),

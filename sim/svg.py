@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["COLOURS", "Bars", "Chart", "Series", "figure", "si"]
+__all__ = ["COLOURS", "Bars", "Chart", "Series", "bytes_label", "figure", "seconds_label", "si"]
 
 # Told apart by people who don't see red and green apart, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -38,6 +38,16 @@ def si(value: float, unit: str = "") -> str:
     power = min(5, max(-4, math.floor(math.log10(abs(value)) / 3 + 1e-9)))
     prefix = {-4: "p", -3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}[power]
     return f"{value / 1000.0**power:.3g} {prefix}{unit}".strip()
+
+
+def bytes_label(value: float) -> str:
+    """For an axis of bytes."""
+    return si(value, "B")
+
+
+def seconds_label(value: float) -> str:
+    """For an axis of seconds; nobody says kiloseconds."""
+    return f"{value:,.0f} s" if value >= 1000 else si(value, "s")  # noqa: PLR2004 - where the prefix would begin
 
 
 @dataclass(frozen=True, slots=True)
