@@ -68,6 +68,53 @@ def _search(parser: argparse.ArgumentParser) -> None:
     _forms(parser, csv=False)
 
 
+def _replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="*.jsonl (Mooncake's format) or *.csv (BurstGPT's)")
+    parser.add_argument(
+        "--path",
+        action="append",
+        choices=("cpu", "triggered", "recompute"),
+        help="may be repeated (default: all three, side by side)",
+    )
+    parser.add_argument(
+        "--policy", default="lru", help="eviction: lru, or package.module:Class of the store's"
+    )
+    parser.add_argument(
+        "--decode-put-tokens",
+        type=int,
+        default=16,
+        help="an answer's KV goes out every so many (%(default)s)",
+    )
+    parser.add_argument("--always-get", action="store_true", help="fetch even where computing is faster")
+    parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
+    _cluster(parser)
+    _forms(parser, csv=False)
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="llama-3-70b", help="(default: %(default)s)")
+    parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
+    parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE.jsonl", help="(default: standard output)")
+    for name, kind, default, what in (
+        ("sessions", int, 1000, "how many"),
+        ("sessions-per-s", float, 1.0, "that begin a second"),
+        ("turns", float, 5.0, "of a session, mean"),
+        ("think-s", float, 40.0, "between an answer and the next question, mean seconds"),
+        ("system-tokens", int, 1024, "tokens of a system prompt"),
+        ("systems", int, 8, "system prompts that sessions share"),
+        ("turn-tokens", float, 600.0, "tokens of a question, mean"),
+        ("answer-tokens", float, 300.0, "tokens of an answer, mean"),
+        ("token-s", float, 0.03, "seconds a token of an answer"),
+        ("seed", int, 1, "the same one gives the same chats"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
+
+
 def _forms(parser: argparse.ArgumentParser, *, csv: bool = True) -> None:
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", dest="as_json", help="for programs")
@@ -80,6 +127,8 @@ _COMMANDS = {
     "curve": ("sim.show_curve", "run", _curve, "CPU-initiated against triggered transfer, by size"),
     "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
     "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
+    "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
+    "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
     "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),
 }
 

@@ -90,6 +90,7 @@ class Bars:
     x_format: Callable[[float], str] = si
     x_log: bool = False
     rule: tuple[float, str] | None = None  # a vertical line with a word
+    colours: Sequence[str] = COLOURS
 
 
 class _Axis:
@@ -272,7 +273,7 @@ def _bars(bars: Bars) -> list[str]:
             if not math.isfinite(row[g]) or (bars.x_log and row[g] <= 0):
                 continue
             end, y = axis(row[g]), top + i * thick
-            colour = COLOURS[i % len(COLOURS)]
+            colour = bars.colours[i % len(bars.colours)]
             width, height = max(0.5, end - base), max(0.5, thick - 1)
             parts += [
                 f'<rect x="{base:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>',
@@ -284,7 +285,8 @@ def _bars(bars: Bars) -> list[str]:
             _line(x, _TOP - 4, x, _HEIGHT - _BOTTOM, _INK, ' stroke-dasharray="4 3"'),
             _text(x + 4, _TOP - 4, bars.rule[1], size=11),
         ]
-    names = [(name, COLOURS[i % len(COLOURS)], False) for i, (name, _) in enumerate(bars.series) if name]
+    colours = bars.colours
+    names = [(name, colours[i % len(colours)], False) for i, (name, _) in enumerate(bars.series) if name]
     return [*parts, *_legend(names)]
 
 

@@ -36,6 +36,13 @@ struct train {
 	int64_t released, through;
 };
 
+/* Units under way, and the most there were in each bin. */
+struct backlog {
+	double units;
+	double *bins;
+	int64_t bin_count;
+};
+
 struct events {
 	struct event *heap;
 	int64_t heap_count, heap_room;
@@ -47,6 +54,7 @@ struct events {
 	int64_t train_count, train_room;
 	uint64_t made;
 	double bin_s, now_s;
+	struct backlog backlogs[EVENTS_KINDS];
 	const double *stream_units;
 	double *stream_done_s;
 };
@@ -134,6 +142,8 @@ void events_close(events *e)
 	}
 	for (i = 0; i < e->route_count; i++)
 		free(e->routes[i].steps);
+	for (i = 0; i < EVENTS_KINDS; i++)
+		free(e->backlogs[i].bins);
 	free(e->resources);
 	free(e->routes);
 	free(e->trains);
@@ -191,7 +201,7 @@ int64_t events_add_train(events *e, const struct events_train *terms)
 
 	if (terms->count < 1 || !(terms->interval_s >= 0) || !(terms->units >= 0) || !(terms->start_s >= e->now_s) ||
 	    terms->route_first < 0 || terms->route_count < 1 || terms->route_offset < 0 ||
-	    terms->route_first + terms->route_count > e->route_count)
+	    terms->route_first + terms->route_count > e->route_count || terms->kind < 0 || terms->kind >= EVENTS_KINDS)
 		return -EINVAL;
 	code = grow((void **)&e->trains, e->train_count, &e->train_room, sizeof(*e->trains));
 	if (code)
@@ -203,24 +213,38 @@ int64_t events_add_train(events *e, const struct events_train *terms)
 	return code ? code : e->train_count++;
 }
 
+/* See that there are bins up to `last`; new ones hold `value`. */
+static int reach(double **bins, int64_t *count, int64_t last, double value)
+{
+	double *moved;
+
+	if (last < *count)
+		return 0;
+	moved = realloc(*bins, (size_t)(last + 1) * sizeof(*moved));
+	if (!moved)
+		return -ENOMEM;
+	while (*count <= last)
+		moved[(*count)++] = value;
+	*bins = moved;
+	return 0;
+}
+
 /* Add a stretch of service to the bins of its time. What lies beyond the last bin that there may be is left out. */
 static int note_busy(events *e, struct resource *r, double start_s, double end_s)
 {
 	int64_t first = (int64_t)(start_s / e->bin_s), last = (int64_t)(end_s / e->bin_s), bin;
+	int code;
 
 	if (first >= EVENTS_BINS_MAX)
 		return 0;
 	if (last >= EVENTS_BINS_MAX)
 		last = EVENTS_BINS_MAX - 1;
-	if (last >= r->bin_count) {
-		double *moved = realloc(r->bins, (size_t)(last + 1) * sizeof(*moved));
-
-		if (!moved)
-			return -ENOMEM;
-		for (bin = r->bin_count; bin <= last; bin++)
-			moved[bin] = 0;
-		r->bins = moved;
-		r->bin_count = last + 1;
+	code = reach(&r->bins, &r->bin_count, last, 0);
+	if (code)
+		return code;
+	if (first == last) {
+		r->bins[first] += end_s - start_s;
+		return 0;
 	}
 	for (bin = first; bin <= last; bin++) {
 		double from = fmax(start_s, (double)bin * e->bin_s), to = fmin(end_s, (double)(bin + 1) * e->bin_s);
@@ -287,15 +311,39 @@ static int arrive(events *e, const struct event *event, double units)
 	return push(e, end_s + step->latency_s, event->owner, event->route, event->step + 1);
 }
 
+/* More, or less, is under way. */
+static int note_backlog(events *e, int64_t kind, double units)
+{
+	struct backlog *b = &e->backlogs[kind];
+	int64_t bin;
+	int code;
+
+	if (e->bin_s > 0) {
+		bin = (int64_t)(e->now_s / e->bin_s);
+		if (bin >= EVENTS_BINS_MAX)
+			bin = EVENTS_BINS_MAX - 1;
+		code = reach(&b->bins, &b->bin_count, bin, b->units);
+		if (code)
+			return code;
+		if (b->units + units > b->bins[bin])
+			b->bins[bin] = b->units + units;
+	}
+	b->units += units;
+	return 0;
+}
+
 /* The next message of a train sets out. */
 static int release(events *e, int64_t number, double now_s)
 {
 	struct train *t = &e->trains[number];
 	const struct events_train *terms = &t->terms;
 	int64_t turn = (terms->route_offset + t->released) % terms->route_count;
-	int code = push(e, now_s, number, (int32_t)(terms->route_first + turn), 0);
+	struct event message = {now_s, 0, number, (int32_t)(terms->route_first + turn), 0};
+	int code = arrive(e, &message, terms->units);
 
 	t->released++;
+	if (!code)
+		code = note_backlog(e, terms->kind, terms->units);
 	if (!code && t->released < terms->count) {
 		double next_s = terms->start_s + (double)t->released * terms->interval_s;
 
@@ -309,6 +357,7 @@ static int take(events *e, struct events_note *note)
 {
 	struct event event = pop(e);
 	bool last_step;
+	int code;
 
 	e->now_s = event.time_s;
 	if (event.step < 0)
@@ -322,6 +371,9 @@ static int take(events *e, struct events_note *note)
 	}
 	if (!last_step)
 		return arrive(e, &event, e->trains[event.owner].terms.units);
+	code = note_backlog(e, e->trains[event.owner].terms.kind, -e->trains[event.owner].terms.units);
+	if (code)
+		return code;
 	if (++e->trains[event.owner].through < e->trains[event.owner].terms.count)
 		return 0;
 	note->time_s = event.time_s;
@@ -358,8 +410,12 @@ int events_stream(events *e, const double *start_s, const double *units, const i
 	for (i = 0; i < count && code >= 0; i++) {
 		while (e->heap_count && e->heap[0].time_s < start_s[i] && code >= 0)
 			code = take(e, &ignored);
-		if (code >= 0)
-			code = push(e, start_s[i], ~i, routes[i], 0);
+		if (code >= 0) {
+			struct event message = {start_s[i], 0, ~i, routes[i], 0};
+
+			e->now_s = start_s[i];
+			code = arrive(e, &message, units[i]);
+		}
 	}
 	while (e->heap_count && code >= 0)
 		code = take(e, &ignored);
@@ -388,4 +444,16 @@ int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t r
 	if (r->bin_count)
 		memcpy(out, r->bins, (size_t)(r->bin_count < room ? r->bin_count : room) * sizeof(*out));
 	return r->bin_count;
+}
+
+int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room)
+{
+	const struct backlog *b;
+
+	if (kind < 0 || kind >= EVENTS_KINDS)
+		return -EINVAL;
+	b = &e->backlogs[kind];
+	if (b->bin_count)
+		memcpy(out, b->bins, (size_t)(b->bin_count < room ? b->bin_count : room) * sizeof(*out));
+	return b->bin_count;
 }

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-enum { EVENTS_SERVERS_MAX = 65536, EVENTS_BINS_MAX = 4096 };
+enum { EVENTS_SERVERS_MAX = 65536, EVENTS_BINS_MAX = 4096, EVENTS_KINDS = 4 };
 
 /* One stop of a route. A message of u units holds a server for overhead_s + u * s_per_unit, and reaches the next
  * stop latency_s after that. */
@@ -23,10 +23,11 @@ struct events_step {
 };
 
 /* `count` messages of `units` each, one every interval_s from start_s on. The first takes the route
- * route_first + route_offset, the next one the following, around `route_count` routes. */
+ * route_first + route_offset, the next one the following, around `route_count` routes. What has set out and is not
+ * through is counted by kind, which is any number below EVENTS_KINDS. */
 struct events_train {
 	double start_s, interval_s, units;
-	int64_t count, route_first, route_count, route_offset;
+	int64_t count, route_first, route_count, route_offset, kind;
 };
 
 /* The last message of a train is through. */
@@ -64,5 +65,8 @@ int events_usage_of(const events *e, int64_t resource, struct events_usage *out)
 
 /* Seconds of service in each bin of time; gives how many bins there are. */
 int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t room);
+
+/* Units of a kind under way: the most there ever were in each bin of time; gives how many bins there are. */
+int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room);
 
 #endif

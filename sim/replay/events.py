@@ -79,11 +79,12 @@ class Events:
         interval_s: float = 0.0,
         routes: int = 1,
         offset: int = 0,
+        kind: int = 0,
     ) -> int:
         """Send `count` messages over `routes` routes in turn; give the train's number."""
         train = self._train
         train.start_s, train.interval_s, train.units, train.count = start_s, interval_s, units, count
-        train.route_first, train.route_count, train.route_offset = route, routes, offset
+        train.route_first, train.route_count, train.route_offset, train.kind = route, routes, offset, kind
         return _checked(lib.events_add_train(self._core, train))
 
     def reserve(self, resource: int, now_s: float, service_s: float) -> tuple[float, float]:
@@ -124,6 +125,12 @@ class Events:
         """Seconds of service in each bin of time."""
         bins = np.zeros(lib.EVENTS_BINS_MAX)
         count = lib.events_bins_of(self._core, resource, ffi.from_buffer("double[]", bins), len(bins))
+        return bins[: _checked(count)]
+
+    def backlog(self, kind: int) -> npt.NDArray[np.float64]:
+        """The most units of trains of a kind that were under way, in each bin of time."""
+        bins = np.zeros(lib.EVENTS_BINS_MAX)
+        count = lib.events_backlog_of(self._core, kind, ffi.from_buffer("double[]", bins), len(bins))
         return bins[: _checked(count)]
 
     def close(self) -> None:
