@@ -97,7 +97,14 @@ class _Axis:
     """Values to pixels, and the ticks."""
 
     def __init__(
-        self, values: Sequence[float], begin_px: float, end_px: float, *, log: bool, zero: bool
+        self,
+        values: Sequence[float],
+        begin_px: float,
+        end_px: float,
+        *,
+        log: bool,
+        zero: bool,
+        tight: bool = False,
     ) -> None:
         low, high = min(values), max(values)
         self.log = log
@@ -115,9 +122,12 @@ class _Axis:
             if high - low < 1e-12 * max(1.0, abs(high)):
                 low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
             step = self._step((high - low) / _TICKS)
-            low = math.floor(low / step + 1e-9) * step
-            high = math.ceil(high / step - 1e-9) * step
-            self.ticks = [low + i * step for i in range(round((high - low) / step) + 1)]
+            first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+            self.ticks = [i * step for i in range(first, last + 1)]
+            if tight:  # a plot over time ends where time does
+                self.ticks = [tick for tick in self.ticks if low - 1e-9 * step <= tick <= high + 1e-9 * step]
+            else:
+                low, high = first * step, last * step
         self._low, self._scale = low, (end_px - begin_px) / (high - low)
         self._begin_px = begin_px
 
@@ -205,7 +215,9 @@ def _chart(chart: Chart) -> list[str]:
     if not everything:
         return [*parts, _nothing()]
     rules = [value for value, _ in chart.rules]
-    x_axis = _Axis([x for x, _ in everything], _LEFT, _WIDTH - _RIGHT, log=chart.x_log, zero=False)
+    x_axis = _Axis(
+        [x for x, _ in everything], _LEFT, _WIDTH - _RIGHT, log=chart.x_log, zero=False, tight=True
+    )
     y_axis = _Axis(
         [*(y for _, y in everything), *rules],
         _HEIGHT - _BOTTOM,
@@ -277,7 +289,7 @@ def _bars(bars: Bars) -> list[str]:
             width, height = max(0.5, end - base), max(0.5, thick - 1)
             parts += [
                 f'<rect x="{base:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>',
-                _text(end + 4, y + thick / 2 + 3.5, bars.x_format(row[g]), size=min(10, size)),
+                _text(end + 4, y + thick / 2 + 3.5, bars.x_format(row[g]), size=min(10, round(thick) + 1)),
             ]
     if bars.rule:
         x = axis(bars.rule[0])

@@ -123,27 +123,30 @@ def _over_time(results: Sequence[Result], group: str) -> list[Series]:
         if group in result.busy:
             bins = result.busy[group]
             times = (np.arange(len(bins)) + 0.5) * result.bin_s
+            dashed = result.path == "triggered"  # it often covers the CPU's line, which is to be seen below
+            values = (100 * bins).tolist()
             found.append(
-                Series(_NAME[result.path], times.tolist(), (100 * bins).tolist(), colour=_COLOUR[result.path])
+                Series(_NAME[result.path], times.tolist(), values, dashed=dashed, colour=_COLOUR[result.path])
             )
     return found
 
 
 def _busiest(results: Sequence[Result]) -> str:
     """The group, apart from the GPUs' own work, that is busiest on any path."""
-    shares = {
-        group: share
+    found = [
+        (share, group)
         for result in results
         for group in result.usage
         if group not in {"prefill", "decode"} and (share := _utilisation(result, group)) is not None
-    }
-    return max(shares, key=shares.__getitem__)
+    ]
+    return max(found)[1]
 
 
 def plots(results: Sequence[Result]) -> str:
     """Six panels: the times to the first token, where they go, what is busy, and the backlog."""
     busiest = _busiest(results)
     groups = list(dict.fromkeys(name for result in results for name in result.usage))
+    nothing = float("nan")
     storing = [result for result in results if result.path != "recompute"]
     return figure(
         [
@@ -189,7 +192,7 @@ def plots(results: Sequence[Result]) -> str:
                 "% of its time",
                 groups,
                 [
-                    (_NAME[result.path], [100 * (_utilisation(result, group) or 0.0) for group in groups])
+                    (_NAME[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
                     for result in results
                 ],
                 x_format=lambda v: f"{v:.3g} %",

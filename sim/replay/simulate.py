@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Result", "Terms", "prefill_tokens_per_s", "simulate"]
 
-_BINS = 200
+_BINS = 100
 _PUTS, _GETS = 0, 1  # kinds of trains
 
 

@@ -95,8 +95,9 @@ def _burstgpt(path: Path) -> Iterator[Request]:
             blocks = blocks[:shared] + [next(fresh) for _ in range(wanted - shared)]
             if session:
                 total = input_tokens + output_tokens
-                answered = [next(fresh) for _ in range(total // BLOCK_TOKENS - len(blocks))]
-                said[session] = (total, blocks + answered)
+                whole = input_tokens // BLOCK_TOKENS  # one that is not full is another block once it is
+                answered = [next(fresh) for _ in range(total // BLOCK_TOKENS - whole)]
+                said[session] = (total, blocks[:whole] + answered)
             yield Request(arrival_s, input_tokens, output_tokens, tuple(blocks))
 
 
