@@ -98,6 +98,26 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
 
 
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--break-even", action="store_true", help="fetch or compute again, for every model")
+    parser.add_argument("--path", choices=("cpu", "triggered"), default="triggered")
+    for name, kind, default, what in (
+        ("users", int, 1000, "active at a time"),
+        ("think-s", float, 60.0, "between an answer and the next question, mean seconds"),
+        ("history-tokens", int, 8000, "tokens of a turn that were said before"),
+        ("new-tokens", int, 400, "tokens of a question"),
+        ("answer-tokens", int, 300, "tokens of an answer"),
+        ("found-share", float, 0.95, "of the turns whose history is stored"),
+        ("ttft-s", float, 1.0, "time to the first token that 99 % shall have, seconds"),
+        ("utilisation-max", float, 0.7, "no part is planned to be busier, of its time"),
+        ("seed", int, 1, "of the trial"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument("--trial", action="store_true", help="send the users through the event model")
+    _cluster(parser)
+    _forms(parser, csv=False)
+
+
 def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.jsonl", help="(default: standard output)")
     for name, kind, default, what in (
@@ -128,6 +148,7 @@ _COMMANDS = {
     "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
     "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
     "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
+    "plan": ("sim.replay.show_plan", "run_plan", _plan, "how many drives, nodes and links; fetch or compute"),
     "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
     "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),
 }

@@ -27,7 +27,7 @@ from sim.replay.workload import BLOCK_TOKENS
 from sim.units import require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -320,11 +320,14 @@ def simulate(
     path: Path_,
     terms: Terms | None = None,
     progress: Callable[[float], None] = lambda _: None,
+    stored: Iterable[tuple[int, ...]] = (),
 ) -> Result:
-    """Send all requests through the cluster."""
+    """Send all requests through the cluster; sequences in `stored` are there from the beginning."""
     bin_s = max(1e-6, requests[-1].arrival_s * 1.1 / _BINS)
     with Events(bin_s) as events:
         run = _Run(events, requests, model, cluster, path, terms or Terms())
+        for blocks in stored:
+            run.stored.admit(blocks)
         run.go(progress)
         groups = {name: numbers for name, numbers in run.plant.groups.items() if numbers}
         usage = {name: [events.usage(number) for number in numbers] for name, numbers in groups.items()}
