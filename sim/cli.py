@@ -142,6 +142,29 @@ def _forms(parser: argparse.ArgumentParser, *, csv: bool = True) -> None:
         forms.add_argument("--csv", action="store_true", dest="as_csv", help="for spreadsheets")
 
 
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+    run = steps.add_parser("run", help="measure this machine, about three minutes")
+    run.add_argument("--data", default=".", help="a folder on the drive to measure (default: %(default)s)")
+    run.add_argument("--out", default="measured.json", help="(default: %(default)s)")
+    run.add_argument("--runtime-ms", type=int, default=400, help="of fio, a point (default: %(default)s)")
+    run.set_defaults(function="run_run")
+    fit = steps.add_parser("fit", help="fit a profile to what was measured")
+    fit.add_argument("measured", metavar="MEASURED.json")
+    fit.add_argument("--out", default="profile.toml", help="(default: %(default)s)")
+    fit.add_argument("--plot", metavar="FILE.svg", help="draw the drive's fits, as the paper's Fig. 4")
+    fit.set_defaults(function="run_fit")
+    check = steps.add_parser("check", help="hold the profile against kvstore bench path, half a minute")
+    check.add_argument("profile", metavar="PROFILE.toml")
+    check.add_argument("--data", default=".", help="a folder on the same drive (default: %(default)s)")
+    check.add_argument(
+        "--measured", metavar="FILE", help="what `kvstore bench path --json` said, instead of now"
+    )
+    check.add_argument("--plot", metavar="FILE.svg", help="draw predicted and measured")
+    _forms(check, csv=False)
+    check.set_defaults(function="run_check")
+
+
 # name: its module, the function that runs it, its arguments, its line in the help
 _COMMANDS = {
     "curve": ("sim.show_curve", "run", _curve, "CPU-initiated against triggered transfer, by size"),
@@ -150,6 +173,7 @@ _COMMANDS = {
     "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
     "plan": ("sim.replay.show_plan", "run_plan", _plan, "how many drives, nodes and links; fetch or compute"),
     "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
+    "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),
     "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),
 }
 
@@ -168,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     arguments = _parser().parse_args(argv)
     module, function, *_ = _COMMANDS[arguments.command]
+    function = function or arguments.function  # of a step
     try:
         text: str = getattr(importlib.import_module(module), function)(arguments)
     except ValueError as error:  # OutOfRange, and nothing else raises one here
