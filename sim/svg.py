@@ -246,7 +246,8 @@ def _chart(chart: Chart) -> list[str]:
     names = []
     for i, (one, pairs) in enumerate(drawn):
         colour = one.colour or COLOURS[i % len(COLOURS)]
-        names.append((one.name, colour, one.dashed))
+        if one.name:
+            names.append((one.name, colour, one.dashed))
         pixels = [(x_axis(x), y_axis(y)) for x, y in pairs]
         if not one.points:
             dash = ' stroke-dasharray="5 4"' if one.dashed else ""

@@ -174,7 +174,9 @@ class BareFabric:
     def close(self) -> None:
         """End the other process too."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait(_WAIT_S)
         self._fabric.close()
 

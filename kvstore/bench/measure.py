@@ -47,6 +47,7 @@ _MEMORY_SIZES = tuple(64 * _KIB << shift for shift in range(0, 11, 2))  # to 64 
 _LINK_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))  # to 16 MiB
 _DRIVE_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))
 _DRIVE_DEPTHS = (1, 8, 32)
+_DRIVE_BYTES = 256 * _MIB
 _NODE_SIZES = (4 * _KIB, 64 * _KIB, 1 * _MIB)
 _PATH_SIZES = (32 * _KIB, 128 * _KIB, 512 * _KIB, 2 * _MIB, 4 * _MIB)
 
@@ -73,11 +74,11 @@ class _Jobs:
     def add(self, part: str, what: str, size_bytes: int, count: int, job: Job) -> None:
         self._jobs[part, what, size_bytes, count] = job
 
-    def run(self, say: Say, rounds: int = _ROUNDS) -> Iterator[Sample]:
+    def run(self, say: Say) -> Iterator[Sample]:
         times: dict[tuple[str, str, int, int], list[int]] = {name: [] for name in self._jobs}
-        for turn in range(rounds + 1):
+        for turn in range(_ROUNDS + 1):
             for name, job in self._jobs.items():
-                say(f"{name[0]}: {name[1]}, {name[2] // _KIB} KiB, round {turn} of {rounds}")
+                say(f"{name[0]}: {name[1]}, {name[2] // _KIB} KiB, round {turn} of {_ROUNDS}")
                 took_ns = job()
                 if turn:  # the first one warms up
                     times[name].append(took_ns)
@@ -130,7 +131,7 @@ def _link(_: Path, say: Say) -> Iterator[Sample]:
 
 def _drive(folder: Path, say: Say) -> Iterator[Sample]:
     jobs = _Jobs()
-    with BareDrive(folder, 256 * _MIB) as drive:
+    with BareDrive(folder, _DRIVE_BYTES) as drive:
         for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
             for size_bytes in _DRIVE_SIZES:
                 for depth in _DRIVE_DEPTHS:
@@ -139,7 +140,7 @@ def _drive(folder: Path, say: Say) -> Iterator[Sample]:
                         return drive.operation_ns(kind, size_bytes, depth)
 
                     jobs.add("drive", kind.name.lower(), size_bytes, depth, one)
-        yield from jobs.run(say, rounds=5)
+        yield from jobs.run(say)
 
 
 def _blocks(part: str, folder: Path, size_bytes: int, counts: tuple[int, ...], say: Say) -> Iterator[Sample]:

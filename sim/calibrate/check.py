@@ -82,14 +82,14 @@ def plot(found: Sequence[Compared]) -> str:
             measured = [one.measured_s / one.blocks for one in points]
             predicted = [one.predicted_s / one.blocks for one in points]
             series += [
-                Series(f"{operation}, predicted", sizes, predicted, colour=colour),
-                Series(f"{operation}, measured", sizes, measured, colour=colour, points=True),
+                Series(operation, sizes, predicted, colour=colour),
+                Series("", sizes, measured, colour=colour, points=True),
             ]
         charts.append(
             Chart(
                 f"Put and get: {title}",
                 "block size",
-                "seconds a block",
+                "seconds a block; dots are measured",
                 series,
                 x_log=True,
                 y_log=True,

@@ -73,18 +73,13 @@ def base_s(profile: Profile, operation: str, count: str, size_bytes: int) -> flo
 def _singles_and_trains(samples: list[Sample]) -> dict[str, list[tuple[int, float]]]:
     """(size, seconds a message) of messages alone, and of each but the first of a train."""
     alone = {one.size_bytes: one.seconds for one in samples if one.count == 1}
-    trains = [
-        (
-            one.size_bytes,
-            max(
-                1e-9,
-                (one.seconds - min(alone.get(one.size_bytes, 0.0), one.seconds / one.count))
-                / (one.count - 1),
-            ),
-        )
-        for one in samples
-        if one.count > 1
-    ]
+    trains = []
+    for one in samples:
+        if one.count > 1:
+            first_s = alone.get(one.size_bytes, one.seconds)
+            if first_s >= one.seconds:  # alone it was woken from a nap; in the train it is like the others
+                first_s = one.seconds / one.count
+            trains.append((one.size_bytes, (one.seconds - first_s) / (one.count - 1)))
     return {"1": sorted(alone.items()), TRAIN: sorted(trains)}
 
 
@@ -162,13 +157,14 @@ def measured_preset(profile: Profile, direction: Direction) -> Preset:
     link, copy = profile.line("link.put.1"), profile.line("memory.copy.1")
     drive = profile.drive("write" if direction == "put" else "read", 1)
     nvme = Fit(1 / max(drive.s_per_byte, 1e-15), 0.0, drive.latency_s, 0.0)
+    smallest = max(line.size_bytes_min for line in (link, copy, drive))
     largest = min(line.size_bytes_max for line in (link, copy, drive))
     return Preset(
         "measured",
         f"fitted from a machine of {profile.machine.get('cores', '?')} cores, {profile.machine.get('kernel', '?')}",
         ("everything: it is measured, not printed",),
         (
-            f"Measured from {format_bytes(drive.size_bytes_min)} to {format_bytes(largest)}; beyond it, the same rate.",
+            f"Measured from {format_bytes(smallest)} to {format_bytes(largest)}; beyond it, the same rate.",
             "Both paths use the same link, whose latency holds the trigger; the CPU's adds one copy in memory.",
             (
                 f"Median error of the fits: link {100 * link.error_median:.0f} %, copy {100 * copy.error_median:.0f} %,"

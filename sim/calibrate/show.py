@@ -81,13 +81,13 @@ def _fits_plot(profile: Profile, measured: Measured) -> str:
                     Series(
                         f"depth {depth}, fitted", sizes, [line.seconds(size) for size in sizes], colour=colour
                     ),
-                    Series("measured", sizes, [one.seconds for one in points], colour=colour, points=True),
+                    Series("", sizes, [one.seconds for one in points], colour=colour, points=True),
                 ]
         charts.append(
             Chart(
                 f"Drive: {way}",
                 "message size",
-                "seconds a message",
+                "seconds a message; dots are measured",
                 series,
                 x_log=True,
                 y_log=True,

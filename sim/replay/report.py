@@ -58,6 +58,10 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
         ("  of it queued, p50", *(seconds_label(float(np.median(r.queued_s))) for r in results)),
         ("hit rate, blocks", *(_share(r.hit_rate) for r in results)),
         ("prompt tokens fetched", *(_share(r.fetched_tokens / r.prompt_tokens) for r in results)),
+        (
+            "found, yet faster to compute again",
+            *(_share((r.found_tokens - r.fetched_tokens) / r.prompt_tokens) for r in results),
+        ),
         ("bytes put", *(bytes_label(r.put_bytes) for r in results)),
         ("bytes got", *(bytes_label(r.get_bytes) for r in results)),
         ("  of them from DRAM", *(bytes_label(r.hot_bytes) for r in results)),
@@ -99,6 +103,7 @@ def as_document(results: Sequence[Result]) -> dict[str, object]:
                 "fetch_p50_s": float(np.median(result.fetch_s)),
                 "queued_p50_s": float(np.median(result.queued_s)),
                 "hit_rate": result.hit_rate,
+                "found_tokens": result.found_tokens,
                 "fetched_tokens": result.fetched_tokens,
                 "prompt_tokens": result.prompt_tokens,
                 "put_bytes": result.put_bytes,
