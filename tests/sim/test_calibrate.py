@@ -7,6 +7,7 @@ import random
 import stat
 import statistics
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,12 +129,8 @@ def test_a_true_model_is_within_its_noise_and_a_wrong_one_is_told() -> None:
     noisy = compare(fit_profile(_machine(noise=0.15, seed=1)), _machine(noise=0.15, seed=2))
     assert 0.01 < error_median(noisy) < ERROR_MEDIAN_MAX
     machine = _machine()
-    slower = [Sample(*[*row][:4], 2 * one.seconds, 0, 0) for one in machine.samples for row in [_row(one)]]
+    slower = [replace(one, seconds=2 * one.seconds) for one in machine.samples]
     assert error_median(compare(fit_profile(machine), Measured({}, tuple(slower)))) == pytest.approx(0.5)
-
-
-def _row(one: Sample) -> tuple[str, str, int, int]:
-    return one.part, one.what, one.size_bytes, one.count
 
 
 def test_a_train_is_its_first_block_and_all_the_others() -> None:
@@ -148,7 +145,7 @@ def test_the_measured_preset_charges_what_was_measured() -> None:
     m = 10**6
     for direction, drive_s in (("put", 30e-6 + m / 2e9), ("get", 20e-6 + m / 4e9)):
         costs = stages(measured_preset(profile, direction), m, Setting(direction=direction))  # type: ignore[arg-type]
-        triggered_s, cpu_s = (sum(cost[i] for cost in costs) for i in (2, 1))
+        triggered_s, cpu_s = sum(cost.triggered_s for cost in costs), sum(cost.cpu_s for cost in costs)
         assert triggered_s == pytest.approx(50e-6 + m / 3e9 + drive_s)
         assert cpu_s - triggered_s == pytest.approx(1e-7 + m / 10e9)
 
