@@ -105,6 +105,26 @@ def test_what_new_blocks_follow_on_goes_after_them() -> None:
     assert [block for block in (1, 2, 3, 8, 9) if block in tier] == [1, 2, 8, 9]
 
 
+class _Rows(Lru):
+    """LRU that remembers the largest row it was given."""
+
+    largest = -1
+
+    def admitted(self, row: int, pages: int, name64: int) -> None:
+        self.largest = max(self.largest, row)
+        super().admitted(row, pages, name64)
+
+
+def test_rows_are_used_again() -> None:
+    """A policy keeps arrays by row: they must not grow with all that was ever stored."""
+    policy = _Rows()
+    tier = Catalogue(policy, 5)
+    for block in range(200):
+        tier.admit([block])
+    assert policy.largest < 5
+    assert [block for block in range(200) if block in tier] == [195, 196, 197, 198, 199]
+
+
 def test_a_tier_without_room_holds_nothing() -> None:
     tier = Catalogue(Lru(), 0)
     tier.admit([1, 2])

@@ -69,6 +69,7 @@ def test_csv_has_its_caveats_as_comments_and_its_numbers_in_full(capsys: pytest.
     assert notes[1:] == [f"# {caveat}" for caveat in PRESETS["paper"].caveats]
     (row,) = csv.DictReader(lines[len(notes) :])
     assert float(row["cpu_s"]) == point(PRESETS["paper"], 10**6).cpu_s
+    assert float(row["fair_speedup"]) == point(PRESETS["fair"], 10**6).speedup
     assert main(["curve", "--csv", "--stages", "--size", "1MB"]) == 0
     assert "1MB,PCIe," in capsys.readouterr().out
 

@@ -60,7 +60,7 @@ def test_each_count_is_the_largest_that_anything_asks_for() -> None:
     assert plan.recompute_engines == 1064
     read_s = 90 * (5120 * TOKEN_BYTES / 5.22e9 + 4 * 5e-6)
     written_s = 100 * (812 * TOKEN_BYTES / 2.34e9 + 4 * 5e-6)
-    assert drives.number == -(-(read_s + written_s) // 0.5)
+    assert drives.number == -(-(read_s + written_s) // 0.5) == 1
     assert drives.why == "KV to be read and written"
     assert links.number == 1
     assert nodes.number == 1
@@ -82,6 +82,15 @@ def test_each_count_is_the_largest_that_anything_asks_for() -> None:
 def test_what_is_narrow_is_named(change: dict[str, float], what: str, why: str) -> None:
     plan = make_plan(TINY, replace(BIG, **change), DEMAND)  # type: ignore[arg-type]
     assert {need.what: need.why for need in plan.needs}[what] == why
+
+
+def test_drives_are_counted_for_all_the_bytes_and_the_share_they_may_be_busy() -> None:
+    slow = replace(BIG, gpu_flops_per_s=1e15, drive_read_bytes_per_s=1e8, drive_write_bytes_per_s=5e7)
+    read_s = 90 * (5120 * TOKEN_BYTES / 1e8 + 4 * 5e-6)
+    written_s = 100 * (812 * TOKEN_BYTES / 5e7 + 4 * 5e-6)
+    assert read_s + written_s == pytest.approx(9.216 + 3.248 + 0.0038)
+    assert make_plan(TINY, slow, DEMAND).needs[1].number == 25
+    assert make_plan(TINY, slow, replace(DEMAND, utilisation_max=0.25)).needs[1].number == 50
 
 
 def test_a_short_time_to_the_first_token_asks_for_more_at_once() -> None:

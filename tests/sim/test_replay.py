@@ -143,6 +143,24 @@ def test_engines_share_the_work_and_drives_share_the_bytes() -> None:
     assert {one.units for one in result.usage["NICs, out"]} == {20 * 512 * TOKEN_BYTES / 4}
 
 
+def test_an_engine_that_waits_for_a_fetch_is_not_taken_for_idle() -> None:
+    """Follow-ups at once go where least is to do, though no engine has anything to compute yet."""
+    two = replace(ONE, engines=2, gpus_per_engine=1, gpus_per_root=1)
+    follow_ups = [(10.0, 2024, [1, 2, 3, 4]), (10.0, 1034, [1, 2, 5]), (10.0, 1034, [1, 2, 6])]
+    work = requests((0, 1024, 0, [1, 2]), *((at, tokens, 0, blocks) for at, tokens, blocks in follow_ups))
+    result = _run(work, two)
+    assert result.block_hits == 6
+    assert result.queued_s[:3].tolist() == [0.0, 0.0, 0.0]
+    assert result.queued_s[3] < 0.011, "behind ten tokens, not behind a thousand"
+
+
+def test_a_fetch_passes_every_stop_on_its_way() -> None:
+    result = _run(requests((0, 1024, 0, [1, 2]), (10, 1100, 0, [1, 2, 3])))
+    for name in ("node memory", "node links, out", "NICs, in", "PCIe, in"):
+        fetched = result.usage[name][0].units - (result.put_bytes if name == "node memory" else 0)
+        assert fetched == pytest.approx(result.get_bytes), name
+
+
 def test_decode_waits_for_a_slot_and_delays_no_first_token() -> None:
     result = _run(requests(*((0.0, 10, 100, [i]) for i in range(5))))
     assert result.ttft_s.tolist() == pytest.approx([0.01 * (i + 1) for i in range(5)])

@@ -103,6 +103,8 @@ def test_a_turn_begins_with_all_that_was_said_before() -> None:
     for before, after in itertools.pairwise(made):
         whole = before.input_tokens // BLOCK_TOKENS
         assert after.blocks[:whole] == before.blocks[:whole]
+        # A block that was not full is another one once it is: nobody may find it by its old name.
+        assert after.blocks[whole : whole + 1] != before.blocks[whole : whole + 1]
         assert after.input_tokens > before.input_tokens + before.output_tokens
 
 
