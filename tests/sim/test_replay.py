@@ -147,11 +147,12 @@ def test_an_engine_that_waits_for_a_fetch_is_not_taken_for_idle() -> None:
     """Follow-ups at once go where least is to do, though no engine has anything to compute yet."""
     two = replace(ONE, engines=2, gpus_per_engine=1, gpus_per_root=1)
     follow_ups = [(10.0, 2024, [1, 2, 3, 4]), (10.0, 1034, [1, 2, 5]), (10.0, 1034, [1, 2, 6])]
-    work = requests((0, 1024, 0, [1, 2]), *((at, tokens, 0, blocks) for at, tokens, blocks in follow_ups))
+    before = [(0.0, 1024, [1, 2]), (0.0, 1536, [7, 8, 9])]
+    work = requests(*((at, tokens, 0, blocks) for at, tokens, blocks in before + follow_ups))
     result = _run(work, two)
     assert result.block_hits == 6
-    assert result.queued_s[:3].tolist() == [0.0, 0.0, 0.0]
-    assert result.queued_s[3] < 0.011, "behind ten tokens, not behind a thousand"
+    assert result.queued_s[:4].tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert result.queued_s[4] < 0.011, "behind ten tokens, not behind a thousand"
 
 
 def test_a_fetch_passes_every_stop_on_its_way() -> None:
