@@ -46,6 +46,7 @@ struct backlog {
 struct events {
 	struct event *heap;
 	int64_t heap_count, heap_room;
+	bool top_is_taken; /* the event at the top is being followed, and its place may be had */
 	struct resource *resources;
 	int64_t resource_count, resource_room;
 	struct route *routes;
@@ -80,12 +81,39 @@ static inline bool before(const struct event *a, const struct event *b)
 	return a->time_s < b->time_s || (a->time_s == b->time_s && a->made < b->made);
 }
 
+/* Let an event sink from the top to its place. */
+static void sink(events *e, struct event event)
+{
+	int64_t at = 0;
+
+	for (;;) {
+		int64_t first = HEAP_ARITY * at + 1, least = first, child;
+
+		if (first >= e->heap_count)
+			break;
+		for (child = first + 1; child < first + HEAP_ARITY && child < e->heap_count; child++)
+			if (before(&e->heap[child], &e->heap[least]))
+				least = child;
+		if (!before(&e->heap[least], &event))
+			break;
+		e->heap[at] = e->heap[least];
+		at = least;
+	}
+	e->heap[at] = event;
+}
+
 static int push(events *e, double time_s, int64_t owner, int32_t route, int32_t step)
 {
 	struct event event = {time_s, e->made++, owner, route, step};
 	int64_t at = e->heap_count;
-	int code = grow((void **)&e->heap, e->heap_count, &e->heap_room, sizeof(*e->heap));
+	int code;
 
+	if (e->top_is_taken) { /* most events make one more: it takes the place of the one that is being taken */
+		e->top_is_taken = false;
+		sink(e, event);
+		return 0;
+	}
+	code = grow((void **)&e->heap, e->heap_count, &e->heap_room, sizeof(*e->heap));
 	if (code)
 		return code;
 	e->heap_count++;
@@ -99,28 +127,6 @@ static int push(events *e, double time_s, int64_t owner, int32_t route, int32_t 
 	}
 	e->heap[at] = event;
 	return 0;
-}
-
-static struct event pop(events *e)
-{
-	struct event top = e->heap[0], last = e->heap[--e->heap_count];
-	int64_t at = 0;
-
-	for (;;) {
-		int64_t first = HEAP_ARITY * at + 1, least = first, child;
-
-		if (first >= e->heap_count)
-			break;
-		for (child = first + 1; child < first + HEAP_ARITY && child < e->heap_count; child++)
-			if (before(&e->heap[child], &e->heap[least]))
-				least = child;
-		if (!before(&e->heap[least], &last))
-			break;
-		e->heap[at] = e->heap[least];
-		at = least;
-	}
-	e->heap[at] = last;
-	return top;
 }
 
 events *events_open(double bin_s)
@@ -229,16 +235,24 @@ static int reach(double **bins, int64_t *count, int64_t last, double value)
 	return 0;
 }
 
+/* The bin of a time, or EVENTS_BINS_MAX for all that come later than there may be bins. */
+static int64_t bin_at(const events *e, double time_s)
+{
+	double place = time_s / e->bin_s;
+
+	return place < EVENTS_BINS_MAX ? (int64_t)place : EVENTS_BINS_MAX;
+}
+
 /* Add a stretch of service to the bins of its time. What lies beyond the last bin that there may be is left out. */
 static int note_busy(events *e, struct resource *r, double start_s, double end_s)
 {
-	int64_t first = (int64_t)(start_s / e->bin_s), last = (int64_t)(end_s / e->bin_s), bin;
+	int64_t first = bin_at(e, start_s), last = bin_at(e, end_s), bin;
 	int code;
 
-	if (first >= EVENTS_BINS_MAX)
+	if (first == EVENTS_BINS_MAX)
 		return 0;
-	if (last >= EVENTS_BINS_MAX)
-		last = EVENTS_BINS_MAX - 1;
+	if (last == EVENTS_BINS_MAX)
+		last--;
 	code = reach(&r->bins, &r->bin_count, last, 0);
 	if (code)
 		return code;
@@ -319,9 +333,9 @@ static int note_backlog(events *e, int64_t kind, double units)
 	int code;
 
 	if (e->bin_s > 0) {
-		bin = (int64_t)(e->now_s / e->bin_s);
-		if (bin >= EVENTS_BINS_MAX)
-			bin = EVENTS_BINS_MAX - 1;
+		bin = bin_at(e, e->now_s);
+		if (bin == EVENTS_BINS_MAX)
+			bin--;
 		code = reach(&b->bins, &b->bin_count, bin, b->units);
 		if (code)
 			return code;
@@ -352,33 +366,48 @@ static int release(events *e, int64_t number, double now_s)
 	return code;
 }
 
-/* One event. 1 if a train is through with it, whose note is then filled in; 0 if not; or -errno. */
-static int take(events *e, struct events_note *note)
+/* What follows from an event. 1 if a train is through with it, whose note is then filled in; 0 if not; or -errno. */
+static int follow(events *e, const struct event *event, struct events_note *note)
 {
-	struct event event = pop(e);
 	bool last_step;
 	int code;
 
-	e->now_s = event.time_s;
-	if (event.step < 0)
-		return release(e, event.owner, event.time_s);
-	last_step = event.step == e->routes[event.route].count;
-	if (event.owner < 0) {
+	e->now_s = event->time_s;
+	if (event->step < 0)
+		return release(e, event->owner, event->time_s);
+	last_step = event->step == e->routes[event->route].count;
+	if (event->owner < 0) {
 		if (!last_step)
-			return arrive(e, &event, e->stream_units[~event.owner]);
-		e->stream_done_s[~event.owner] = event.time_s;
+			return arrive(e, event, e->stream_units[~event->owner]);
+		e->stream_done_s[~event->owner] = event->time_s;
 		return 0;
 	}
 	if (!last_step)
-		return arrive(e, &event, e->trains[event.owner].terms.units);
-	code = note_backlog(e, e->trains[event.owner].terms.kind, -e->trains[event.owner].terms.units);
+		return arrive(e, event, e->trains[event->owner].terms.units);
+	code = note_backlog(e, e->trains[event->owner].terms.kind, -e->trains[event->owner].terms.units);
 	if (code)
 		return code;
-	if (++e->trains[event.owner].through < e->trains[event.owner].terms.count)
+	if (++e->trains[event->owner].through < e->trains[event->owner].terms.count)
 		return 0;
-	note->time_s = event.time_s;
-	note->train = event.owner;
+	note->time_s = event->time_s;
+	note->train = event->owner;
 	return 1;
+}
+
+/* Take the first event off the heap. */
+static int take(events *e, struct events_note *note)
+{
+	struct event event = e->heap[0];
+	int code;
+
+	e->top_is_taken = true;
+	code = follow(e, &event, note);
+	if (e->top_is_taken) {
+		e->top_is_taken = false;
+		if (--e->heap_count)
+			sink(e, e->heap[e->heap_count]);
+	}
+	return code;
 }
 
 int events_run(events *e, double until_s, struct events_note *note)
