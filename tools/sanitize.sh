@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the C cores of the fabric and of the simulator with a sanitizer and runs their tests on them: address (with undefined, the default)
-# or thread. The build lies in build/sanitize-NAME; the extension that the tree runs with is left alone.
+# Builds the C cores of the fabric and of the simulator with a sanitizer and runs their tests on them: address
+# (with undefined, the default) or thread. The build lies in build/sanitize-NAME; the extension that the tree runs with is left alone.
 #
 #   tools/sanitize.sh [address|thread] [pytest arguments]
 set -euo pipefail

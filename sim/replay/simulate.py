@@ -112,8 +112,8 @@ def prefill_tokens_per_s(model: Model, cluster: Cluster) -> float:
 class _Put(NamedTuple):
     """A train of puts under way."""
 
-    blocks: tuple[int, ...]
-    begin: int  # of the blocks that are new
+    blocks: tuple[int, ...]  # what was stored before, and from `begin` on what is put
+    begin: int
     size_bytes: float
     last_made_s: float
 
@@ -258,7 +258,7 @@ class _Run:
                 _PUTS, start_s + layer_s, max(0.0, size_bytes), routes, number, end_s - start_s
             )
             self.writing.update(new)
-            self._note_put(train, _Put(request.blocks, hits, size_bytes, end_s))
+            self._note_put(train, _Put((*request.blocks[:hits], *new), hits, size_bytes, end_s))
         if request.output_tokens:
             self._put_answer(number, request, engine, begin_s)
 
@@ -297,7 +297,7 @@ class _Run:
         self.end_s = max(self.end_s, time_s)
         self.put_lag_s.append(time_s - put.last_made_s)
         if put.blocks:
-            self.writing.difference_update(put.blocks)
+            self.writing.difference_update(put.blocks[put.begin :])
             self.stored.admit(put.blocks, put.begin)
             self.hot.admit(put.blocks, put.begin)
 

@@ -196,6 +196,7 @@ FAKE_FIO = """#!{python}
 import json, sys
 options = dict(a.partition("=")[::2] for a in sys.argv[1:])
 size, depth = int(options["--bs"]), int(options["--iodepth"])
+assert options.get("--runtime", "50ms") == "50ms"
 if size == 512:
     sys.exit("fio: refuses 512")
 ns = depth * (50_000 + size / 2)

@@ -101,6 +101,25 @@ def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.Ca
     assert main(["kv", "--config", str(config), "--layout", "mqa"]) == 2
 
 
+def test_gpus_are_counted_by_their_bytes_and_paid_in_dollars(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["kv", "--model", "opt-13b", "--json", "--gpu-memory", "20GB", "--gpu-usd", "7"]
+    assert main(command) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    # 25.7 GB of weights and 26.8 GB of KV.
+    assert (row["gpus"], row["gpus_usd"]) == (3, 21)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "sim.cli", "generate", "--sessions", "2000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 0
+
+
 def test_explain_and_search_say_what_they_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     text = capsys.readouterr().out

@@ -94,6 +94,16 @@ def test_a_block_is_found_once_it_is_on_a_drive_and_no_earlier() -> None:
     assert early.put_bytes == 1024 * TOKEN_BYTES, "what is being put is not put twice"
 
 
+def test_what_another_put_still_writes_is_not_found_by_a_shorter_one_that_is_done() -> None:
+    two = replace(ONE, engines=2, gpus_per_engine=1, gpus_per_root=1, decode_slots=8)
+    long, short = [1, 2, 3, 4, 5, 6, 7, 8], [1, 9]
+    work = requests((0, 4096, 0, long), (0.1, 1024, 0, short), (2.0, 1024, 0, short), (6.0, 1024, 0, short))
+    result = _run(work, two)
+    # At 2 s the short one's own block is on a drive, the one before it is still being made by the long one.
+    assert result.block_hits == 2
+    assert result.fetched_tokens == 1023
+
+
 def test_computing_is_chosen_where_fetching_is_slower() -> None:
     work = requests((0, 1024, 0, [1, 2]), (10, 1100, 0, [1, 2, 3]))
     slow = replace(ONE, drive_read_bytes_per_s=1e6)  # 500 tokens a second, the engine makes 1,000

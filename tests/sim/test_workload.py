@@ -97,6 +97,19 @@ def test_chats_are_like_they_are_asked_for() -> None:
     assert len(firsts) == len(made), "no block twice in a prompt"
 
 
+def test_chats_take_their_seconds() -> None:
+    """Sessions a second, seconds of thinking, and seconds a token of the answer that is read."""
+    firsts = chats(Chats(sessions=4000, sessions_per_s=5.0, turns=1.0, seed=3))
+    assert firsts[-1].arrival_s == pytest.approx(4000 / 5.0, rel=0.05)
+    one = chats(Chats(sessions=1, turns=200.0, think_s=30.0, token_s=0.1, system_tokens=0, seed=6))
+    gaps = [b.arrival_s - a.arrival_s - 0.1 * a.output_tokens for a, b in itertools.pairwise(one)]
+    assert min(gaps) >= 0
+    assert statistics.fmean(gaps) == pytest.approx(30.0, rel=0.3)
+    at_once = chats(Chats(sessions=1, turns=20.0, think_s=0, token_s=0.1, seed=2))
+    for a, b in itertools.pairwise(at_once):
+        assert b.arrival_s - a.arrival_s == pytest.approx(0.1 * a.output_tokens)
+
+
 def test_a_turn_begins_with_all_that_was_said_before() -> None:
     made = chats(Chats(sessions=1, turns=30.0, system_tokens=0, seed=2))
     assert len(made) > 3
