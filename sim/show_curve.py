@@ -38,6 +38,9 @@ def _preset(arguments: argparse.Namespace) -> Preset:
             )
         chosen = measured_preset(read_profile(Path(arguments.profile)), arguments.direction)
     else:
+        if arguments.profile is not None:
+            accepted = "with --preset measured only"
+            raise units.OutOfRange("--profile", arguments.profile, "a profile", accepted)
         chosen = presets.preset(arguments.preset)
     return parameters.override(chosen, arguments.set or ())
 

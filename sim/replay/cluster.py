@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from sim.replay.events import Events
 
-__all__ = ["PATHS", "Cluster", "Path_", "Plant", "Routes", "changed", "read_cluster"]
+__all__ = ["PATHS", "Cluster", "PathName", "Plant", "Routes", "changed", "read_cluster"]
 
-Path_ = Literal["cpu", "triggered", "recompute"]
-PATHS: tuple[Path_, ...] = ("cpu", "triggered", "recompute")
+PathName = Literal["cpu", "triggered", "recompute"]
+PATHS: tuple[PathName, ...] = ("cpu", "triggered", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,8 @@ def _range(name: str) -> tuple[str, float, float]:
     ):
         if name.endswith(ending):
             return unit, low, high
-    return (
-        f"a number of {name.rpartition('_')[2] if '_per_' not in name else name.partition('_')[0]}",
-        1,
-        4096,
-    )
+    first, _, per = name.partition("_per_")  # what is left counts things: links_per_node, decode_slots
+    return f"a number of {first if per else name.rpartition('_')[2]}", 1, 4096
 
 
 def changed(cluster: Cluster, assignments: Iterable[tuple[str, object]], source: str) -> Cluster:
@@ -163,7 +160,7 @@ class Routes:
 class Plant:
     """The cluster's resources in an event core, and the routes of each engine."""
 
-    def __init__(self, events: Events, cluster: Cluster, path: Path_) -> None:
+    def __init__(self, events: Events, cluster: Cluster, path: PathName) -> None:
         self._cluster, self._cpu = cluster, path == "cpu"
         roots = cluster.gpus // cluster.gpus_per_root
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster, Path_
+    from sim.replay.cluster import Cluster, PathName
     from sim.replay.simulate import Result
 
 __all__ = ["BreakEven", "Demand", "Need", "Plan", "all_break_even", "break_even", "make_plan", "trial"]
@@ -112,7 +112,7 @@ def _most(what: str, reasons: dict[str, float]) -> Need:
     return Need(what, max(1, math.ceil(reasons[why] - 1e-9)), why)
 
 
-def make_plan(model: Model, cluster: Cluster, demand: Demand, path: Path_ = "triggered") -> Plan:
+def make_plan(model: Model, cluster: Cluster, demand: Demand, path: PathName = "triggered") -> Plan:
     """Counts of engines, drives and nodes; every other number is the cluster's."""
     token_bytes = model.layout.token_bytes()
     tokens_per_s = prefill_tokens_per_s(model, cluster)
@@ -203,7 +203,7 @@ def make_plan(model: Model, cluster: Cluster, demand: Demand, path: Path_ = "tri
     )
 
 
-def _engine_bytes_per_s(cluster: Cluster, path: Path_) -> float:
+def _engine_bytes_per_s(cluster: Cluster, path: PathName) -> float:
     """What an engine's NICs and PCIe roots take in, in one direction."""
     roots = max(1, cluster.gpus_per_engine // cluster.gpus_per_root)
     limits = [
@@ -236,7 +236,11 @@ def _turns(demand: Demand, turns_per_s: float, seed: int) -> tuple[list[Request]
 
 
 def trial(
-    model: Model, plan: Plan, path: Path_, seed: int = 1, progress: Callable[[float], None] = lambda _: None
+    model: Model,
+    plan: Plan,
+    path: PathName,
+    seed: int = 1,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> Result:
     """Send the planned users through the event model, with the plan's counts."""
     requests, stored = _turns(plan.demand, plan.turns_per_s, seed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sim.replay.simulate import Result
 
-__all__ = ["LEFT_OUT", "as_document", "page", "plots", "rows"]
+__all__ = ["LEFT_OUT", "NAMES", "as_document", "page", "plots", "rows"]
 
 LEFT_OUT = (
     "A prefill costs the same for each token; attention's quadratic part would make long prompts dearer to recompute.",
@@ -27,9 +27,10 @@ LEFT_OUT = (
     "KV of answers is put, and found again only if the trace names its blocks; Mooncake's names those of prompts only.",
     "No failures, no other tenants, no batching effects on the time of a token.",
 )
+_UNEVEN = 0.02
 _QUANTILES = np.linspace(0.0, 1.0, 201)
 _COLOUR = {"cpu": COLOURS[1], "triggered": COLOURS[0], "recompute": COLOURS[2]}
-_NAME = {"cpu": "CPU-initiated", "triggered": "triggered", "recompute": "recompute"}
+NAMES = {"cpu": "CPU-initiated", "triggered": "triggered", "recompute": "recompute"}
 
 
 def _share(value: float) -> str:
@@ -45,6 +46,20 @@ def _utilisation(result: Result, group: str) -> float | None:
         return None
     used = result.usage[group]
     return sum(one.busy_s for one in used) / (sum(one.servers for one in used) * result.duration_s)
+
+
+def _each(result: Result, group: str) -> list[float]:
+    """Utilisation of every resource of a group."""
+    return [one.utilisation(result.duration_s) for one in result.usage[group]]
+
+
+def _busy_cell(result: Result, group: str) -> str:
+    """The mean of a group, and its busiest where the work is spread unevenly."""
+    share = _utilisation(result, group)
+    if share is None:
+        return "-"
+    most = max(_each(result, group))
+    return _share(share) + (f", most {_share(most)}" if most - share >= _UNEVEN else "")
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -71,9 +86,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
         ("put backlog, most", *(bytes_label(float(r.backlog_bytes.max(initial=0.0))) for r in results)),
     ]
     groups = dict.fromkeys(name for result in results for name in result.usage)
-    for group in groups:
-        shares = [_utilisation(result, group) for result in results]
-        lines.append((f"busy: {group}", *("-" if share is None else _share(share) for share in shares)))
+    lines += [(f"busy: {group}", *(_busy_cell(result, group) for result in results)) for group in groups]
     lines += [
         ("USD an hour", *(f"{r.usd_per_hour:,.2f}" for r in results)),
         ("USD per 1,000 requests", *(f"{1000 * r.usd / len(r.ttft_s):,.3f}" for r in results)),
@@ -113,6 +126,7 @@ def as_document(results: Sequence[Result]) -> dict[str, object]:
                 "put_lag_p50_s": float(np.median(result.put_lag_s)) if len(result.put_lag_s) else None,
                 "put_backlog_max_bytes": float(result.backlog_bytes.max(initial=0.0)),
                 "utilisation": {group: _utilisation(result, group) for group in result.usage},
+                "utilisation_each": {group: _each(result, group) for group in result.usage},
                 "gpu_prefill_s": _gpu_seconds(result),
                 "usd": result.usd,
             }
@@ -131,7 +145,7 @@ def _over_time(results: Sequence[Result], group: str) -> list[Series]:
             dashed = result.path == "triggered"  # it often covers the CPU's line, which is to be seen below
             values = (100 * bins).tolist()
             found.append(
-                Series(_NAME[result.path], times.tolist(), values, dashed=dashed, colour=_COLOUR[result.path])
+                Series(NAMES[result.path], times.tolist(), values, dashed=dashed, colour=_COLOUR[result.path])
             )
     return found
 
@@ -161,7 +175,7 @@ def plots(results: Sequence[Result]) -> str:
                 "% of requests within it",
                 [
                     Series(
-                        _NAME[result.path],
+                        NAMES[result.path],
                         np.quantile(result.ttft_s, _QUANTILES).tolist(),
                         (100 * _QUANTILES).tolist(),
                         colour=_COLOUR[result.path],
@@ -180,7 +194,7 @@ def plots(results: Sequence[Result]) -> str:
                 ["waiting for a fetch", "waiting for the engine", "prefill"],
                 [
                     (
-                        _NAME[result.path],
+                        NAMES[result.path],
                         [
                             float(result.fetch_s.mean()),
                             float(result.queued_s.mean()),
@@ -197,7 +211,7 @@ def plots(results: Sequence[Result]) -> str:
                 "% of its time",
                 groups,
                 [
-                    (_NAME[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
+                    (NAMES[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
                     for result in results
                 ],
                 x_format=lambda v: f"{v:.3g} %",
@@ -227,7 +241,7 @@ def plots(results: Sequence[Result]) -> str:
                 "most bytes in each stretch",
                 [
                     Series(
-                        _NAME[result.path],
+                        NAMES[result.path],
                         ((np.arange(len(result.backlog_bytes)) + 0.5) * result.bin_s).tolist(),
                         result.backlog_bytes.tolist(),
                         colour=_COLOUR[result.path],
@@ -258,7 +272,7 @@ details td { font-family: ui-monospace, monospace; font-size: .9em; }
 
 def page(results: Sequence[Result], title: str, about: str) -> str:
     """One page of HTML with everything in it."""
-    head = "".join(f"<th>{escape(_NAME[result.path])}</th>" for result in results)
+    head = "".join(f"<th>{escape(NAMES[result.path])}</th>" for result in results)
     body = "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(results)
     )

@@ -17,12 +17,10 @@ from sim.units import OutOfRange
 if TYPE_CHECKING:
     import argparse
 
-    from sim.replay.cluster import Path_
+    from sim.replay.cluster import PathName
     from sim.replay.simulate import Result
 
 __all__ = ["cluster_of", "run_generate", "run_replay", "side_by_side"]
-
-NAMES = {"cpu": "CPU-initiated", "triggered": "triggered", "recompute": "recompute"}
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
@@ -41,7 +39,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     return changed(cluster, pairs, "--set")
 
 
-def side_by_side(arguments: argparse.Namespace, paths: list[Path_]) -> list[Result]:
+def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[Result]:
     """Each path over the same requests; each on a thread of its own, the core lets others run."""
     requests = read_trace(Path(arguments.trace))
     entry, cluster = model(arguments.model), cluster_of(arguments)
@@ -68,7 +66,7 @@ def side_by_side(arguments: argparse.Namespace, paths: list[Path_]) -> list[Resu
 
 def run_replay(arguments: argparse.Namespace) -> str:
     """What the command prints."""
-    paths: list[Path_] = list(dict.fromkeys(arguments.path or PATHS))
+    paths: list[PathName] = list(dict.fromkeys(arguments.path or PATHS))
     results = side_by_side(arguments, paths)
     saved = ""
     if arguments.html:
@@ -81,7 +79,7 @@ def run_replay(arguments: argparse.Namespace) -> str:
         saved = save("--html", Path(arguments.html), report.page(results, title, about))
     if arguments.as_json:
         return as_json(report.as_document(results))
-    head = ("", *(NAMES[path] for path in paths))
+    head = ("", *(report.NAMES[path] for path in paths))
     notes = "\n".join(f"  - {note}" for note in report.LEFT_OUT)
     return f"{table(head, report.rows(results), left=(0,))}\n\nRead this with it:\n{notes}{saved}"
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster, Path_, Routes
+    from sim.replay.cluster import Cluster, PathName, Routes
     from sim.replay.events import Usage
     from sim.replay.workload import Request
 
@@ -62,7 +62,7 @@ class Terms:
 class Result:
     """What came of a run; arrays have one entry a request."""
 
-    path: Path_
+    path: PathName
     cluster: Cluster
     duration_s: float
     arrival_s: Array
@@ -136,7 +136,7 @@ class _Run:
         requests: Sequence[Request],
         model: Model,
         cluster: Cluster,
-        path: Path_,
+        path: PathName,
         terms: Terms,
     ) -> None:
         self.events, self.requests, self.model, self.cluster = events, requests, model, cluster
@@ -317,7 +317,7 @@ def simulate(
     requests: Sequence[Request],
     model: Model,
     cluster: Cluster,
-    path: Path_,
+    path: PathName,
     terms: Terms | None = None,
     progress: Callable[[float], None] = lambda _: None,
     stored: Iterable[tuple[int, ...]] = (),

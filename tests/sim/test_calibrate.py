@@ -266,6 +266,10 @@ def test_fit_and_check_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture
             ["curve", "--preset", "measured"],
             "--profile is not given; it takes a profile for --preset measured, ",
         ),
+        (
+            ["curve", "--profile", "p.toml"],
+            "--profile is p.toml; it takes a profile, with --preset measured only.",
+        ),
         (["calibrate", "fit", "none.json"], "MEASURED is none.json, which can't be read; it takes a file, "),
         (["calibrate", "run", "--data", "/none"], "--data is /none; it takes a folder, on the drive that"),
         (

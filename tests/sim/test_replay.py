@@ -12,16 +12,18 @@ from sim.replay.workload import Chats, Request, chats
 from tests.sim.replay_rig import ONE, TINY, requests
 
 if TYPE_CHECKING:
-    from sim.replay.cluster import Cluster, Path_
+    from sim.replay.cluster import Cluster, PathName
 
 TOKEN_BYTES = 2 * 125 * 2 * 4  # K and V, 2 bytes, 4 layers
 
 
-def _run(work: list[Request], cluster: Cluster = ONE, path: Path_ = "triggered", **terms: object) -> Result:
+def _run(
+    work: list[Request], cluster: Cluster = ONE, path: PathName = "triggered", **terms: object
+) -> Result:
     return simulate(work, TINY, cluster, path, Terms(**terms))  # type: ignore[arg-type]
 
 
-def _put_message_s(size_bytes: float, cluster: Cluster = ONE, path: Path_ = "triggered") -> float:
+def _put_message_s(size_bytes: float, cluster: Cluster = ONE, path: PathName = "triggered") -> float:
     """What one message takes to a drive when nothing else is under way."""
     pcie_s = size_bytes / cluster.pcie_bytes_per_s + cluster.pcie_latency_s
     if path == "cpu":
@@ -41,14 +43,14 @@ def test_prefill_speed_follows_from_model_and_gpus() -> None:
 
 
 @pytest.mark.parametrize("path", ["cpu", "triggered", "recompute"])
-def test_a_first_request_waits_for_its_prefill_only(path: Path_) -> None:
+def test_a_first_request_waits_for_its_prefill_only(path: PathName) -> None:
     result = _run(requests((0, 1000, 0, [1, 2])), path=path)
     assert result.ttft_s.tolist() == [1.0]
     assert (result.block_hits, result.get_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("path", ["cpu", "triggered"])
-def test_layers_are_put_while_later_ones_are_computed(path: Path_) -> None:
+def test_layers_are_put_while_later_ones_are_computed(path: PathName) -> None:
     """The puts of all layers but the last are over before the prefill is; the lag is one message's time."""
     result = _run(requests((0, 1024, 0, [1, 2])), path=path)
     assert result.put_bytes == 1024 * TOKEN_BYTES

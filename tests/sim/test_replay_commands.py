@@ -57,6 +57,9 @@ def test_json_has_numbers_in_full(trace: Path, capsys: pytest.CaptureFixture[str
     assert triggered["hit_rate"] > 0.3
     assert triggered["gpu_prefill_s"] < recompute["gpu_prefill_s"]
     assert recompute["put_lag_p50_s"] is None
+    each = triggered["utilisation_each"]["drives"]
+    assert len(each) == 32
+    assert sum(each) / 32 == pytest.approx(triggered["utilisation"]["drives"])
 
 
 class _Page(HTMLParser):
