@@ -73,8 +73,8 @@ def run_replay(arguments: argparse.Namespace) -> str:
         title = f"{arguments.model} over {Path(arguments.trace).name}"
         cluster = results[0].cluster
         about = (
-            f"{cluster.engines} engines of {cluster.gpus_per_engine} GPUs, {cluster.nodes} storage nodes with"
-            f" {cluster.drives_per_node} drives each; eviction: {arguments.policy}"
+            f"engines: {cluster.engines} of {cluster.gpus_per_engine} GPUs; storage nodes: {cluster.nodes};"
+            f" drives in each: {cluster.drives_per_node}; eviction: {arguments.policy}"
         )
         saved = save("--html", Path(arguments.html), report.page(results, title, about))
     if arguments.as_json:
