@@ -30,8 +30,23 @@ def _serve(arguments: argparse.Namespace) -> int:
             hot_bytes=parse_size(arguments.hot),
             provider=arguments.provider,
             tied=arguments.tied,
+            tenants=arguments.tenants,
+            tls_certificate=arguments.tls_cert,
+            tls_key=arguments.tls_key,
+            tls_clients=arguments.tls_clients,
+            audit=arguments.audit,
         )
     )
+
+
+def _token(_: argparse.Namespace) -> int:
+    import secrets
+
+    from kvstore.node.tenants import token_digest
+
+    token = secrets.token_urlsafe(32)
+    print(f"token   {token}\nsha256  {token_digest(token)}")
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -50,6 +65,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     from kvstore.bench.command import run
 
     return run(arguments.parts, arguments.data, as_json=arguments.json)
+
+
+def _fsck(arguments: argparse.Namespace) -> int:
+    from kvstore.storage.fsck import run
+
+    return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
 
 
 def _match(arguments: argparse.Namespace) -> int:
@@ -76,7 +97,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"
     )
+    serve.add_argument(
+        "--tenants", type=Path, help="a file of tenants and their tokens; SIGHUP reads it again"
+    )
+    serve.add_argument("--tls-cert", type=Path, help="the node's certificate and its chain, PEM")
+    serve.add_argument("--tls-key", type=Path, help="its key, PEM")
+    serve.add_argument(
+        "--tls-clients", type=Path, help="authorities, PEM; clients need a certificate of theirs"
+    )
+    serve.add_argument("--audit", type=Path, help="a file for who came and who was turned away")
     serve.set_defaults(run=_serve)
+
+    token = commands.add_parser(
+        "token",
+        help="make a token for a tenant",
+        description="Make a token, and the digest of it that stands in the node's file of tenants.",
+    )
+    token.set_defaults(run=_token)
 
     demo = commands.add_parser("demo", help="see the whole path work on this machine")
     demo.add_argument(
@@ -105,6 +142,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", action="store_true", help="for programs")
     bench.set_defaults(run=_bench)
+
+    fsck = commands.add_parser(
+        "fsck",
+        help="check a node's data folder while no node has it open",
+        description="Check the drive's superblock and headers, and the index against them. Exit status 0 if nothing"
+        " is wrong, 2 if something is, 1 if the folder could not be checked.",
+    )
+    fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
+    fsck.add_argument(
+        "--repair", action="store_true", help="make an index that is wrong anew from what is on the drive"
+    )
+    fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
+    fsck.set_defaults(run=_fsck)
 
     match = commands.add_parser(
         "match",

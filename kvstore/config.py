@@ -39,14 +39,35 @@ class NodeConfig:
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
     provider: str | None = None  # None: the best that libfabric offers
     tied: bool = False  # to standard input: the node stops when it ends
+    tenants: Path | None = None  # who may call; None: anybody, and only from this machine
+    tls_certificate: Path | None = None  # the node's own, with its chain, and its key
+    tls_key: Path | None = None
+    tls_clients: Path | None = None  # authorities whose certificates clients must have
+    audit: Path | None = None  # a file of who came and who was turned away
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
-        if not ipaddress.ip_address(self.host).is_loopback:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("A certificate and its key come together: --tls-cert and --tls-key.")
+        if self.tls_clients is not None and self.tls_certificate is None:
             raise ConfigError(
-                f"The node does not listen on {self.host}: beyond loopback it would need TLS and tenants' tokens,"
-                " which this version does not have."
+                "Certificates of clients can be asked for only over TLS: --tls-cert and --tls-key."
             )
+        if not ipaddress.ip_address(self.host).is_loopback:
+            wanting = [
+                flag
+                for flag, value in (
+                    ("--tls-cert", self.tls_certificate),
+                    ("--tls-key", self.tls_key),
+                    ("--tenants", self.tenants),
+                )
+                if value is None
+            ]
+            if wanting:
+                raise ConfigError(
+                    f"The node does not listen on {self.host} without {', '.join(wanting)}: beyond loopback it needs"
+                    " TLS, and tenants who prove who they are."
+                )
         if not 0 <= self.port <= _PORT_MAX:
             raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {self.port} does not.")
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:

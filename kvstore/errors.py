@@ -3,6 +3,8 @@
     KvError
     ├── ConfigError            a setting or argument that cannot be used
     ├── Overloaded             the node is at a bound; try again after `retry_after_ms`
+    ├── LayoutError            a layout that can't be, or bytes that can't be moved between shards
+    ├── NotAuthenticated       the caller has not proved who he is
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   └── LeaseExpired       the lease of a reserved slot is over
@@ -16,6 +18,7 @@
     │   └── FolderLocked       another node has this data folder open
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
+    │   ├── FabricStuck        the fabric's thread hangs in the provider
     │   └── PutFailed
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
@@ -30,6 +33,7 @@ from __future__ import annotations
 from nic_offload.errors import (
     CudaUnavailable,
     FabricError,
+    FabricStuck,
     FabricUnavailable,
     KvError,
     PutFailed,
@@ -44,12 +48,15 @@ __all__ = [
     "CudaUnavailable",
     "DeadlineExceeded",
     "FabricError",
+    "FabricStuck",
     "FabricUnavailable",
     "FolderLocked",
     "KvError",
+    "LayoutError",
     "LeaseExpired",
     "NoSpace",
     "NodeUnavailable",
+    "NotAuthenticated",
     "Overloaded",
     "ProtocolError",
     "PutFailed",
@@ -73,6 +80,14 @@ class Overloaded(KvError):
     def __init__(self, message: str, retry_after_ms: int = 50) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class LayoutError(KvError):
+    """A layout that can't be, or bytes that can't be moved between shards."""
+
+
+class NotAuthenticated(KvError):
+    """The caller has not proved who he is."""
 
 
 class TenantDenied(KvError):

@@ -8,11 +8,16 @@ from __future__ import annotations
 __all__ = [
     "ACK_GRACE_MS",
     "ACK_WORDS",
+    "AUDIT_REFUSALS_PER_S",
     "BATCH_BLOCKS_MAX",
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
+    "BREAKER_MS_MAX",
+    "BREAKER_MS_MIN",
     "CLIENTS_MAX",
+    "DELETES_QUEUED_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
+    "DRIVE_CAPACITY_BYTES_MAX",
     "DRIVE_CAPACITY_BYTES_MIN",
     "DRIVE_INFLIGHT_BYTES_MAX",
     "DRIVE_INFLIGHT_OPS_MIN",
@@ -26,19 +31,33 @@ __all__ = [
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
     "INLINE_CHUNK_BYTES",
+    "INLINE_TIMEOUT_MS",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
+    "LAYERS_MAX",
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
     "QUARANTINE_TIMEOUT_MS",
+    "READ_AHEAD_BYTES",
+    "RESHARD_SCRATCH_BYTES",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_QUEUED_MAX",
+    "SESSION_BLOCKS_MAX",
+    "SESSION_BYTES",
+    "SESSION_CHUNKS_MAX",
+    "SESSION_CHUNK_BLOCKS",
+    "SHARES",
     "SLOTS_PER_CLIENT_MAX",
     "STORE_QUEUED_MAX",
+    "TENANTS_MAX",
     "TENANT_BYTES",
+    "TURN_BYTES",
+    "UNSYNCED_FREES_MAX",
+    "USER_BYTES",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -49,13 +68,25 @@ HEADER_BYTES = PAGE_BYTES  # a record starts with one header page
 KEY_BYTES = 32
 TENANT_BYTES = 16
 FINGERPRINT_BYTES = 16
+USER_BYTES = 16
+SESSION_BYTES = 16
 GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+LAYERS_MAX = 4096  # of a model
+RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least
+
+SESSION_CHUNK_BLOCKS = (
+    126  # keys in one chunk of a manifest: what fits into one page, of the drive and of LMDB
+)
+SESSION_CHUNKS_MAX = 256
+SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 
 CLIENTS_MAX = 64
+TENANTS_MAX = 4096  # of a node
+AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
 SLOTS_PER_CLIENT_MAX = 1024
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
@@ -65,6 +96,7 @@ LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node end
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
+DRIVE_CAPACITY_BYTES_MAX = 16 << 40  # its roll, a bit a page, is made in memory: 512 MiB
 DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
@@ -74,15 +106,26 @@ DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = (
     4 * BATCH_BLOCKS_MAX
 )  # puts, and as many gets, that the store has accepted and not answered
+DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that the store has accepted and not answered
+SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not answered
+UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20
+SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
+TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
+READ_AHEAD_BYTES = (
+    16 << 20
+)  # asked of the drive for fetches: who comes later waits behind so much, and no more
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
+INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
+BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
+BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000
 FETCH_TIMEOUT_MS = 30_000
 
@@ -93,6 +136,9 @@ assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the rec
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
+assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX

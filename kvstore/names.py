@@ -34,6 +34,6 @@ def layout_fingerprint(*parts: bytes) -> bytes:
     return _digest(b"triggerkv layout", FINGERPRINT_BYTES, parts)
 
 
-def tenant_name(tenant: str) -> bytes:
-    """A tenant as the drive knows him."""
-    return _digest(b"triggerkv tenant", TENANT_BYTES, [tenant.encode()])
+def tenant_name(tenant: str, salt: bytes) -> bytes:
+    """A tenant as the drive knows him. The salt is the store's, so a stolen drive doesn't tell whose blocks it has."""
+    return _digest(b"triggerkv tenant", TENANT_BYTES, [salt, tenant.encode()])

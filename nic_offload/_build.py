@@ -20,6 +20,7 @@ _PARTS = (
     "handles",
     "inbox",
     "library",
+    "memory",
     "nic",
     "nic_hand",
     "streams",

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
@@ -82,7 +83,7 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 
 static int is_wanted(const struct cancellation *wanted, const struct work *work)
 {
-	for (int i = 0; i < wanted->count; i++)
+	for (uint64_t i = 0; i < wanted->count; i++)
 		if (wanted->tags[i] == tag_of(work))
 			return 1;
 	return 0;
@@ -196,9 +197,8 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
 /* Of the endpoint's operations nothing is reported: who closes it knows that all of them are over. The provider may have
  * put completions into the queue before the endpoint went, and those are taken before the items go; one whose
  * completions may come later still (it has a thread of its own) keeps the items until they come. */
-int core_close_endpoint(struct tk_fabric *fabric, void *argument)
+static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
-	struct tk_endpoint *endpoint = argument;
 	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint))
 		nic_flush(fabric);
 	withdraw_all(fabric, endpoint);
@@ -229,6 +229,11 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 	}
 	unlist_ready(fabric, endpoint);
 	return status;
+}
+
+int core_close_endpoint(struct tk_fabric *fabric, void *argument)
+{
+	return close_endpoint(fabric, *(struct tk_endpoint **)argument);
 }
 
 /* Bytes on the wire can't be called back, and landed bytes are only being summed. What a NIC with counters of its own
@@ -281,6 +286,11 @@ static int take_inbox(struct tk_fabric *fabric)
 	struct work *work = fabric->inbox.head;
 	fabric->inbox = (struct queue){0};
 	struct command *command = fabric->command;
+	if (command && command->abandoned) {
+		fabric->command = NULL;
+		free(command);
+		command = NULL;
+	}
 	int stop = fabric->stop;
 	pthread_mutex_unlock(&fabric->inbox_lock);
 
@@ -294,6 +304,8 @@ static int take_inbox(struct tk_fabric *fabric)
 		pthread_mutex_lock(&fabric->inbox_lock);
 		command->done = 1;
 		fabric->command = NULL;
+		if (command->abandoned)
+			free(command);
 		pthread_cond_broadcast(&fabric->command_done);
 		pthread_mutex_unlock(&fabric->inbox_lock);
 	}
@@ -377,6 +389,8 @@ void *core_progress(void *argument)
 		if (busy < 0)
 			break;
 		busy |= progress_wire(fabric);
+		if (__atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE))
+			break; /* it was given up meanwhile: what it was to do, its owner counts as lost */
 		busy |= nic_poll(fabric);
 		busy |= poll_counters(fabric);
 		busy |= post_ready(fabric);
@@ -394,6 +408,10 @@ void *core_progress(void *argument)
 			rest(fabric, fabric->now_ns - busy_ns);
 	}
 	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
-		core_close_endpoint(fabric, endpoint);
+		close_endpoint(fabric, endpoint);
+	pthread_mutex_lock(&fabric->inbox_lock);
+	fabric->ended = 1;
+	pthread_cond_broadcast(&fabric->command_done);
+	pthread_mutex_unlock(&fabric->inbox_lock);
 	return NULL;
 }

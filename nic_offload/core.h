@@ -29,6 +29,9 @@
  *   - once an endpoint is closed, no byte comes in through it any more and none of its operations touches
  *     memory: this, and not a revoked key alone, is what makes memory safe to use again after a peer misbehaved
  *     (a message whose key was checked before may still be arriving when the key is revoked);
+ *   - a call that has to wait for the progress thread waits for `answer_ns` at most. If that is not enough the
+ *     provider hangs inside (one on shm does when a peer died with its lock), and the fabric is given up: this call and
+ *     all later ones return TK_STUCK, and what the thread might still touch is never freed;
  *   - nothing queued is unbounded: `work_max` is fixed when the fabric is opened; past it, -EAGAIN.
  *
  * What it does not do: memory other than the host's. All functions return 0 (or a count) or a negative errno.
@@ -50,6 +53,7 @@ struct tk_counter;
 #define TK_PROVIDER_NAME_BYTES 32
 #define TK_ADDRESS_BYTES 256
 #define TK_MESSAGE_BYTES 256
+#define TK_STUCK -35 /* -EDEADLK: the progress thread did not answer; see `tk_fabric_open` */
 
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
@@ -155,12 +159,17 @@ uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
 uint64_t tk_now_ns(void);
 int tk_memory_populate(void *address, size_t length);
+struct tk_run {
+	uint64_t piece; /* of which of the sources */
+	uint64_t source, target, length;
+};
+void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target);
 
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);
 int tk_library_providers(struct tk_provider_info *out, int out_max);
 
-int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint32_t flags,
+int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint64_t answer_ns, uint32_t flags,
 		   struct tk_fabric **out, char *message);
 int tk_fabric_close(struct tk_fabric *fabric);
 int tk_fabric_event_fd(struct tk_fabric *fabric);
@@ -191,6 +200,7 @@ uint64_t tk_region_base(struct tk_region *region);
  * without one it is the NIC's own where there is deferred work with doorbells, and else a word of ours. */
 int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out);
 int tk_counter_close(struct tk_counter *counter);
+int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count); /* zeroes those that no counter has */
 int tk_counter_add(struct tk_counter *counter, uint64_t value);
 int tk_counter_set(struct tk_counter *counter, uint64_t value);
 int tk_counter_reset(struct tk_counter *counter);

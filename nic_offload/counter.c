@@ -248,7 +248,7 @@ void free_closed_counters(struct tk_fabric *fabric)
  * operations that failed is in the way as well, and a flush takes it out. */
 int core_reset_counter(struct tk_fabric *fabric, void *argument)
 {
-	struct tk_counter *counter = argument;
+	struct tk_counter *counter = *(struct tk_counter **)argument;
 	if (fabric->nic.own_counters && fabric->nic.lost && __atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))
 		nic_flush(fabric);
 	if (__atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))

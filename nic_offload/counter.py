@@ -7,7 +7,7 @@ that a store to its doorbell fires operations with no thread of ours awake; else
 What always holds: a counter only grows, until it is reset, and it is reset only while nothing waits for it and nothing
 is to move it; one that an operation failed to move has failed: it moves no more, and what waits for it fails too.
 
-What it doesn't do: keep a flag word's memory alive once its `FlagWords` is closed.
+A flag word's memory stays mapped for as long as the fabric may look at it, whoever closes what before.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class Counter(Handle):
         if self.handle is None:
             return
         self._check(lib.tk_counter_close(self.handle), "Closing a counter")
+        if self._word is not None:
+            self._fabric.keep_word(self._word)
         self.detach()
 
     def detach(self) -> None:

@@ -6,11 +6,13 @@ the root has to live here. A miss is a value (`kvstore.miss`), never an exceptio
 
 from __future__ import annotations
 
+import errno
 import os
 
 __all__ = [
     "CudaUnavailable",
     "FabricError",
+    "FabricStuck",
     "FabricUnavailable",
     "KvError",
     "PutFailed",
@@ -18,6 +20,9 @@ __all__ = [
     "StagingFull",
     "TableFull",
 ]
+
+
+_STUCK = -errno.EDEADLK  # the C core's TK_STUCK
 
 
 class KvError(Exception):
@@ -30,11 +35,20 @@ class FabricError(KvError):
     @classmethod
     def from_code(cls, doing: str, code: int) -> FabricError:
         """The one place where a `-errno` of the C core becomes an exception."""
+        if code == _STUCK:
+            return FabricStuck(
+                f"{doing} got no answer: the provider hangs, on shm perhaps because a peer died with its lock."
+                " Close the fabric, which may take as long, and open another."
+            )
         return cls(f"{doing} failed: {os.strerror(-code)} ({code}).")
 
 
 class FabricUnavailable(FabricError):
     """There is no libfabric, or no provider in it, that can carry KV blocks on this machine."""
+
+
+class FabricStuck(FabricError):
+    """The fabric's progress thread did not answer in time; every later call but `close` says so at once."""
 
 
 class PutFailed(FabricError):

@@ -27,6 +27,14 @@ int fabric_is_ours(const struct tk_fabric *fabric)
 	return fabric->pid == getpid();
 }
 
+/* Why nothing is done for a caller, if so. */
+int fabric_refusal(const struct tk_fabric *fabric)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	return __atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE) ? TK_STUCK : 0;
+}
+
 int refused(char *message, const char *doing, int status)
 {
 	snprintf(message, TK_MESSAGE_BYTES, "%s: %s", doing, library_loaded()->strerror(-status));
@@ -120,7 +128,16 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	return deferred ? nic_open(fabric) : 0;
 }
 
-int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint32_t flags,
+static void init_condition(pthread_cond_t *condition)
+{
+	pthread_condattr_t attributes;
+	pthread_condattr_init(&attributes);
+	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+	pthread_cond_init(condition, &attributes);
+	pthread_condattr_destroy(&attributes);
+}
+
+int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint64_t answer_ns, uint32_t flags,
 		   struct tk_fabric **out, char *message)
 {
 	message[0] = 0;
@@ -131,13 +148,14 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 		return -ENOMEM;
 	fabric->pid = getpid();
 	fabric->work_max = work_max;
+	fabric->answer_ns = answer_ns;
 	fabric->chunks_max = (work_max + WORK_CHUNK - 1) / WORK_CHUNK;
 	fabric->next_deadline_ns = UINT64_MAX;
 	fabric->started_ns = tk_now_ns();
 	pthread_mutex_init(&fabric->handle_lock, NULL);
 	pthread_mutex_init(&fabric->inbox_lock, NULL);
 	pthread_mutex_init(&fabric->event_lock, NULL);
-	pthread_cond_init(&fabric->command_done, NULL);
+	init_condition(&fabric->command_done);
 	fabric->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	fabric->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	fabric->chunks = calloc(fabric->chunks_max, sizeof *fabric->chunks);
@@ -172,14 +190,31 @@ void fabric_wake(struct tk_fabric *fabric)
 	}
 }
 
+/* Waits for the thread, under the inbox's lock; false once the deadline is over, or was over for somebody before. */
+static int answered(struct tk_fabric *fabric, uint64_t until_ns)
+{
+	struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
+	if (fabric->stuck)
+		return 0;
+	if (pthread_cond_timedwait(&fabric->command_done, &fabric->inbox_lock, &until) == ETIMEDOUT)
+		__atomic_store_n(&fabric->stuck, 1, __ATOMIC_RELEASE);
+	return !fabric->stuck;
+}
+
 int tk_fabric_close(struct tk_fabric *fabric)
 {
 	if (!fabric_is_ours(fabric))
 		return -ECHILD;
+	uint64_t until_ns = tk_now_ns() + fabric->answer_ns;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	fabric->stop = 1;
-	pthread_mutex_unlock(&fabric->inbox_lock);
 	fabric_wake(fabric);
+	while (!fabric->ended && answered(fabric, until_ns))
+		;
+	int ended = fabric->ended;
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	if (!ended)
+		return TK_STUCK;
 	if (fabric->thread_started)
 		pthread_join(fabric->thread, NULL);
 	free_fabric(fabric);
@@ -198,24 +233,41 @@ int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
 }
 
-int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *, void *), void *argument)
+/* Of a thread that does not answer nobody knows what it will still do, so nothing that it was given is freed. */
+int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *, void *), void *argument,
+		  size_t argument_bytes)
 {
-	if (!fabric_is_ours(fabric))
-		return -ECHILD;
-	struct command command = {.run = run, .argument = argument};
+	int status = fabric_refusal(fabric);
+	if (status)
+		return status;
+	struct command *command = calloc(1, sizeof *command + argument_bytes);
+	if (!command)
+		return -ENOMEM;
+	command->run = run;
+	if (argument_bytes)
+		memcpy(command->argument, argument, argument_bytes);
+	uint64_t until_ns = tk_now_ns() + fabric->answer_ns;
 	pthread_mutex_lock(&fabric->inbox_lock);
-	while (fabric->command && !fabric->stop)
-		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
-	if (fabric->stop) {
-		pthread_mutex_unlock(&fabric->inbox_lock);
-		return -ESHUTDOWN;
+	while (!status && fabric->command && !fabric->stop)
+		status = answered(fabric, until_ns) ? 0 : TK_STUCK;
+	if (!status && fabric->stop)
+		status = -ESHUTDOWN;
+	if (!status) {
+		fabric->command = command;
+		fabric_wake(fabric);
+		while (!command->done && !command->abandoned)
+			command->abandoned = !answered(fabric, until_ns) && !command->done;
+		if (command->abandoned) {
+			pthread_mutex_unlock(&fabric->inbox_lock);
+			return TK_STUCK;
+		}
+		status = command->result;
+		if (argument_bytes)
+			memcpy(argument, command->argument, argument_bytes);
 	}
-	fabric->command = &command;
-	fabric_wake(fabric);
-	while (!command.done)
-		pthread_cond_wait(&fabric->command_done, &fabric->inbox_lock);
 	pthread_mutex_unlock(&fabric->inbox_lock);
-	return command.result;
+	free(command);
+	return status;
 }
 
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out)

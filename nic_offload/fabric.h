@@ -97,12 +97,14 @@ struct watches {
 };
 
 /* A call that waits for the progress thread to do it. All that changes what the thread's queue reads from
- * goes this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. */
+ * goes this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. It has a
+ * copy of its argument, because the thread may be at it when nobody waits any more. */
 struct command {
 	int (*run)(struct tk_fabric *fabric, void *argument);
-	void *argument;
 	int result;
 	int done;
+	int abandoned;
+	uint64_t argument[];
 };
 
 struct tk_endpoint {
@@ -193,7 +195,9 @@ struct tk_fabric {
 	uint32_t free_count, work_count, work_max;
 	uint64_t sequence;
 	struct command *command;
-	int stop;
+	uint64_t answer_ns; /* the thread has so long to answer a call */
+	int stuck;	    /* atomic: it did not, once, and is not asked again */
+	int stop, ended;
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
 
@@ -230,16 +234,18 @@ void *core_progress(void *fabric);
 
 /* fabric.c: for the calls of any thread */
 int fabric_is_ours(const struct tk_fabric *fabric);
+int fabric_refusal(const struct tk_fabric *fabric);
 void fabric_wake(struct tk_fabric *fabric);
 int refused(char *message, const char *doing, int status);
-int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument);
+int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument,
+		  size_t argument_bytes);
 
 struct cancellation {
-	const uint64_t *tags;
-	int count;
+	uint64_t count;
+	uint64_t tags[];
 };
 
-/* Commands that need the thread's own lists. */
+/* Commands that need the thread's own lists. Endpoints and counters are given by a pointer to their pointer. */
 int core_cancel(struct tk_fabric *fabric, void *cancellation);
 int core_close_endpoint(struct tk_fabric *fabric, void *endpoint);
 int core_flush(struct tk_fabric *fabric, void *unused);

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
 
+ANSWER_TIMEOUT_MS = 10_000  # of the progress thread; a flush of a whole domain takes a second on Cassini
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
+_WORDS_MIN = 64
+_given_up: list[Fabric] = []  # stuck when they were closed: their threads may touch all their memory for ever
 _open: set[Fabric] = set()  # those that are not closed live on, whoever forgets them: their threads do
 _EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
 assert _EVENT.size == ffi.sizeof("struct tk_event")
@@ -152,11 +155,12 @@ class Region(Handle):
             raise FabricError.from_code("Closing a region", code)
         self.detach()
 
-    def detach(self) -> None:
+    def detach(self, *, release: bool = True) -> None:
         """Forget the handle: the fabric that owned it is closed, or is closing it."""
         self.handle, self.pointer = None, 0
-        self._fabric.regions.discard(self)
-        ffi.release(self._pin)
+        if release:
+            self._fabric.regions.discard(self)
+            ffi.release(self._pin)
 
 
 class Endpoint(Handle):
@@ -167,6 +171,8 @@ class Endpoint(Handle):
         out = ffi.new("struct tk_endpoint **")
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
         code = lib.tk_endpoint_open(fabric.handle, out, message)
+        if code == lib.TK_STUCK:
+            raise FabricError.from_code("Opening an endpoint", code)
         if code:
             why = ffi.string(message).decode() or f"code {code}"
             raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
@@ -202,7 +208,8 @@ class Fabric(Handle):
     """A domain, its progress thread and its trigger agent.
 
     With `deferred_work`, operations are handed to libfabric's own (`sockets`, `cxi`) as far as they fit; by default
-    that is so where it is hardware.
+    that is so where it is hardware. A call that has to wait for the progress thread waits for `answer_timeout_ms` at
+    most; if the provider hangs inside, the call and all later ones are `FabricStuck`.
     """
 
     def __init__(
@@ -211,6 +218,7 @@ class Fabric(Handle):
         *,
         address: str | None = None,
         work_max: int = WORK_MAX,
+        answer_timeout_ms: int = ANSWER_TIMEOUT_MS,
         deferred_work: bool | None = None,
     ) -> None:
         library = load()
@@ -220,7 +228,8 @@ class Fabric(Handle):
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
         deferred = chosen == "cxi" if deferred_work is None else deferred_work
         flags = lib.TK_DEFERRED_WORK if deferred else 0
-        code = lib.tk_fabric_open(chosen.encode(), node, work_max, flags, out, message)
+        answer_ns = answer_timeout_ms * 1_000_000
+        code = lib.tk_fabric_open(chosen.encode(), node, work_max, answer_ns, flags, out, message)
         if code:
             why = ffi.string(message).decode() or f"code {code}"
             raise FabricError(f"The provider {chosen} of libfabric {library.version} did not open: {why}.")
@@ -228,6 +237,10 @@ class Fabric(Handle):
         self.regions: set[Region] = set()
         self.endpoints: set[Endpoint] = set()
         self.counters: set[Counter] = set()
+        self._words: dict[
+            int, FlagWord
+        ] = {}  # of counters that are closed and may be waited for still, by address
+        self._words_max = _WORDS_MIN
         self.deferred_work = deferred
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
         self._events_view = memoryview(ffi.buffer(self._events))
@@ -266,6 +279,16 @@ class Fabric(Handle):
     def open_counter(self, word: FlagWord | None = None) -> Counter:
         """Open a counter, over a flag word or of its own."""
         return Counter(self, word)
+
+    def keep_word(self, word: FlagWord) -> None:
+        """Keep a word mapped until no operation waits for it any more, though its counter is closed."""
+        self._words[word.address] = word
+        if len(self._words) > self._words_max:
+            addresses = ffi.new("uint64_t[]", list(self._words))
+            lib.tk_words_watched(self.handle, addresses, len(addresses))
+            watched = set(addresses)
+            self._words = {address: one for address, one in self._words.items() if address in watched}
+            self._words_max = max(_WORDS_MIN, 2 * len(self._words))
 
     def register(
         self,
@@ -325,7 +348,8 @@ class Fabric(Handle):
     def close(self) -> None:
         """Stop the thread and close everything that belongs to the fabric, endpoints and regions included.
 
-        When it returns no peer can write to any of its regions, and nothing reads from them.
+        When it returns no peer can write to any of its regions, and nothing reads from them. If it raises `FabricStuck`
+        that is not so, and the memory of the regions is kept as it is until the process ends.
         """
         if self.handle is None:
             return
@@ -334,10 +358,14 @@ class Fabric(Handle):
         if not _open:
             atexit.unregister(_close_at_exit)
         code = lib.tk_fabric_close(handle)
+        if code == lib.TK_STUCK:
+            _given_up.append(self)
+        else:
+            self._words.clear()
         for endpoint in tuple(self.endpoints):
             endpoint.detach()
         for region in tuple(self.regions):
-            region.detach()
+            region.detach(release=code != lib.TK_STUCK)
         for counter in tuple(self.counters):
             counter.detach()
         if code:  # a forked child has neither the thread nor the connections, and must leave both alone

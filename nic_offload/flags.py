@@ -30,7 +30,7 @@ _MEMORY_FILE = f"/memfd:{_NAME} "
 
 
 class FlagWord:
-    """One word. It keeps its memory (`owner`) alive, and is of no use once its `FlagWords` is closed."""
+    """One word. It keeps its memory (`owner`) mapped, also when its `FlagWords` is closed."""
 
     __slots__ = ("_owner", "_pointer", "address")
 
@@ -55,9 +55,9 @@ class FlagWords(Handle):
         self.path = path
         self._fd = fd
         self._map = mmap.mmap(fd, count * _WORD_BYTES)
-        self._pin = ffi.from_buffer(self._map)
-        base = int(ffi.cast("uintptr_t", self._pin))
-        self._words = [FlagWord(base + i * _WORD_BYTES, self._pin) for i in range(count)]
+        pin = ffi.from_buffer(self._map)
+        base = int(ffi.cast("uintptr_t", pin))
+        self._words = [FlagWord(base + i * _WORD_BYTES, pin) for i in range(count)]
 
     @classmethod
     def create(cls, count: int) -> Self:
@@ -87,11 +87,10 @@ class FlagWords(Handle):
         return self._words[index]
 
     def close(self) -> None:
-        """Unmap the words; puts that still wait for them must have been cancelled or have fired."""
+        """Let the words go. They are unmapped when nobody has one of them, and no put waits for one, any more."""
         if self._fd < 0:
             return
         self._words = []
-        ffi.release(self._pin)
-        self._map.close()
+        del self._map
         os.close(self._fd)
         self._fd = -1

@@ -19,7 +19,7 @@
 
 static int open_endpoint(struct tk_fabric *fabric, void *argument)
 {
-	struct tk_endpoint *endpoint = argument;
+	struct tk_endpoint *endpoint = *(struct tk_endpoint **)argument;
 	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
 	if (status)
 		return status;
@@ -39,8 +39,10 @@ int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *m
 	if (!endpoint)
 		return -ENOMEM;
 	endpoint->fabric = fabric;
-	int status = on_the_thread(fabric, open_endpoint, endpoint);
+	int status = on_the_thread(fabric, open_endpoint, &endpoint, sizeof endpoint);
 	if (status) {
+		if (status == TK_STUCK)
+			return status; /* the thread may be at it still */
 		free(endpoint);
 		return refused(message, "opening an endpoint", status);
 	}
@@ -73,8 +75,9 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 			break;
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
-	int status = on_the_thread(fabric, core_close_endpoint, endpoint);
-	free(endpoint);
+	int status = on_the_thread(fabric, core_close_endpoint, &endpoint, sizeof endpoint);
+	if (status != TK_STUCK)
+		free(endpoint);
 	return status;
 }
 
@@ -102,7 +105,7 @@ int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, ui
 	if (length > TK_ADDRESS_BYTES || !length)
 		return -EINVAL;
 	memcpy(peer.address, address, length);
-	int status = on_the_thread(fabric, add_peer, &peer);
+	int status = on_the_thread(fabric, add_peer, &peer, sizeof peer);
 	*out = peer.number;
 	return status;
 }
@@ -110,7 +113,7 @@ int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, ui
 int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
 {
 	struct peer peer = {.number = number};
-	return on_the_thread(fabric, remove_peer, &peer);
+	return on_the_thread(fabric, remove_peer, &peer, sizeof peer);
 }
 
 /* Keys are random so that nobody can guess the key of a region that was not given to him. */
@@ -213,9 +216,10 @@ uint64_t tk_region_base(struct tk_region *region)
 	return region->base;
 }
 
-static int open_nic_counter(struct tk_fabric *fabric, void *counter)
+static int open_nic_counter(struct tk_fabric *fabric, void *argument)
 {
-	return nic_counter(fabric, &((struct tk_counter *)counter)->nic);
+	struct tk_counter *counter = *(struct tk_counter **)argument;
+	return nic_counter(fabric, &counter->nic);
 }
 
 int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out)
@@ -237,7 +241,9 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **ou
 	if (!status && counter->own_word)
 		*counter->own_word = 0;
 	if (!status && fabric->nic.used)
-		status = on_the_thread(fabric, open_nic_counter, counter);
+		status = on_the_thread(fabric, open_nic_counter, &counter, sizeof counter);
+	if (status == TK_STUCK)
+		return status; /* the thread may be at it still */
 	if (status) {
 		free(counter->own_word);
 		free(counter);
@@ -269,9 +275,29 @@ int tk_counter_close(struct tk_counter *counter)
 	return 0;
 }
 
+static int has_word(const struct tk_counter *counter, uint64_t address)
+{
+	for (; counter; counter = counter->next)
+		if ((uintptr_t)counter->word == address)
+			return 1;
+	return 0;
+}
+
+int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count)
+{
+	if (!fabric_is_ours(fabric))
+		return -ECHILD;
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (size_t i = 0; i < count; i++)
+		if (!has_word(fabric->counters, addresses[i]) && !has_word(fabric->closing, addresses[i]))
+			addresses[i] = 0;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	return 0;
+}
+
 int tk_counter_reset(struct tk_counter *counter)
 {
-	return on_the_thread(counter->fabric, core_reset_counter, counter);
+	return on_the_thread(counter->fabric, core_reset_counter, &counter, sizeof counter);
 }
 
 struct movement {
@@ -298,7 +324,8 @@ static int move_counter(struct tk_counter *counter, uint64_t value, int set)
 	struct movement movement = {.counter = counter, .value = value, .set = set};
 	if (!fabric_is_ours(counter->fabric))
 		return -ECHILD;
-	return counter->word ? move(counter->fabric, &movement) : on_the_thread(counter->fabric, move, &movement);
+	return counter->word ? move(counter->fabric, &movement) :
+			       on_the_thread(counter->fabric, move, &movement, sizeof movement);
 }
 
 int tk_counter_add(struct tk_counter *counter, uint64_t value)
@@ -329,7 +356,7 @@ int tk_counter_read(struct tk_counter *counter, uint64_t *value)
 	if (!fabric_is_ours(counter->fabric))
 		return -ECHILD;
 	int status = counter->word ? read_counter(counter->fabric, &reading) :
-				     on_the_thread(counter->fabric, read_counter, &reading);
+				     on_the_thread(counter->fabric, read_counter, &reading, sizeof reading);
 	*value = reading.value;
 	return status;
 }

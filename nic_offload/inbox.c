@@ -86,15 +86,16 @@ static void start_using(uint64_t *uses)
 
 int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count)
 {
-	if (!fabric_is_ours(fabric))
-		return -ECHILD;
+	int status = fabric_refusal(fabric);
+	if (status)
+		return status;
 	for (int i = 0; i < count; i++) {
-		int status = check_operation(fabric, &operations[i]);
+		status = check_operation(fabric, &operations[i]);
 		if (status)
 			return status;
 	}
 	pthread_mutex_lock(&fabric->inbox_lock);
-	int status = reserve_work(fabric, (uint32_t)count);
+	status = reserve_work(fabric, (uint32_t)count);
 	for (int i = 0; !status && i < count; i++) {
 		const struct tk_operation *op = &operations[i];
 		enqueue(fabric, WORK_OPERATION)->op = *op;
@@ -113,13 +114,14 @@ int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int 
 
 int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landings, int count)
 {
-	if (!fabric_is_ours(fabric))
-		return -ECHILD;
+	int status = fabric_refusal(fabric);
+	if (status)
+		return status;
 	for (int i = 0; i < count; i++)
 		if (!landings[i].endpoint || !landings[i].word || landings[i].word % 8 || landings[i].ack_target % 8)
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
-	int status = reserve_work(fabric, (uint32_t)count);
+	status = reserve_work(fabric, (uint32_t)count);
 	for (int i = 0; !status && i < count; i++)
 		enqueue(fabric, WORK_LANDING)->landing = landings[i];
 	pthread_mutex_unlock(&fabric->inbox_lock);
@@ -130,13 +132,14 @@ int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landing
 
 int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, int count)
 {
-	if (!fabric_is_ours(fabric))
-		return -ECHILD;
+	int status = fabric_refusal(fabric);
+	if (status)
+		return status;
 	for (int i = 0; i < count; i++)
 		if (!watches[i].endpoint || !watches[i].word || watches[i].word % 8)
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
-	int status = reserve_work(fabric, (uint32_t)count);
+	status = reserve_work(fabric, (uint32_t)count);
 	for (int i = 0; !status && i < count; i++)
 		enqueue(fabric, WORK_ACK)->ack = watches[i];
 	pthread_mutex_unlock(&fabric->inbox_lock);
@@ -147,13 +150,22 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 {
-	struct cancellation wanted = {.tags = tags, .count = count};
-	return count > 0 ? on_the_thread(fabric, core_cancel, &wanted) : 0;
+	if (count <= 0)
+		return 0;
+	size_t tags_bytes = (size_t)count * sizeof *tags;
+	struct cancellation *wanted = malloc(sizeof *wanted + tags_bytes);
+	if (!wanted)
+		return -ENOMEM;
+	wanted->count = (uint64_t)count;
+	memcpy(wanted->tags, tags, tags_bytes);
+	int cancelled = on_the_thread(fabric, core_cancel, wanted, sizeof *wanted + tags_bytes);
+	free(wanted);
+	return cancelled;
 }
 
 int tk_flush(struct tk_fabric *fabric)
 {
-	return on_the_thread(fabric, core_flush, NULL);
+	return on_the_thread(fabric, core_flush, NULL, 0);
 }
 
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max)

@@ -1,13 +1,17 @@
-"""Memory that blocks land in or leave from: page-aligned, and there before it is needed."""
+"""Memory that blocks land in or leave from: page-aligned, there before it is needed, and copied in pieces."""
 
 from __future__ import annotations
 
 import mmap
+from typing import TYPE_CHECKING
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
 
-__all__ = ["allocate"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Runs", "allocate"]
 
 
 def allocate(length: int) -> mmap.mmap:
@@ -23,3 +27,19 @@ def allocate(length: int) -> mmap.mmap:
         memory.close()
         raise FabricError.from_code(f"Getting {length} bytes of memory", code)
     return memory
+
+
+class Runs:
+    """Pieces of several sources that make up one target, to be copied as often as there are such sources."""
+
+    def __init__(self, runs: Sequence[tuple[int, int, int, int]]) -> None:
+        """Each run is: which source, from where, to where, how many bytes."""
+        self._runs = ffi.new("struct tk_run[]", list(runs))
+        self.source_bytes = [0] * (1 + max((run[0] for run in runs), default=-1))
+        for piece, source, _, length in runs:
+            self.source_bytes[piece] = max(self.source_bytes[piece], source + length)
+        self.target_bytes = max((target + length for _, _, target, length in runs), default=0)
+
+    def copy(self, sources: Sequence[int], target: int) -> None:
+        """Copy, given the addresses of the sources and of the target; the caller vouches for the memory behind them."""
+        lib.tk_copy_runs(self._runs, len(self._runs), ffi.new("uint64_t[]", list(sources)), target)

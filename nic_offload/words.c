@@ -1,19 +1,7 @@
 /*
- * Words of memory that others store to, and memory for blocks.
+ * Words of memory that others store to.
  */
-#define _GNU_SOURCE
 #include "core.h"
-
-#include <errno.h>
-#include <sys/mman.h>
-
-/* Huge pages where the kernel has them, and all of them there before the first block comes: a fault for each
- * page would cost the first blocks several times what their bytes do. */
-int tk_memory_populate(void *address, size_t length)
-{
-	madvise(address, length, MADV_HUGEPAGE);
-	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
-}
 
 uint64_t tk_word_load(const void *address)
 {

@@ -11,9 +11,10 @@
 Calls may come from any thread. A client attaches to its node at the first call that needs it, and again
 after a loss. What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss
 with its reason, and never raises because a node is away; a reserve that can't be had raises one typed
-error; once a call has ended nothing of it writes to the caller's memory.
+error; once a call has ended nothing of it writes to the caller's memory. A node that was away costs one call its
+deadline, and those after it nothing (`kvstore.client.breaker`).
 
-It doesn't know sessions, tokens or layouts beyond their fingerprint, and talks to one node.
+It doesn't know sessions, and talks to one node.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ import os
 import select
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from kvstore.client.breaker import Breaker
+from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
 from kvstore.client.link import Link
 from kvstore.client.puts import Reservation, lease_deadline_ns
+from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
     DeadlineExceeded,
@@ -60,21 +65,20 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit
+    from kvstore.client.channel import Tls
+    from kvstore.layout import Layout
     from nic_offload.fabric import Region
 
 __all__ = ["Client"]
-
-_GRPC_OPTIONS = (
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 250),
-)
 
 
 def _message(durability: Durability) -> pb.Durability:
     """The proto's word for it; the numbers are the same."""
     return cast("pb.Durability", int(durability))
+
+
+def _fingerprint(layout: Layout | bytes) -> bytes:
+    return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
 
 
 class Client(Handle):
@@ -84,30 +88,37 @@ class Client(Handle):
         self,
         target: str,
         *,
-        tenant: str = "default",
-        layout: bytes = b"",
+        tenant: str = "",
+        token: str | None = None,
+        tls: Tls | None = None,
+        address: str = "127.0.0.1",
+        layout: Layout | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
     ) -> None:
         """Open the fabric; the node is not called yet.
 
-        `layout` is whatever determines how a block's bytes are laid out; a get under another layout is a miss.
+        A node beyond this machine learns who calls from `token`, or from a certificate (`tls`); a `tenant` need only be
+        named to a node that asks for neither. `address` is this machine's own, for the fabric.
+        `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
+        is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
         """
         self.target = target
         self.tenant = tenant
-        self.fabric = Fabric(provider, address="127.0.0.1")
+        self._channel = open_channel(target, token, tls)
+        self.fabric = Fabric(provider, address=address)
         self.lock = threading.RLock()
         self.calls = 0  # made to the node; a test counts that armed puts need none
-        self._fingerprint = layout_fingerprint(layout)
+        self._fingerprint = _fingerprint(layout)
         self._slots = slots
         self._block_bytes_max = block_bytes_max
         self._tags = itertools.count(2, 2)
         self._link: Link | None = None
         self._attaching = threading.Lock()
-        self._channel = grpc.insecure_channel(target, options=_GRPC_OPTIONS)
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
+        self._breaker = Breaker(SystemClock())
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)
         self._pump.start()
@@ -147,16 +158,14 @@ class Client(Handle):
         )
         asked_ns = time.monotonic_ns()
         try:
-            answer = self._stub.Reserve(request, timeout=RPC_TIMEOUT_MS / 1000)
-        except grpc.RpcError as failure:
-            error = error_from_rpc("Reserving slots", failure)
+            with self._calling("Reserving slots"):
+                answer = self._stub.Reserve(request, timeout=RPC_TIMEOUT_MS / 1000)
+        except KvError as error:
             with self.lock:
                 link.give_back_words(words)
             if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
                 self.lose(link, error)  # leases may stand that we know nothing of
-            raise error from failure
-        finally:
-            self.calls += 1
+            raise
         return Reservation(
             self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms)
         )
@@ -184,9 +193,19 @@ class Client(Handle):
 
     # --- gets over the fabric
 
-    def get(self, blocks: Sequence[Block], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000) -> list[Hit | Miss]:
-        """Have blocks written into their regions; a Hit or a Miss for each, in order."""
+    def get(
+        self,
+        blocks: Sequence[Block],
+        *,
+        layout: Layout | None = None,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+    ) -> list[Hit | Miss]:
+        """Have blocks written into their regions; a Hit or a Miss for each, in order.
+
+        They are of the client's own layout unless another one is given.
+        """
         self._check_batch(blocks)
+        fingerprint = self._fingerprint if layout is None else layout.fingerprint
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         try:
             link = self._attached(timeout_s)
@@ -200,16 +219,13 @@ class Client(Handle):
             return [Miss(MissReason.NODE_AWAY, str(error))] * len(blocks)
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
-            self._stub.Fetch(get.request(self._fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000))
-        except grpc.RpcError as failure:
-            refusal = error_from_rpc("Fetching blocks", failure)
-            if isinstance(refusal, Overloaded):
-                with self.lock:
-                    get.refuse(Miss(MissReason.BUSY, str(refusal)))
-            else:
-                self.lose(link, refusal)
-        finally:
-            self.calls += 1
+            with self._calling("Fetching blocks"):
+                self._stub.Fetch(get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000))
+        except Overloaded as refusal:
+            with self.lock:
+                get.refuse(Miss(MissReason.BUSY, str(refusal)))
+        except KvError as error:
+            self.lose(link, error)
         return get.wait()
 
     # --- blocks inside gRPC
@@ -239,11 +255,8 @@ class Client(Handle):
             for start in range(0, len(view), INLINE_CHUNK_BYTES):
                 yield pb.PutRequest(chunk=bytes(view[start : start + INLINE_CHUNK_BYTES]))
 
-        self.calls += 1
-        try:
+        with self._calling("An inline put"):
             return Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
-        except grpc.RpcError as failure:
-            raise error_from_rpc("An inline put", failure) from failure
 
     def get_inline(
         self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000
@@ -251,19 +264,16 @@ class Client(Handle):
         """Get one block through gRPC."""
         name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
         chunks = []
-        self.calls += 1
         try:
-            for part in self._stub.Get(pb.GetRequest(tenant=self.tenant, name=name), timeout=timeout_s):
-                if part.HasField("miss"):
-                    return Miss(MissReason(part.miss.reason), part.miss.detail)
-                chunks.append(part.chunk)
-        except grpc.RpcError as failure:
-            error = error_from_rpc("An inline get", failure)
-            if isinstance(error, Overloaded):
-                return Miss(MissReason.BUSY, str(error))
-            if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
-                return Miss(MissReason.NODE_AWAY, str(error))
-            raise error from failure
+            with self._calling("An inline get"):
+                for part in self._stub.Get(pb.GetRequest(tenant=self.tenant, name=name), timeout=timeout_s):
+                    if part.HasField("miss"):
+                        return Miss(MissReason(part.miss.reason), part.miss.detail)
+                    chunks.append(part.chunk)
+        except Overloaded as error:
+            return Miss(MissReason.BUSY, str(error))
+        except (NodeUnavailable, DeadlineExceeded) as error:
+            return Miss(MissReason.NODE_AWAY, str(error))
         return b"".join(chunks)
 
     def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
@@ -275,7 +285,18 @@ class Client(Handle):
             )
         except grpc.RpcError as failure:
             raise error_from_rpc("Asking for the node's status", failure) from failure
+        self._breaker.succeeded()
         return answer
+
+    @contextmanager
+    def _calling(self, doing: str) -> Iterator[None]:
+        """Make a call unless the node was away a moment ago; its error is one of ours."""
+        with self._breaker.call():
+            self.calls += 1
+            try:
+                yield
+            except grpc.RpcError as failure:
+                raise error_from_rpc(doing, failure) from failure
 
     # --- the link
 
@@ -285,6 +306,8 @@ class Client(Handle):
 
     def lose(self, link: Link, error: KvError) -> None:
         """End a link: when this returns, nothing comes in through it any more."""
+        if isinstance(error, DeadlineExceeded):
+            self._breaker.failed(error)
         with self.lock:
             link.lose(error)
             if self._link is link:
@@ -301,9 +324,9 @@ class Client(Handle):
                     raise ProtocolError("The client is closed.")
                 if self._link is not None:
                     return self._link
-            self.calls += 1
             left_s = max(0.0, until_s - time.monotonic())
-            link = Link(self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s)
+            with self._calling("Attaching"):
+                link = Link(self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s)
             with self.lock:
                 self._link = link
             link.watch_for_loss(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -26,10 +27,16 @@ _STOP_TIMEOUT_S = 20.0
 
 
 class NodeProcess:
-    """`kvstore serve` over a data folder, on loopback."""
+    """`kvstore serve` over a data folder, on loopback, with `more` flags if any."""
 
     def __init__(
-        self, data: Path, *, capacity: str = "1GiB", port: int = 0, provider: str | None = None
+        self,
+        data: Path,
+        *,
+        capacity: str = "1GiB",
+        port: int = 0,
+        provider: str | None = None,
+        more: Sequence[str] = (),
     ) -> None:
         self._command = [
             sys.executable,
@@ -44,6 +51,7 @@ class NodeProcess:
         ]
         if provider is not None:
             self._command += ["--provider", provider]
+        self._command += more
         self._log = data.parent / f"{data.name}.log"
         self._port = port
         self._process: subprocess.Popen[str] | None = None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvstore.durability import Durability
+    from kvstore.node.tenants import Tenant
     from nic_offload.fabric import Fabric
 
 __all__ = ["AckArea", "BlockRequest", "Connection", "check_block"]
@@ -69,7 +70,7 @@ class Connection:
     def __init__(
         self,
         number: int,
-        tenant: bytes,
+        owner: Tenant,
         fabric: Fabric,
         peer_address: bytes,
         acks: AckArea,
@@ -77,7 +78,8 @@ class Connection:
         memory: mmap.mmap,
     ) -> None:
         self.number = number
-        self.tenant = tenant
+        self.owner = owner
+        self.tenant = owner.id
         self.acks = acks
         self.layout = layout
         self.slots = Slots(layout.slots)

@@ -1,26 +1,32 @@
 """Fetches: from the drive, or from the hot memory, into a client's region, with the acknowledgement behind.
 
-A fetch's life: queued (bounded) -> found in the hot memory, or reading (the drive fills a piece of it) -> sending (the
-C core checks the payload's CRC and, only if it holds, puts the bytes and chains the acknowledgement word to them)
--> over; the piece stays in the hot memory until something else needs the room.
+A fetch's life: queued (bounded; tenants and connections in turn) -> found in the hot memory, or reading (the drive
+fills a piece of it) -> sending (the C core checks the payload's CRC and, only if it holds, puts the bytes and chains
+the acknowledgement word to them) -> over; the piece stays in the hot memory until something else needs the room.
 
 What always holds: no byte leaves whose record failed a check, wherever it was; a client is told of a miss by the same
 word that would have told of the bytes; memory is not used again while the drive or the fabric has it; a hot piece is
-only sent for the record that the index names at that moment.
+only sent for the record that the index names at that moment; a client that takes nothing in holds no more of the memory
+than it leaves to all others, and what is asked of the drive ahead of a newcomer is bounded.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError, Overloaded
-from kvstore.limits import BATCH_BLOCKS_MAX, FETCHES_QUEUED_MAX, HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    FETCHES_QUEUED_MAX,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    READ_AHEAD_BYTES,
+)
 from kvstore.miss import MissReason
+from kvstore.node.fair import FairQueue
 from kvstore.node.landing import pages_of
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetItem
@@ -72,6 +78,18 @@ class _Fetch:
     def name(self) -> tuple[bytes, bytes]:
         return self.connection.tenant, self.request.key
 
+    @property
+    def tenant(self) -> bytes:
+        return self.connection.tenant
+
+    @property
+    def flow(self) -> int:
+        return self.connection.number
+
+    @property
+    def size_bytes(self) -> int:
+        return pages_of(self.request.length) * PAGE_BYTES
+
 
 class Fetches:
     """All fetches of a node."""
@@ -84,37 +102,55 @@ class Fetches:
         self._memory = memory
         self._tags = tags
         self._clock = clock
-        self._queued: deque[_Fetch] = deque()
+        self._queued: FairQueue[_Fetch] = FairQueue()
         self._under_way: dict[int, _Fetch] = {}
+        self._reading_bytes = 0
 
     def enqueue(self, connection: Connection, requests: Sequence[FetchRequest]) -> None:
         """Queue the fetches, all or none, and start what can be started."""
         if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
-        self._queued.extend(_Fetch(connection, request, next(self._tags)) for request in requests)
+        self._queued.add(_Fetch(connection, request, next(self._tags)) for request in requests)
         self.pump()
 
     def pump(self) -> None:
         """Send what is hot, and read ahead as far as the memory goes."""
-        while self._queued and not self._memory.pages.refused:
-            batch = list(itertools.islice(self._queued, BATCH_BLOCKS_MAX))
+        while not self._memory.pages.refused and (batch := self._next()):
             puts: list[TriggeredPut] = []
             reads: list[GetItem] = []
+            begun = 0
             for fetch, entry in zip(batch, self._store.lookup([each.name for each in batch]), strict=True):
                 if not self._begin(fetch, entry, puts, reads):
                     break
-                self._queued.popleft()
+                begun += 1
+            for fetch in reversed(batch[begun:]):
+                self._memory.shares.release(fetch.flow, fetch.size_bytes)
+                self._queued.put_back(fetch)
             if puts:
                 arm(self._fabric, puts)
             if reads:
                 self._store.get(reads, self._read)
 
+    def _next(self) -> list[_Fetch]:
+        """Take those whose turn it is, as far as the drive is to be asked ahead."""
+        batch: list[_Fetch] = []
+        ahead_bytes = self._reading_bytes
+        while ahead_bytes < READ_AHEAD_BYTES and len(batch) < BATCH_BLOCKS_MAX:
+            fetch = self._queued.take(self._may)
+            if fetch is None:
+                break
+            self._memory.shares.hold(fetch.flow, fetch.size_bytes)
+            ahead_bytes += fetch.size_bytes
+            batch.append(fetch)
+        return batch
+
+    def _may(self, fetch: _Fetch) -> bool:
+        return self._memory.shares.may_hold(fetch.flow, fetch.size_bytes)
+
     def _begin(
         self, fetch: _Fetch, entry: Entry | None, puts: list[TriggeredPut], reads: list[GetItem]
     ) -> bool:
         """Take a fetch on; False if there is no room for it."""
-        if fetch.connection.closed:
-            return True
         item = self._item(fetch)
         if entry is not None and mismatch(item, entry, self._clock.wall_ms()) is None:
             fetch.piece = self._memory.pages.find(entry.generation)
@@ -125,6 +161,7 @@ class Fetches:
             fetch.piece = self._memory.take(fetch.request.length)
             if fetch.piece is None:
                 return False
+            self._reading_bytes += fetch.size_bytes
             reads.append(item._replace(slot_address=self._memory.address(fetch.piece)))
         self._under_way[fetch.tag] = fetch
         return True
@@ -145,6 +182,7 @@ class Fetches:
         puts, misses = [], []
         for done in batch:
             fetch = self._under_way[done.tag]
+            self._reading_bytes -= fetch.size_bytes
             if fetch.connection.closed:
                 self._end(fetch)
             elif done.miss is not None:
@@ -186,6 +224,7 @@ class Fetches:
     def _end(self, fetch: _Fetch) -> None:
         del self._under_way[fetch.tag]
         assert fetch.piece is not None
+        self._memory.shares.release(fetch.flow, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
 
     def sent(self, event: Event) -> None:
@@ -207,13 +246,14 @@ class Fetches:
         self._memory.pages.forget(fetch.piece)
         if fetch.hot:  # its bytes changed in our memory; the drive's may be right
             log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
-            self._queued.appendleft(_Fetch(fetch.connection, fetch.request, next(self._tags)))
+            self._queued.put_back(_Fetch(fetch.connection, fetch.request, next(self._tags)))
         else:
             self._store.quarantine(*fetch.name, fetch.generation)
             put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
 
     def forget(self, connection: Connection) -> None:
-        """The connection's endpoint is closed: what was being sent over it is over."""
+        """The connection's endpoint is closed: what it waited for, and what was being sent over it, is over."""
+        self._queued.drop(connection.tenant, connection.number)
         for fetch in list(self._under_way.values()):
             if fetch.connection is connection and fetch.sending:
                 self._end(fetch)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.extents import Extents
 from nic_offload.memory import allocate
@@ -162,9 +163,11 @@ class HotMemory:
     """The pages, registered with the fabric."""
 
     def __init__(self, fabric: Fabric, size_bytes: int, freed: Callable[[], object]) -> None:
+        self.size_bytes = size_bytes
         self._memory = allocate(size_bytes)
         self.region = fabric.register(self._memory, remote_write=False)
         self.pages = HotPages(size_bytes // PAGE_BYTES, freed)
+        self.shares = Shares(size_bytes)
         self.view = memoryview(self._memory)
 
     def take(self, length_bytes: int) -> Piece | None:

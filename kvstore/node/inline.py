@@ -1,32 +1,45 @@
 """Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
 
-Memory is bounded by that area: a put that finds no room is Overloaded before its first byte is
-taken. A get checks the whole payload before it sends the first chunk.
+Memory is bounded by half of that area, and one client's by an eighth of this half: what finds no room is Overloaded
+before its first byte is taken, and a client that stands still is ended after `INLINE_TIMEOUT_MS`. A get checks the
+whole payload before it sends the first chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded, ProtocolError
-from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, PAGE_BYTES
+from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
+from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
 from kvstore.node.connection import check_block
+from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetDone, GetItem, PutItem
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from kvstore.clock import Clock
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
-__all__ = ["InlineBlocks", "InlineRead"]
+__all__ = ["InlineBlocks", "InlineRead", "deadline"]
+
+
+@asynccontextmanager
+async def deadline(what: str) -> AsyncIterator[None]:
+    """End what a client that stands still would hold up."""
+    try:
+        async with asyncio.timeout(INLINE_TIMEOUT_MS / 1000):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} did not move within {INLINE_TIMEOUT_MS} ms.") from None
 
 
 class InlineBlocks:
@@ -36,15 +49,24 @@ class InlineBlocks:
         self._clock = clock
         self._store = store
         self._memory = memory
+        self._shares = Shares(memory.size_bytes // 2)  # so that nobody who stands still here stops the fabric
 
-    def _piece(self, length: int) -> Piece:
-        piece = self._memory.take(length)
+    def _piece(self, peer: str, length: int) -> Piece:
+        piece = (
+            self._memory.take(length) if self._shares.may_hold(peer, pages_of(length) * PAGE_BYTES) else None
+        )
         if piece is None:
             raise Overloaded("The node's memory for blocks is in use; try again in a moment.")
+        self._shares.hold(peer, piece.pages * PAGE_BYTES)
         return piece
+
+    def _release(self, peer: str, piece: Piece) -> None:
+        self._shares.release(peer, piece.pages * PAGE_BYTES)
+        self._memory.pages.release(piece)
 
     async def put(
         self,
+        peer: str,
         tenant: bytes,
         key: bytes,
         fingerprint: bytes,
@@ -55,9 +77,10 @@ class InlineBlocks:
     ) -> Durability:
         """Take a block in chunks and keep it; returns the durability reached."""
         check_block(key, fingerprint, length)
-        piece = self._piece(length)
+        piece = self._piece(peer, length)
         try:
-            await self._fill(piece, length, chunks)
+            async with deadline("The bytes of an inline put"):
+                await self._fill(piece, length, chunks)
             item = PutItem(
                 tenant=tenant,
                 key=key,
@@ -72,13 +95,13 @@ class InlineBlocks:
             kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()
 
             def finish(batch: Sequence[PutDone]) -> None:
-                self._memory.pages.release(piece)
+                self._release(peer, piece)
                 if not kept.done():
                     kept.set_result(batch[0])
 
             self._store.put([item], finish)
         except BaseException:
-            self._memory.pages.release(piece)
+            self._release(peer, piece)
             raise
         # From here on the piece is the drive's until `finish`, whether or not this call is still awaited.
         done = await kept
@@ -97,7 +120,7 @@ class InlineBlocks:
         if filled != length:
             raise ProtocolError(f"{filled} bytes came and {length} were announced.")
 
-    async def get(self, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
+    async def get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
         """Find or read a block, and check it."""
         check_block(key, fingerprint, length)
         item = GetItem(
@@ -109,9 +132,9 @@ class InlineBlocks:
             slot_bytes=pages_of(length) * PAGE_BYTES,
             tag=0,
         )
-        return self._hot(item) or await self._cold(item)
+        return self._hot(peer, item) or await self._cold(peer, item)
 
-    def _hot(self, item: GetItem) -> InlineRead | None:
+    def _hot(self, peer: str, item: GetItem) -> InlineRead | None:
         (entry,) = self._store.lookup([(item.tenant, item.key)])
         if entry is None or mismatch(item, entry, self._clock.wall_ms()) is not None:
             return None
@@ -123,16 +146,17 @@ class InlineBlocks:
             self._memory.pages.release(piece)
             return None
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
-        return InlineRead(self._memory, piece, entry.length, done)
+        self._shares.hold(peer, piece.pages * PAGE_BYTES)
+        return InlineRead(self._memory, piece, entry.length, done, lambda: self._release(peer, piece))
 
-    async def _cold(self, item: GetItem) -> InlineRead:
-        piece = self._piece(item.length)
+    async def _cold(self, peer: str, item: GetItem) -> InlineRead:
+        piece = self._piece(peer, item.length)
         item = item._replace(slot_address=self._memory.address(piece))
         read: asyncio.Future[GetDone] = asyncio.get_running_loop().create_future()
 
         def finish(batch: Sequence[GetDone]) -> None:
             if read.done():
-                self._memory.pages.release(piece)
+                self._release(peer, piece)
             else:
                 read.set_result(batch[0])
 
@@ -140,14 +164,17 @@ class InlineBlocks:
         done = self._store.verify_payload(item, await read)
         if done.miss is None:
             self._memory.pages.keep(piece, done.generation)
-        return InlineRead(self._memory, piece, item.length, done)
+        return InlineRead(self._memory, piece, item.length, done, lambda: self._release(peer, piece))
 
 
 class InlineRead:
     """A block that was read for an inline get; `close` gives its memory back."""
 
-    def __init__(self, memory: HotMemory, piece: Piece, length: int, done: GetDone) -> None:
+    def __init__(
+        self, memory: HotMemory, piece: Piece, length: int, done: GetDone, release: Callable[[], None]
+    ) -> None:
         self.done = done
+        self.close = release  # gives the memory back
         self._memory = memory
         self._piece = piece
         self._length = length
@@ -157,7 +184,3 @@ class InlineRead:
         payload = self._memory.payload(self._piece, self._length)
         for start in range(0, self._length, INLINE_CHUNK_BYTES):
             yield bytes(payload[start : start + INLINE_CHUNK_BYTES])
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._memory.pages.release(self._piece)

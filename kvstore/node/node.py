@@ -30,7 +30,6 @@ from kvstore.limits import (
     QUARANTINE_TIMEOUT_MS,
     SLOTS_PER_CLIENT_MAX,
 )
-from kvstore.names import tenant_name
 from kvstore.node.connection import Connection
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
@@ -42,11 +41,12 @@ from nic_offload.memory import allocate
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.clock import Clock
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
+    from kvstore.node.tenants import Tenant
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
@@ -87,7 +87,13 @@ class Node:
     # --- connections
 
     async def attach(
-        self, tenant: str, peer_address: bytes, provider: str, acks: AckArea, block_bytes_max: int, slots: int
+        self,
+        tenant: Tenant,
+        peer_address: bytes,
+        provider: str,
+        acks: AckArea,
+        block_bytes_max: int,
+        slots: int,
     ) -> Connection:
         """Open a connection with a landing area of its own."""
         if provider != self.fabric.provider:
@@ -104,7 +110,7 @@ class Node:
         try:
             memory = await self._loop.run_in_executor(None, allocate, layout.total_bytes)
             connection = Connection(
-                next(self._numbers), tenant_name(tenant), self.fabric, peer_address, acks, layout, memory
+                next(self._numbers), tenant, self.fabric, peer_address, acks, layout, memory
             )
         except BaseException:
             self._landing_bytes -= layout.total_bytes
@@ -141,10 +147,15 @@ class Node:
             self._landing_bytes -= connection.layout.total_bytes
             connection.free_memory()
 
-    def connection(self, number: int) -> Connection:
-        """The connection with this number."""
+    def detach_all(self, where: Callable[[Tenant], bool]) -> None:
+        """Close the connections of tenants who are no longer to have any."""
+        for connection in [one for one in self._connections.values() if where(one.owner)]:
+            self.detach(connection)
+
+    def connection(self, number: int, owner: Tenant | None) -> Connection:
+        """The connection with this number. One of another owner than this one is none, as far as he can tell."""
         connection = self._connections.get(number)
-        if connection is None:
+        if connection is None or (owner is not None and owner.id != connection.tenant):
             raise ProtocolError(
                 f"There is no connection {number}; attach first, and attach again after a loss."
             )

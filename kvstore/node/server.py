@@ -18,14 +18,19 @@ import grpc
 from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
+from kvstore.node.audit import Audit
+from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
+from kvstore.node.tenants import Tenants
 from kvstore.storage.folder import use_device
 from kvstore.storage.store import Store
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvstore.clock import Clock
     from kvstore.config import NodeConfig
     from kvstore.storage.disk import Progress
@@ -58,6 +63,44 @@ def _progress_shown_by(clock: Clock) -> Progress:
     return show
 
 
+def _read_pem(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+
+
+def _listen(server: grpc.aio.Server, config: NodeConfig) -> str:
+    """Take the port, over TLS if there is a certificate; returns HOST:PORT."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.port}"
+    try:
+        if config.tls_certificate is None or config.tls_key is None:
+            port = server.add_insecure_port(address)
+        else:
+            clients = None if config.tls_clients is None else _read_pem(config.tls_clients)
+            pair = (_read_pem(config.tls_key), _read_pem(config.tls_certificate))
+            credentials = grpc.ssl_server_credentials(
+                [pair], clients, require_client_auth=clients is not None
+            )
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The node could not listen on {address}; is the port taken, or a certificate no PEM?"
+        ) from error
+    return f"{host}:{port}"
+
+
+def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
+    """Read the file of tenants again; one that can't be used changes nothing."""
+    try:
+        log.info("%d tenants", tenants.load(path))
+    except ConfigError as error:
+        log.warning("%s The tenants stay as they were.", error)
+        return
+    node.detach_all(lambda owner: not tenants.knows(owner.name))
+
+
 async def _serve(config: NodeConfig) -> None:
     clock = SystemClock()
     stop = asyncio.Event()
@@ -75,18 +118,19 @@ async def _serve(config: NodeConfig) -> None:
             clock=clock,
             progress=_progress_shown_by(clock),
         ) as store,
+        Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=config.host) as fabric,
     ):
         node = Node(store, fabric, clock, config.hot_bytes)
+        tenants = Tenants(store.salt, clock)
+        if config.tenants is not None:
+            tenants.load(config.tenants)
+            loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
         server = grpc.aio.server(options=_GRPC_OPTIONS)
-        kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, store.name), server)  # type: ignore[no-untyped-call]
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        try:
-            port = server.add_insecure_port(f"{host}:{config.port}")
-        except RuntimeError as error:
-            raise ConfigError(
-                f"The node could not listen on {host}:{config.port}; is the port taken?"
-            ) from error
+        kvstore_pb2_grpc.add_KvStoreServicer_to_server(
+            KvStoreService(node, Gate(tenants, audit), store.name), server
+        )  # type: ignore[no-untyped-call]
+        address = _listen(server, config)
         await server.start()
         statistics = store.statistics()
         log.info(
@@ -98,7 +142,7 @@ async def _serve(config: NodeConfig) -> None:
             ", index rebuilt from the drive" if statistics.rebuilt else "",
             fabric.provider,
         )
-        print(f"ready {host}:{port}", flush=True)  # noqa: T201 - what starts a node waits for this line
+        print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
         await stop.wait()
         log.info("stopping")
         await node.close()

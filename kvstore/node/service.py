@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from kvstore.durability import Durability
 from kvstore.errors import KvError, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX
-from kvstore.names import tenant_name
 from kvstore.node.connection import AckArea, BlockRequest, check_block
 from kvstore.node.fetching import FetchRequest
-from kvstore.node.inline import InlineBlocks
+from kvstore.node.inline import InlineBlocks, deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import status_of, trailers_of
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from grpc.aio import ServicerContext
 
     from kvstore.node.connection import Connection
+    from kvstore.node.gate import Gate
     from kvstore.node.landing import Lease
     from kvstore.node.node import Node
 
@@ -70,8 +70,9 @@ def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
 class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     """One node's service."""
 
-    def __init__(self, node: Node, name: str) -> None:
+    def __init__(self, node: Node, gate: Gate, name: str) -> None:
         self._node = node
+        self._gate = gate
         self._name = name
         self._inline = InlineBlocks(node.store, node.hot, node.clock)
 
@@ -83,14 +84,17 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             request = await anext(request_iterator, None)
             if request is None:
                 raise ProtocolError("An attach stream begins with a request.")
+            tenant = self._gate.enter("attach", context, request.tenant)
             connection = await self._node.attach(
-                tenant=request.tenant,
+                tenant=tenant,
                 peer_address=request.fabric_address,
                 provider=request.provider,
                 acks=AckArea(request.ack_base, request.ack_key, request.ack_words),
                 block_bytes_max=request.block_bytes_max,
                 slots=request.slots,
             )
+            peer = context.peer()
+            self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
             try:
                 yield pb.AttachResponse(
                     connection=connection.number,
@@ -102,11 +106,13 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 await _either(_exhausted(request_iterator), connection.ended.wait())
             finally:
                 self._node.detach(connection)
+                self._gate.audit.note("detach", tenant=tenant.name, peer=peer, connection=connection.number)
 
     async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""
         async with _refusals(context):
-            connection = self._node.connection(request.connection)
+            owner = self._gate.enter_with("reserve", context, len(request.blocks))
+            connection = self._node.connection(request.connection, owner)
             leases = self._node.reserve(
                 connection,
                 [
@@ -123,7 +129,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:  # noqa: N802
         """Take leases back."""
         async with _refusals(context):
-            connection = self._node.connection(request.connection)
+            owner = self._gate.enter_with("abort", context)
+            connection = self._node.connection(request.connection, owner)
             leases = [(lease.slot, lease.generation) for lease in request.leases]
             return pb.AbortResponse(released=self._node.abort(connection, leases))
         raise AssertionError
@@ -131,7 +138,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
         """Queue fetches."""
         async with _refusals(context):
-            connection = self._node.connection(request.connection)
+            owner = self._gate.enter_with("fetch", context, len(request.blocks))
+            connection = self._node.connection(request.connection, owner)
             if not 1 <= len(request.blocks) <= BATCH_BLOCKS_MAX:
                 raise ProtocolError(
                     f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(request.blocks)}."
@@ -166,8 +174,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             if first is None or first.WhichOneof("part") != "start":
                 raise ProtocolError("An inline put begins with its start message.")
             start = first.start
+            tenant = self._gate.enter("put", context, start.tenant)
             durability = await self._inline.put(
-                tenant_name(start.tenant),
+                context.peer(),
+                tenant.id,
                 start.name.key,
                 start.name.fingerprint,
                 start.name.length,
@@ -178,38 +188,43 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
         raise AssertionError
 
-    async def Get(self, request: pb.GetRequest, context: _Context) -> AsyncIterator[pb.GetResponse]:  # noqa: N802
+    async def Get(self, request: pb.GetRequest, context: _Context) -> None:  # noqa: N802
         """Send a block inside gRPC."""
         async with _refusals(context):
             name = request.name
-            read = await self._inline.get(
-                tenant_name(request.tenant), name.key, name.fingerprint, name.length
-            )
+            tenant = self._gate.enter("get", context, request.tenant)
+            read = await self._inline.get(context.peer(), tenant.id, name.key, name.fingerprint, name.length)
             try:
                 miss = read.done.miss
                 if miss is not None:
-                    yield pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
+                    await context.write(
+                        pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
+                    )
                     return
                 for chunk in read.chunks():
-                    yield pb.GetResponse(chunk=chunk)
+                    async with deadline("A reader"):
+                        await context.write(pb.GetResponse(chunk=chunk))
             finally:
                 read.close()
 
     async def Status(self, request: pb.StatusRequest, context: _Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Say how the node is doing."""
-        store = self._node.store.statistics()
-        return pb.StatusResponse(
-            node=self._name,
-            version=package_version(),
-            provider=self._node.fabric.provider,
-            blocks=store.blocks,
-            capacity_bytes=store.capacity_bytes,
-            free_bytes=store.free_bytes,
-            read_only=not store.takes_puts,
-            connections=len(self._node),
-            corrupt_found=store.quarantined,
-            index_rebuilt=store.rebuilt,
-        )
+        async with _refusals(context):
+            self._gate.enter("status", context)
+            store = self._node.store.statistics()
+            return pb.StatusResponse(
+                node=self._name,
+                version=package_version(),
+                provider=self._node.fabric.provider,
+                blocks=store.blocks,
+                capacity_bytes=store.capacity_bytes,
+                free_bytes=store.free_bytes,
+                read_only=not store.takes_puts,
+                connections=len(self._node),
+                corrupt_found=store.quarantined,
+                index_rebuilt=store.rebuilt,
+            )
+        raise AssertionError
 
 
 async def _exhausted(requests: AsyncIterator[pb.AttachRequest]) -> None:

@@ -49,11 +49,11 @@ class Extents:
 
     @classmethod
     def around(cls, live: Iterable[tuple[int, int]], first_page: int, until_page: int) -> Extents:
-        """Give what live extents `(start, length)` leave; Corrupt if they overlap or lie outside."""
+        """Give what live extents `(start, length)`, in order, leave; Corrupt if they overlap or lie outside."""
         extents = cls(first_page, first_page)
         extents._until = until_page
         position = first_page
-        for start, length in sorted(live):
+        for start, length in live:
             if start < position or length <= 0:
                 raise Corrupt(f"Two records claim page {start} of the drive.")
             extents._add(position, start - position)
@@ -96,6 +96,10 @@ class Extents:
     def pin(self, start: int) -> None:
         """Keep a live extent from being given out again."""
         self._pins[start] = self._pins.get(start, 0) + 1
+
+    def is_pinned(self, start: int) -> bool:
+        """Tell whether somebody reads from an extent."""
+        return start in self._pins
 
     def unpin(self, start: int) -> None:
         """Take one pin back."""

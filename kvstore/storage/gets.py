@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.items import GetDone, GetItem, GetsDone
 from kvstore.storage.outbox import Outbox
-from kvstore.wire.record import HEADER_USED_BYTES, Header, Kind, record_bytes
+from kvstore.wire.record import HEADER_USED_BYTES, Flaw, Header, Kind, record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kvstore.clock import Clock
     from kvstore.storage.extents import Extents
@@ -29,9 +29,16 @@ if TYPE_CHECKING:
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
 
-    Quarantine = Callable[[bytes, bytes, int], None]
 
-__all__ = ["Gets", "mismatch"]
+__all__ = ["Gets", "Quarantine", "mismatch"]
+
+
+class Quarantine(Protocol):
+    """Who forgets a block that failed a check."""
+
+    def __call__(self, tenant: bytes, key: bytes, generation: int, *, wipe: bool) -> None:
+        """Forget it, if it still has this generation."""
+        ...
 
 
 class Gets:
@@ -81,28 +88,15 @@ class Gets:
         self._extents.unpin(entry.offset // PAGE_BYTES)
         if result < 0:
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
-        elif self._header_is_right(item, entry):
+            return
+        found = self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
+        if found == _expected(item, entry):
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         else:
-            self._quarantine(item.tenant, item.key, entry.generation)
+            # Another record's good header is not ours to wipe.
+            self._quarantine(item.tenant, item.key, entry.generation, wipe=isinstance(found, Flaw))
             self._miss(item, read.done, MissReason.CORRUPT, "the header on the drive is not this block's")
-
-    def _header_is_right(self, item: GetItem, entry: Entry) -> bool:
-        expected = Header(
-            Kind.BLOCK,
-            item.key,
-            item.tenant,
-            item.fingerprint,
-            entry.generation,
-            entry.length,
-            entry.crc32c,
-            entry.expires_ms,
-        )
-        return (
-            self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
-            == expected
-        )
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
         self.outbox.add(done, GetDone(item.tag, Miss(reason, detail)))
@@ -127,6 +121,19 @@ class _Read:
 
     def end(self, result: int) -> None:
         self._gets.arrived(self, result)
+
+
+def _expected(item: GetItem, entry: Entry) -> Header:
+    return Header(
+        Kind.BLOCK,
+        item.key,
+        item.tenant,
+        item.fingerprint,
+        entry.generation,
+        entry.length,
+        entry.crc32c,
+        entry.expires_ms,
+    )
 
 
 def mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:

@@ -1,37 +1,43 @@
-"""The index: (tenant, key) -> where the block lies, in LMDB. A cache of the truth on the drive.
+"""The index: (tenant, key) -> where the block lies, and generation -> which block, in LMDB. A cache of the drive.
 
 It is trusted at opening only if it says the same store and the same epoch as the superblock, and was
 either closed cleanly or written under this very boot of the kernel, whose page cache survives a killed
-process. Otherwise it is thrown away and built anew from the drive.
+process, with every commit that the folder's lock file has noted. Otherwise it is thrown away and built anew.
 
 Always holds:
 
 - An epoch is durable in the superblock before any index holds it, and each opening and each clean close
-  makes a new one. So an index brought back from an earlier time, even one copied from a running node, has
-  an epoch that is over. (One copied and brought back between two epochs is not told apart; reads still
-  check every header, so it can lose blocks, not serve wrong ones.)
+  makes a new one. So an index brought back from an earlier time has an epoch that is over, or, if it was
+  copied from a running node and brought back after SIGKILL, lacks a commit that was noted.
 - Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
   boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
   all before it.
-- A batch is published in one transaction: all of it or nothing.
+- A batch is published, or removed, in one transaction: all of it or nothing.
+- Each block has one row by name and one by generation. The latter are appended: generations rise.
 
-It doesn't know about extents, pins or time.
+It doesn't know about extents or pins. Sessions are `kvstore.storage.manifests`, in tables of their own.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import lmdb
 
 from kvstore.errors import StorageError
+from kvstore.limits import PAGE_BYTES, TENANT_BYTES
+from kvstore.storage.folder import CommitNote
+from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from kvstore.storage.folder import FolderLock
     from kvstore.wire.record import Superblock
 
     Name = tuple[bytes, bytes]
@@ -42,11 +48,20 @@ __all__ = ["Entry", "Index", "kernel_boot_id"]
 T = TypeVar("T")
 
 _ENTRY: Final = struct.Struct("<QIIQQ16s")
+_EXPIRES: Final = struct.Struct("<24xQ16x")
+_GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
+_OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
+_PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
 _META: Final = struct.Struct("<16sQ?36s")  # store uuid, epoch, clean, boot id
 _META_KEY: Final = b"store"
 _MAP_BYTES_MIN: Final = 64 << 20
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
+_PAGES_BITS: Final = 16  # of a record; the largest has 2^14 + 1
+_PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
 _GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
+_TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
+
+assert _OWNER.size == 48 + _PLACE.size
 
 
 class Entry(NamedTuple):
@@ -68,22 +83,29 @@ def kernel_boot_id() -> str:
 class Index:
     """An open index. One thread uses it."""
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, *, readonly: bool = False) -> None:
         self._folder = folder
         self._map_bytes = max(_MAP_BYTES_MIN, capacity_bytes // _CAPACITY_PER_MAP_BYTE)
+        self._readonly = readonly
+        self._lock: FolderLock | None = None  # where commits are noted, from the epoch's beginning on
+        self._noted = (b"", 0)
+        self.was_clean = False
+        self._covered_bytes = 0
         self._open(durable=False)
 
     @classmethod
-    def trusted(cls, folder: Path, superblock: Superblock, boot_id: str) -> Index | None:
+    def trusted(
+        cls, folder: Path, superblock: Superblock, boot_id: str, note: CommitNote, *, readonly: bool = False
+    ) -> Index | None:
         """Open the index of yesterday if it can be believed."""
         if not (folder / "data.mdb").is_file():
             return None
         try:
-            index = cls(folder, superblock.capacity_bytes)
-        except lmdb.Error:
+            index = cls(folder, superblock.capacity_bytes, readonly=readonly)
+        except (StorageError, lmdb.Error):
             return None
         try:
-            believed = index._is_of(superblock, boot_id)
+            believed = index._is_of(superblock, boot_id, note)
         except (StorageError, lmdb.Error, struct.error):
             believed = False
         if believed:
@@ -99,8 +121,10 @@ class Index:
         folder.mkdir(mode=0o700)
         return cls(folder, capacity_bytes)
 
-    def begin_epoch(self, superblock: Superblock, boot_id: str) -> None:
+    def begin_epoch(self, superblock: Superblock, boot_id: str, lock: FolderLock) -> None:
         """Say which epoch this index belongs to. The superblock has to be durable with it already."""
+        self._lock = lock
+        self._noted = (superblock.store_uuid, superblock.epoch)
         self._put_meta(superblock, boot_id, clean=False)
 
     def close_clean(self, superblock: Superblock, boot_id: str) -> None:
@@ -110,6 +134,7 @@ class Index:
         self._env.close()
         self._open(durable=True)
         self._put_meta(superblock, boot_id, clean=True)
+        self._env.sync(True)
         self._env.close()
 
     def abandon(self) -> None:
@@ -119,21 +144,46 @@ class Index:
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         """Find many in one read transaction."""
         try:
-            with self._env.begin(db=self._blocks, buffers=True) as transaction:
+            with self._env.begin(db=self.blocks, buffers=True) as transaction:
                 found = [transaction.get(tenant + key) for tenant, key in names]
                 return [None if value is None else Entry._make(_ENTRY.unpack(value)) for value in found]
         except lmdb.Error as error:
-            raise StorageError(f"The index in {self._folder} could not be read: {error}.") from error
+            raise self._unreadable(error) from error
+
+    def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
+        """Tell how many keys from the first are stored and not over, every one of them looked at.
+
+        Bisection would not do: expiry and quarantine leave holes.
+        """
+        try:
+            with self._env.begin(db=self.blocks, buffers=True) as transaction:
+                get = transaction.get
+                for count, key in enumerate(keys):
+                    row = get(tenant + key)
+                    if row is None:
+                        return count
+                    (expires_ms,) = _EXPIRES.unpack(row)
+                    if 0 < expires_ms <= now_ms:
+                        return count
+        except lmdb.Error as error:
+            raise self._unreadable(error) from error
+        return len(keys)
+
+    def names_of(self, generations: Sequence[int]) -> list[Name | None]:
+        """Tell which block has each generation."""
+        with self.reading() as transaction:
+            table = self.generations
+            rows = [transaction.get(_GENERATION.pack(one), db=table) for one in generations]
+        return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
     def publish(self, entries: Iterable[tuple[Name, Entry]]) -> None:
         """Make a batch visible, each in place of what had its name before."""
-        rows = [(tenant + key, _ENTRY.pack(*entry)) for (tenant, key), entry in entries]
-
-        def put_all(transaction: lmdb.Transaction) -> None:
-            for name, value in rows:
-                transaction.put(name, value)
-
-        self._write(put_all)
+        rows, owners = [], []
+        for (tenant, key), entry in entries:
+            name = tenant + key
+            rows.append((name, _ENTRY.pack(*entry)))
+            owners.append((_GENERATION.pack(entry.generation), _OWNER.pack(name, entry.offset, entry.length)))
+        self.write(lambda transaction: self._put_all(transaction, rows, owners))
 
     def publish_newest(self, entries: Sequence[tuple[Name, Entry]]) -> None:
         """Make a batch visible except where the name has a higher generation already; for a rebuild."""
@@ -144,19 +194,103 @@ class Index:
                 newest[name] = entry
         self.publish(newest.items())
 
-    def remove(self, name: Name) -> None:
-        """Forget one block."""
-        self._write(lambda transaction: transaction.delete(name[0] + name[1]))
+    def remove(self, names: Iterable[Name]) -> list[Entry | None]:
+        """Forget blocks; give what was known of each."""
 
-    def entries(self) -> Iterator[Entry]:
+        def remove_all(transaction: Any) -> list[Entry | None]:
+            return [self._remove_one(transaction, tenant + key) for tenant, key in names]
+
+        return self.write(remove_all)
+
+    def entries(self) -> Iterator[tuple[Name, Entry]]:
         """Give all entries, in the order of their names."""
-        with self._env.begin(db=self._blocks, buffers=True) as transaction:
-            for value in transaction.cursor().iternext(keys=False):
-                yield Entry._make(_ENTRY.unpack(value))
+        with self.reading() as transaction:
+            for name, value in transaction.cursor(self.blocks):
+                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY.unpack(value))
+
+    def owners(self) -> Iterator[tuple[int, Name, int, int]]:
+        """Give generation, name, offset and length of all blocks, in the order of generations."""
+        with self.reading() as transaction:
+            for generation, row in transaction.cursor(self.generations):
+                name, offset, length = _OWNER.unpack(row)
+                (number,) = _GENERATION.unpack(generation)
+                yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """Give page and pages of every record in whatever table, in the order of pages."""
+        packed: list[int] = []
+        with self._env.begin(buffers=True) as transaction:
+            # Generations lie nearly in the order of pages, and densely, so this is faster than by name.
+            rows = transaction.cursor(self.generations).iternext(keys=False)
+            packed += [_packed(*_OWNER.unpack(row)[1:]) for row in rows]
+            for table in (self.sessions, self.chunks):
+                rows = transaction.cursor(table).iternext(keys=False)
+                packed += [_packed(*_PLACE.unpack_from(row)) for row in rows]
+        packed.sort()
+        return ((one >> _PAGES_BITS, one & _PAGES_MASK) for one in packed)
 
     def __len__(self) -> int:
-        with self._env.begin(db=self._blocks) as transaction:
-            return int(transaction.stat(self._blocks)["entries"])
+        with self.reading() as transaction:
+            return int(transaction.stat(self.blocks)["entries"])
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """Begin a read transaction, whose errors are ours, and which gives bytes."""
+        try:
+            with self._env.begin() as transaction:
+                yield transaction
+        except lmdb.Error as error:
+            raise self._unreadable(error) from error
+
+    def write(self, change: Callable[[Any], T]) -> T:
+        """Commit a change, which is made anew if the map had to grow; StorageError if nothing was changed."""
+        for _ in range(_GROWTHS_MAX):
+            try:
+                with self._env.begin(write=True) as transaction:
+                    commit = transaction.id()
+                    result = change(transaction)
+            except lmdb.MapFullError:
+                self._map_bytes *= 2
+                self._env.set_mapsize(self._map_bytes)
+            except lmdb.Error as error:
+                raise StorageError(f"The index in {self._folder} could not be written: {error}.") from error
+            else:
+                self._cover()
+                if self._lock is not None:
+                    self._lock.write_note(CommitNote(*self._noted, commit))
+                return result
+        raise StorageError(f"The index in {self._folder} does not fit into {self._map_bytes} bytes.")
+
+    def _put_all(
+        self,
+        transaction: Any,
+        rows: list[tuple[bytes, bytes]],
+        owners: list[tuple[bytes, bytes]],
+    ) -> None:
+        with transaction.cursor(self.blocks) as cursor:
+            consumed, added = cursor.putmulti(rows, overwrite=False)
+        if added != consumed:  # some names are taken, which is rare
+            for name, row in rows:
+                old = transaction.get(name, db=self.blocks)
+                if old != row:
+                    self._remove_one(transaction, name)
+                    transaction.put(name, row, db=self.blocks)
+        with transaction.cursor(self.generations) as cursor:
+            consumed, added = cursor.putmulti(owners, append=True)
+        if added != consumed:  # not in the order of generations: a rebuild
+            for generation, owner in owners:
+                transaction.put(generation, owner, db=self.generations)
+
+    def _remove_one(self, transaction: Any, name: bytes) -> Entry | None:
+        row = transaction.pop(name, db=self.blocks)
+        if row is None:
+            return None
+        entry = Entry._make(_ENTRY.unpack(row))
+        transaction.delete(_GENERATION.pack(entry.generation), db=self.generations)
+        return entry
+
+    def _unreadable(self, error: lmdb.Error) -> StorageError:
+        return StorageError(f"The index in {self._folder} could not be read: {error}.")
 
     def _open(self, *, durable: bool) -> None:
         # The folder's lock keeps other processes out and one thread uses the index, so LMDB's own locks
@@ -164,7 +298,9 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=2,
+            max_dbs=len(_TABLES),
+            readonly=self._readonly,
+            create=not self._readonly,
             sync=durable,
             metasync=durable,
             lock=False,
@@ -173,19 +309,33 @@ class Index:
         )
         try:
             self._refuse_if_cut()
-            self._blocks = self._env.open_db(b"blocks")
-            self._meta = self._env.open_db(b"meta")
+            self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
+                self._env.open_db(table, create=not self._readonly) for table in _TABLES
+            )
         except BaseException:
             self._env.close()
             raise
 
     def _refuse_if_cut(self) -> None:
         # Touching a page behind the end of a mapped file kills the process, so this comes before any look-up.
-        used_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if (self._folder / "data.mdb").stat().st_size < used_bytes:
+        if self._file_bytes() < self._used_bytes():
             raise lmdb.CorruptedError("the file is shorter than what it says it holds")
 
-    def _is_of(self, superblock: Superblock, boot_id: str) -> bool:
+    def _cover(self) -> None:
+        """Make the file as long as it says: LMDB doesn't write pages at its end that a transaction has freed again."""
+        used_bytes = self._used_bytes()
+        if used_bytes > self._covered_bytes:
+            if self._file_bytes() < used_bytes:
+                os.truncate(self._folder / "data.mdb", used_bytes)
+            self._covered_bytes = used_bytes
+
+    def _used_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def _file_bytes(self) -> int:
+        return (self._folder / "data.mdb").stat().st_size
+
+    def _is_of(self, superblock: Superblock, boot_id: str, note: CommitNote) -> bool:
         with self._env.begin(db=self._meta) as transaction:
             meta = transaction.get(_META_KEY)
         if meta is None:
@@ -193,22 +343,19 @@ class Index:
         store_uuid, epoch, clean, boot = _META.unpack(meta)
         if (store_uuid, epoch) != (superblock.store_uuid, superblock.epoch):
             return False
-        return bool(clean) or boot == boot_id.encode()
+        self.was_clean = bool(clean)
+        if self.was_clean:
+            return True
+        # A process may die between a commit and its note, so the index may be further, by one.
+        commits = self._env.info()["last_txnid"]
+        known = (note.store_uuid, note.epoch) == (store_uuid, epoch) and commits >= note.commit
+        return known and boot == boot_id.encode()
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
         meta = _META.pack(superblock.store_uuid, superblock.epoch, clean, boot_id.encode())
-        self._write(lambda transaction: transaction.put(_META_KEY, meta, db=self._meta))
+        self.write(lambda transaction: transaction.put(_META_KEY, meta, db=self._meta))
 
-    def _write(self, change: Callable[[lmdb.Transaction], object]) -> None:
-        for _ in range(_GROWTHS_MAX):
-            try:
-                with self._env.begin(db=self._blocks, write=True) as transaction:
-                    change(transaction)
-            except lmdb.MapFullError:
-                self._map_bytes *= 2
-                self._env.set_mapsize(self._map_bytes)
-            except lmdb.Error as error:
-                raise StorageError(f"The index in {self._folder} could not be written: {error}.") from error
-            else:
-                return
-        raise StorageError(f"The index in {self._folder} does not fit into {self._map_bytes} bytes.")
+
+def _packed(offset: int, length: int) -> int:
+    """Give page and pages in one number: a million of them sort far faster than tuples."""
+    return offset // PAGE_BYTES << _PAGES_BITS | record_bytes(length) // PAGE_BYTES

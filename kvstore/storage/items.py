@@ -5,6 +5,7 @@ Those that are made once a block are named tuples, which Python makes several ti
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +14,25 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import StorageError
     from kvstore.miss import Miss
+    from kvstore.storage.index import Name
+    from kvstore.storage.manifests import SessionName
 
-__all__ = ["GetDone", "GetItem", "GetsDone", "PutDone", "PutItem", "PutsDone", "Statistics"]
+__all__ = [
+    "DeleteDone",
+    "DeleteItem",
+    "DeletesDone",
+    "GetDone",
+    "GetItem",
+    "GetsDone",
+    "PutDone",
+    "PutItem",
+    "PutsDone",
+    "SessionDone",
+    "SessionItem",
+    "SessionStep",
+    "SessionsDone",
+    "Statistics",
+]
 
 
 class PutItem(NamedTuple):
@@ -72,6 +90,58 @@ class GetDone(NamedTuple):
     generation: int = 0
 
 
+class DeleteItem(NamedTuple):
+    """A block to be deleted; `durability` says what the deletion has to survive."""
+
+    tenant: bytes
+    key: bytes
+    durability: Durability
+    tag: int
+
+
+class DeleteDone(NamedTuple):
+    """A deletion has ended; `found` is whether there was anything to delete. A block not found is gone as well."""
+
+    tag: int
+    error: StorageError | None
+    found: bool
+
+
+class SessionStep(enum.Enum):
+    """What is to be done to a session."""
+
+    APPEND = (
+        enum.auto()
+    )  # name these blocks as well, all of which are stored; it makes a session that is not there
+    TRUNCATE = enum.auto()  # name only so many blocks, the first ones
+    FORK = enum.auto()  # become what the first so many blocks of `source` are
+    REMOVE = enum.auto()  # be gone, and with it, if so asked, the blocks that nothing names any more
+
+
+class SessionItem(NamedTuple):
+    """A step of one session; those of one session are done in the order in which they came."""
+
+    name: SessionName
+    step: SessionStep
+    durability: Durability
+    tag: int
+    keys: Sequence[bytes] = ()
+    blocks: int = 0
+    source: SessionName | None = None
+    delete_blocks: bool = False
+
+
+class SessionDone(NamedTuple):
+    """A step has ended: how many blocks the session names now, and which blocks nothing names any more."""
+
+    tag: int
+    error: StorageError | None
+    blocks: int = 0
+    unreferenced: Sequence[Name] = ()
+
+
+DeletesDone = Callable[[Sequence[DeleteDone]], None]
+SessionsDone = Callable[[Sequence[SessionDone]], None]
 PutsDone = Callable[[Sequence[PutDone]], None]
 GetsDone = Callable[[Sequence[GetDone]], None]
 
@@ -87,6 +157,9 @@ class Statistics:
     quarantined_bytes: int
     puts_pending: int
     gets_pending: int
+    deletes_pending: int
+    sessions_pending: int
+    wipes_pending: int
     drive_queued: int
     drive_in_flight: int
     drive_in_flight_bytes: int

@@ -1,7 +1,8 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive and reads no payload on purpose; of records with one name the
-one with the highest generation is in the index afterwards.
+Always holds: it writes nothing to the drive and reads no block's payload on purpose; of blocks with one name
+that the roll allows, the one with the highest generation is in the index afterwards; of a session, the newest
+manifest that is whole.
 
 It doesn't judge payloads: their CRC is checked on every read. A page that cannot be read is stepped over;
 if it was a header, its record is lost.
@@ -9,14 +10,19 @@ if it was a header, its record is lost.
 
 from __future__ import annotations
 
+from array import array
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import StorageError
-from kvstore.limits import PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
-from kvstore.storage.superblock import RECORDS_BEGIN
-from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, record_bytes
+from kvstore.storage.manifests import Manifests, Place, SessionName, Stored
+from kvstore.storage.roll import Roll
+from kvstore.wire.manifest import CHUNK_PAYLOAD_BYTES, chunk_key, parse_manifest, session_key
+from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, record_bytes, records_begin
+from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +47,8 @@ class Found(NamedTuple):
 def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -> Iterator[Found]:
     """Give every record that the walk over the drive meets, in the order of the drive."""
     walk = _Walk(disk, superblock)
-    position = RECORDS_BEGIN
-    for begin, end in disk.data_ranges(RECORDS_BEGIN):
+    position = records_begin(superblock.capacity_bytes)
+    for begin, end in disk.data_ranges(position):
         # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
         position = max(position, begin)
         while position < min(end, superblock.capacity_bytes):
@@ -56,10 +62,15 @@ def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -
 def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress | None = None) -> int:
     """Fill an empty index from the drive; give the highest generation met, 0 if there is none."""
     generation_max = 0
+    roll = Roll(disk, superblock)
+    sessions = _Sessions(disk, index)
     batch: list[tuple[tuple[bytes, bytes], Entry]] = []
     for offset, header in scan(disk, superblock, progress):
         generation_max = max(generation_max, header.generation)
+        if not roll.allows(offset, header.generation):
+            continue
         if header.kind != Kind.BLOCK:
+            sessions.add(offset, header)
             continue
         entry = Entry(
             offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
@@ -69,15 +80,77 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
             index.publish_newest(batch)
             batch.clear()
     index.publish_newest(batch)
+    sessions.publish()
     return generation_max
 
 
-def extents_around(index: Index, superblock: Superblock) -> Extents:
-    """Work out the free extents from an index; Corrupt if it contradicts itself."""
-    live = (
-        (entry.offset // PAGE_BYTES, record_bytes(entry.length) // PAGE_BYTES) for entry in index.entries()
-    )
-    return Extents.around(live, RECORDS_BEGIN // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+def extents_around(index: Index, superblock: Superblock) -> tuple[array[int], Extents]:
+    """Give the header pages of an index and the free extents between its records; Corrupt if it contradicts itself."""
+    pages = array("Q")
+
+    def noted() -> Iterator[tuple[int, int]]:
+        for page, count in index.extents():
+            pages.append(page)
+            yield page, count
+
+    first = records_begin(superblock.capacity_bytes)
+    return pages, Extents.around(noted(), first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+
+
+class _Sessions:
+    """The sessions and chunks that a scan meets. Their payloads are read: they are small, and the index needs them."""
+
+    def __init__(self, disk: Disk, index: Index) -> None:
+        self._disk = disk
+        self._manifests = Manifests(index)
+        self._heads: dict[tuple[bytes, bytes], list[tuple[int, Place]]] = {}
+        self._chunks: dict[tuple[bytes, bytes], list[Place]] = {}
+
+    def add(self, offset: int, header: Header) -> None:
+        """Remember where one stands."""
+        place = Place(offset, header.length, header.crc32c, header.generation)
+        name = (header.tenant, header.key)
+        if header.kind == Kind.SESSION:
+            self._heads.setdefault(name, []).append((header.generation, place))
+        elif header.kind == Kind.CHUNK:
+            self._chunks.setdefault(name, []).append(place)
+
+    def publish(self) -> None:
+        """Put the newest whole manifest of each session into the index."""
+        for (tenant, key), found in self._heads.items():
+            for _, place in sorted(found, reverse=True):
+                if self._publish_one(tenant, key, place):
+                    break
+
+    def _publish_one(self, tenant: bytes, key: bytes, place: Place) -> bool:
+        payload = self._payload(place)
+        manifest = None if payload is None else parse_manifest(payload)
+        if manifest is None or session_key(manifest.user, manifest.session) != key:
+            return False
+        written = {}
+        for chunk in manifest.chunks:
+            found = self._chunk(tenant, chunk)
+            if found is None:
+                return False
+            written[chunk] = found
+        name = SessionName(tenant, manifest.user, manifest.session)
+        self._manifests.replace(name, Stored(place, manifest), written)
+        return True
+
+    def _chunk(self, tenant: bytes, chunk: bytes) -> tuple[Place, bytes] | None:
+        for place in sorted(self._chunks.get((tenant, chunk), ()), key=lambda place: -place.generation):
+            payload = self._payload(place)
+            if payload is not None and len(payload) == CHUNK_PAYLOAD_BYTES and chunk_key(payload) == chunk:
+                return place, payload
+        return None
+
+    def _payload(self, place: Place) -> bytes | None:
+        size = record_bytes(place.length) - HEADER_BYTES
+        with suppress(StorageError):
+            payload = self._disk.read_at(place.offset + HEADER_BYTES, size)[: place.length]
+            if crc32c(payload) == place.crc32c:
+                return payload
+        return None
 
 
 class _Walk:

@@ -15,7 +15,12 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import Corrupt, StorageError, WrongVersion
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, ZERO_FILL_BYTES_MAX
+from kvstore.limits import (
+    DRIVE_CAPACITY_BYTES_MAX,
+    DRIVE_CAPACITY_BYTES_MIN,
+    PAGE_BYTES,
+    ZERO_FILL_BYTES_MAX,
+)
 from kvstore.wire.record import (
     FORMAT_VERSION,
     SUPERBLOCK_COPIES,
@@ -29,26 +34,42 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.disk import Disk, Progress
 
-__all__ = ["EPOCH_FORMATTED", "RECORDS_BEGIN", "open_superblock", "write_superblock"]
+__all__ = ["EPOCH_FORMATTED", "open_superblock", "read_superblock", "write_superblock"]
 
 EPOCH_FORMATTED: Final = 1  # the first opening makes it 2 before any record is written
-RECORDS_BEGIN: Final = SUPERBLOCK_COPIES * PAGE_BYTES
 _FILL_BYTES: Final = 1 << 20
 _BLANK_BYTES: Final = 1 << 20
 
 
 def open_superblock(disk: Disk, clock: Clock, progress: Progress | None = None) -> Superblock:
     """Read a drive's superblock, formatting the drive first if it is blank."""
+    return _read(disk) or _format(disk, clock, progress)
+
+
+def read_superblock(disk: Disk) -> Superblock:
+    """Read a drive's superblock and write nothing."""
+    superblock = _read(disk)
+    if superblock is None:
+        raise Corrupt("The drive is blank: it was never formatted, or its formatting was cut short.")
+    return superblock
+
+
+def _read(disk: Disk) -> Superblock | None:
     if disk.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
         raise StorageError(
             f"The drive has {disk.capacity_bytes} bytes, fewer than the "
             f"{DRIVE_CAPACITY_BYTES_MIN} of the smallest drive: it was truncated, or is no drive."
         )
+    if disk.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
+        raise StorageError(
+            f"The drive has {disk.capacity_bytes} bytes, more than the "
+            f"{DRIVE_CAPACITY_BYTES_MAX} of the largest drive."
+        )
     pages = [disk.read_at(copy * PAGE_BYTES, PAGE_BYTES) for copy in range(SUPERBLOCK_COPIES)]
     superblock = _newest(pages)
-    if superblock is None and _is_blank(disk):
-        superblock = _format(disk, clock, progress)
     if superblock is None:
+        if _is_blank(disk):
+            return None
         raise _unreadable(pages)
     if disk.capacity_bytes < superblock.capacity_bytes:
         raise StorageError(
@@ -98,6 +119,9 @@ def _format(disk: Disk, clock: Clock, progress: Progress | None) -> Superblock:
         epoch=EPOCH_FORMATTED,
         created_ms=clock.wall_ms(),
         generation_ceiling=1,
+        roll_generation=0,
+        roll_copy=0,
+        roll_crc32c=0,
     )
     write_superblock(disk, superblock)
     return superblock
@@ -107,7 +131,7 @@ def _fill(disk: Disk, progress: Progress | None) -> None:
     if disk.capacity_bytes > ZERO_FILL_BYTES_MAX:
         return
     zeros = bytes(_FILL_BYTES)
-    for offset in range(RECORDS_BEGIN, disk.capacity_bytes, _FILL_BYTES):
+    for offset in range(SUPERBLOCK_COPIES * PAGE_BYTES, disk.capacity_bytes, _FILL_BYTES):
         disk.write_at(offset, zeros[: disk.capacity_bytes - offset])
         if progress is not None:
             progress("filling the new drive with zeros", offset, disk.capacity_bytes)

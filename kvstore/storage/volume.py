@@ -1,4 +1,4 @@
-"""An open drive, and the two counters that its superblock keeps: openings and generations.
+"""An open drive, and what its superblock keeps: openings, generations, and which roll counts.
 
 Always holds: a generation is given once in the whole life of a store, whatever crashes, because they are
 reserved in the superblock, durably, by the billion before the first of them is used.
@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ReadOnly
 from kvstore.limits import GENERATION_MAX
+from kvstore.storage.roll import write_roll
 from kvstore.storage.superblock import write_superblock
 from kvstore.wire.record import HeaderCodec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.storage.disk import Disk
     from kvstore.wire.record import Superblock
 
@@ -36,8 +39,18 @@ class Volume:
         """Tell the highest generation that may have been given."""
         return self._next_generation - 1
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch of taking puts, durably, with generations reserved for it."""
+    def begin_epoch(self, live_pages: Iterable[int] | None = None) -> None:
+        """Begin an epoch of taking puts, durably, with generations reserved for it.
+
+        Given the header pages of all that is live, it voids every other record that is on the drive.
+        """
+        if live_pages is not None:
+            crc = write_roll(self.disk, self.superblock, 1 - self.superblock.roll_copy, live_pages)
+            self.superblock = self.superblock._replace(
+                roll_generation=self._next_generation,
+                roll_copy=1 - self.superblock.roll_copy,
+                roll_crc32c=crc,
+            )
         self._next_epoch(generation_ceiling=self._ceiling_above(self._next_generation))
 
     def end_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""The codec of a drive's superblock and record headers, as `docs/record-format.md` has them.
+"""The codec of a drive's superblock, its roll's place and its record headers, as `docs/record-format.md` has them.
 
 It is pure: bytes in, values out, and back. Bad bytes are an outcome (`Flaw`), never an exception, because
 a recovery meets millions of pages that are no header.
@@ -38,6 +38,7 @@ __all__ = [
     "FORMAT_VERSION",
     "HEADER_USED_BYTES",
     "RECORD_MAGIC",
+    "ROLL_COPIES",
     "SUPERBLOCK_COPIES",
     "Flaw",
     "Header",
@@ -48,15 +49,19 @@ __all__ = [
     "pack_superblock",
     "parse_superblock",
     "record_bytes",
+    "records_begin",
+    "roll_bytes",
+    "roll_offset",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUPERBLOCK_COPIES = 2
+ROLL_COPIES = 2
 RECORD_MAGIC = b"TKVRECRD"
 
 _DRIVE_MAGIC = b"TKVDRIVE"
 _TAG_BYTES = 16
-_SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQ")
+_SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQII")
 _CRC = struct.Struct("<I")
 _MAGIC_VERSION = struct.Struct("<8sI")
 _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
@@ -74,6 +79,8 @@ class Kind(enum.IntEnum):
     """What a record is. Other numbers are reserved: a scan jumps over such a record."""
 
     BLOCK = 1
+    SESSION = 2
+    CHUNK = 3
 
 
 class Flaw(enum.Enum):
@@ -97,6 +104,9 @@ class Superblock(NamedTuple):
     epoch: int
     created_ms: int
     generation_ceiling: int
+    roll_generation: int  # 0: there is no roll
+    roll_copy: int
+    roll_crc32c: int
 
 
 class Header(NamedTuple):
@@ -117,6 +127,21 @@ def record_bytes(length: int) -> int:
     return HEADER_BYTES + -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
+def roll_bytes(capacity_bytes: int) -> int:
+    """Bytes of one copy of the roll: a bit for each page of the drive, in whole pages."""
+    return -(-capacity_bytes // PAGE_BYTES // (8 * PAGE_BYTES)) * PAGE_BYTES
+
+
+def roll_offset(capacity_bytes: int, copy: int) -> int:
+    """Where a copy of the roll begins."""
+    return SUPERBLOCK_COPIES * PAGE_BYTES + copy * roll_bytes(capacity_bytes)
+
+
+def records_begin(capacity_bytes: int) -> int:
+    """Where the first record may stand."""
+    return roll_offset(capacity_bytes, ROLL_COPIES)
+
+
 def pack_superblock(superblock: Superblock) -> bytes:
     """Give the one page that a superblock is."""
     fixed = _SUPERBLOCK.pack(
@@ -130,6 +155,9 @@ def pack_superblock(superblock: Superblock) -> bytes:
         superblock.epoch,
         superblock.created_ms,
         superblock.generation_ceiling,
+        superblock.roll_generation,
+        superblock.roll_copy,
+        superblock.roll_crc32c,
     )
     return (fixed + _CRC.pack(crc32c(fixed))).ljust(PAGE_BYTES, b"\0")
 
@@ -145,10 +173,10 @@ def parse_superblock(page: bytes) -> Superblock | Flaw:
         return Flaw.VERSION
     if _CRC.unpack_from(page, _SUPERBLOCK.size)[0] != crc32c(page[: _SUPERBLOCK.size]):
         return Flaw.CHECK
-    capacity_bytes, epoch, created_ms, ceiling = numbers
-    if capacity_bytes % PAGE_BYTES or ceiling > GENERATION_MAX + 1:
+    superblock = Superblock(store, drive, index, secret, *numbers)
+    if superblock.capacity_bytes % PAGE_BYTES or superblock.generation_ceiling > GENERATION_MAX + 1:
         return Flaw.RANGE
-    return Superblock(store, drive, index, secret, capacity_bytes, epoch, created_ms, ceiling)
+    return superblock if superblock.roll_copy < ROLL_COPIES else Flaw.RANGE
 
 
 def foreign_version(page: bytes) -> int | None:

@@ -20,8 +20,10 @@ RETRY_AFTER_MS = "kvstore-retry-after-ms"
 # The first entry that the error is an instance of counts.
 _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.NotAuthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (errors.TenantDenied, grpc.StatusCode.PERMISSION_DENIED),
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.NoSpace, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.Corrupt, grpc.StatusCode.DATA_LOSS),

@@ -30,6 +30,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import ERROR_NAME
 from tests.conftest import MIB, SMALL_DRIVE, Rig
+from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,6 +239,7 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
         assert isinstance(outcome, Miss)
         assert outcome.reason is MissReason.NODE_AWAY
         assert time.monotonic() - begun_s < 5.0
+        wait_until(lambda: not rig.client._breaker.is_open, "the client tries again")
         begun_s = time.monotonic()  # and again where the client has to attach first
         (outcome,) = rig.client.get([rig.wanted(rig.block(0))], timeout_s=1.0)
         assert isinstance(outcome, Miss)
@@ -245,6 +247,7 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
     finally:
         subprocess.run(["kill", "-CONT", str(node.pid)], check=True)
     # The link was ended, because a late write could not be ruled out otherwise; the next call makes a new one.
+    rig.client.status(wait_s=WAIT_S)
     rig.client.reserve([rig.block(0)]).give_back()
     rig.close()
 

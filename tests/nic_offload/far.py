@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SLOT_BYTES = 64 << 10
+_PATIENCE_S = 5.0
 
 
 def slot_block(slot: int) -> bytes:
@@ -106,6 +107,14 @@ class Far:
             pipe.close()
 
 
+def _ended(side: Side, tag: int) -> bool:
+    """Wait for a put's end. On shm there is none once the target is closed: nobody takes what is sent there."""
+    with contextlib.suppress(AssertionError):
+        side.final(tag, _PATIENCE_S)
+        return True
+    return False
+
+
 def main(arguments: Sequence[str]) -> None:
     provider, length = arguments
     with Side(provider, int(length), remote_read=True) as side:
@@ -116,8 +125,8 @@ def main(arguments: Sequence[str]) -> None:
             for slot in range(told.get("slots", 0)):
                 block = slot_block(slot)
                 at = slot * SLOT_BYTES % side.length
-                if slot * SLOT_BYTES >= side.length:
-                    side.final(slot - side.length // SLOT_BYTES)
+                if slot * SLOT_BYTES >= side.length and not _ended(side, slot - side.length // SLOT_BYTES):
+                    return
                 side.fill(at, block)
                 way.arm(way.put(slot, len(block), source=at, target=slot * SLOT_BYTES, flag=(slot, slot + 1)))
 

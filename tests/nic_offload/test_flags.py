@@ -12,6 +12,8 @@ import pytest
 
 from nic_offload.errors import KvError
 from nic_offload.flags import FlagWords
+from nic_offload.trigger import CounterMove, arm
+from tests.nic_offload.rig import Side, wait_until
 
 MAKER = """
 from nic_offload.flags import FlagWords
@@ -96,3 +98,36 @@ def test_a_word_keeps_its_memory_alive() -> None:
 def test_a_set_without_words_is_refused() -> None:
     with pytest.raises(KvError):
         FlagWords.create(0)
+
+
+def test_words_closed_while_puts_wait_for_them_stay_mapped_until_nothing_does() -> None:
+    """A put armed on a word, and then the words gone: the fabric's thread goes on looking, and the process lives."""
+    with Side("net") as side, side.fabric.open_counter() as moved:
+        for _ in range(200):
+            with FlagWords.create(1) as words, side.fabric.open_counter(words[0]) as counter:
+                arm(side.fabric, [CounterMove(tag=1, counter=moved, value=1, trigger=counter, threshold=1)])
+        assert _mapped() >= 200
+        loops = side.fabric.statistics().loops
+        wait_until(
+            lambda: side.fabric.statistics().loops > loops + 10, "the thread has looked at every word again"
+        )
+        side.fabric.cancel([1])
+        for _ in range(500):  # whatever is let go makes the fabric look for what it need not keep
+            with FlagWords.create(1) as words, side.fabric.open_counter(words[0]):
+                pass
+        assert _mapped() < 500
+    del words, counter
+    gc.collect()
+    assert _mapped() == 0
+
+
+def test_a_word_may_be_stored_to_when_its_words_are_closed() -> None:
+    words = FlagWords.create(1)
+    word = words[0]
+    words.close()
+    word.store(7)
+    assert word.load() == 7
+
+
+def _mapped() -> int:
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:triggerkv-flags")

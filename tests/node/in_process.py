@@ -10,8 +10,11 @@ import grpc.aio
 
 from kvstore.clock import SystemClock
 from kvstore.limits import HOT_BYTES_MIN
+from kvstore.node.audit import Audit
+from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
+from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.fabric import Fabric
@@ -42,8 +45,9 @@ class NodeInProcess:
         ):
             self.node = Node(store, fabric, clock, HOT_BYTES_MIN)
             server = grpc.aio.server()
-            service = KvStoreService(self.node, store.name)
-            kvstore_pb2_grpc.add_KvStoreServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+            gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
+            self.service = KvStoreService(self.node, gate, store.name)
+            kvstore_pb2_grpc.add_KvStoreServicer_to_server(self.service, server)  # type: ignore[no-untyped-call]
             self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
             self._ready.set()

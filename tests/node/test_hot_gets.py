@@ -10,6 +10,7 @@ from kvstore.client import Block, Client, Hit
 from kvstore.miss import Miss
 from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import MIB, Rig
+from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: Ri
     waiting = rig.client.get([rig.wanted(blocks[0])], timeout_s=0.3)
     assert not isinstance(waiting[0], Hit)
     node.call(lambda inside: inside.hot.pages.release(rest))
+    wait_until(lambda: not rig.client._breaker.is_open, "the client tries again")
     assert get(rig, *blocks) == [Hit(block.key) for block in blocks]
     node.call(lambda inside: inside.hot.pages.release(whole))
 

@@ -11,7 +11,18 @@ import crc32c as independent
 
 from kvstore.durability import Durability
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, HEADER_BYTES
-from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
+from kvstore.storage.items import (
+    DeleteDone,
+    DeleteItem,
+    GetDone,
+    GetItem,
+    PutDone,
+    PutItem,
+    SessionDone,
+    SessionItem,
+    SessionStep,
+)
+from kvstore.storage.manifests import SessionName
 from kvstore.storage.store import Store
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeClock, FakeDisk
@@ -22,15 +33,21 @@ if TYPE_CHECKING:
 
     from kvstore.storage.disk import Disk
 
-__all__ = ["FINGERPRINT", "TENANT", "Rig", "Slots", "key"]
+__all__ = ["FINGERPRINT", "TENANT", "USER", "Rig", "Slots", "key", "name"]
 
 TENANT = b"tenant-of-tests!"
+USER = b"a-user-of-tests!"
 FINGERPRINT = b"layout-of-tests!"
 _ANSWER_MS_MAX = 10_000
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
+
+
+def name(number: int) -> bytes:
+    """A session."""
+    return number.to_bytes(16, "little")
 
 
 class Slots:
@@ -54,6 +71,8 @@ class Rig:
         self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
         self.put_done: dict[int, PutDone] = {}
         self.get_done: dict[int, GetDone] = {}
+        self.delete_done: dict[int, DeleteDone] = {}
+        self.session_done: dict[int, SessionDone] = {}
         self.reported: list[int] = []  # tags, in the order of their reports
         self._slot_of: dict[int, int] = {}
         self._next_tag = 0
@@ -124,6 +143,64 @@ class Rig:
         self.settle()
         return self.put_done[tag]
 
+    def start_delete(
+        self, number: int, durability: Durability = Durability.WRITTEN, *, tenant: bytes = TENANT
+    ) -> int:
+        tag = self._take_tag()
+        self.store.delete([DeleteItem(tenant, key(number), durability, tag)], self._deletes_done)
+        return tag
+
+    def delete(
+        self, number: int, durability: Durability = Durability.WRITTEN, *, tenant: bytes = TENANT
+    ) -> DeleteDone:
+        tag = self.start_delete(number, durability, tenant=tenant)
+        self.settle()
+        return self.delete_done[tag]
+
+    def start_step(
+        self,
+        number: int,
+        step: SessionStep,
+        durability: Durability = Durability.WRITTEN,
+        *,
+        keys: Sequence[int] = (),
+        blocks: int = 0,
+        source: int | None = None,
+        delete_blocks: bool = False,
+    ) -> int:
+        tag = self._take_tag()
+        item = SessionItem(
+            SessionName(TENANT, USER, name(number)),
+            step,
+            durability,
+            tag,
+            [key(one) for one in keys],
+            blocks,
+            None if source is None else SessionName(TENANT, USER, name(source)),
+            delete_blocks,
+        )
+        self.store.change_sessions([item], self._sessions_done)
+        return tag
+
+    def append(
+        self, number: int, keys: Sequence[int], durability: Durability = Durability.WRITTEN
+    ) -> SessionDone:
+        return self._settled(self.start_step(number, SessionStep.APPEND, durability, keys=keys))
+
+    def truncate(self, number: int, blocks: int) -> SessionDone:
+        return self._settled(self.start_step(number, SessionStep.TRUNCATE, blocks=blocks))
+
+    def fork(self, number: int, source: int, blocks: int) -> SessionDone:
+        return self._settled(self.start_step(number, SessionStep.FORK, source=source, blocks=blocks))
+
+    def remove(self, number: int, *, delete_blocks: bool = False) -> SessionDone:
+        return self._settled(self.start_step(number, SessionStep.REMOVE, delete_blocks=delete_blocks))
+
+    def session(self, number: int) -> list[int] | None:
+        """The blocks that a session names."""
+        keys = self.store.manifests.keys(SessionName(TENANT, USER, name(number)))
+        return None if keys is None else [int.from_bytes(one, "little") for one in keys]
+
     def get(
         self, number: int, *, tenant: bytes = TENANT, fingerprint: bytes = FINGERPRINT, length: int = 0
     ) -> tuple[GetDone, bytes]:
@@ -144,10 +221,13 @@ class Rig:
 
     def settle(self) -> None:
         """Poll until everything is answered."""
-        statistics = self.store.statistics()
-        while statistics.puts_pending or statistics.gets_pending:
+        while self.is_busy():
             self.poll()
-            statistics = self.store.statistics()
+
+    def is_busy(self) -> bool:
+        now = self.store.statistics()
+        pending = now.puts_pending + now.gets_pending + now.deletes_pending + now.sessions_pending
+        return pending + now.wipes_pending > 0
 
     def poll(self) -> None:
         ready = select.poll()
@@ -165,9 +245,16 @@ class Rig:
         assert entry is not None
         return entry.offset, record_bytes(entry.length)
 
-    def _take_slot(self) -> int:
-        tag = self._next_tag
+    def _settled(self, tag: int) -> SessionDone:
+        self.settle()
+        return self.session_done[tag]
+
+    def _take_tag(self) -> int:
         self._next_tag += 1
+        return self._next_tag - 1
+
+    def _take_slot(self) -> int:
+        tag = self._take_tag()
         self._slot_of[tag] = self.slots.free.pop(0)
         self.slots.free.append(
             self._slot_of[tag]
@@ -180,3 +267,11 @@ class Rig:
 
     def _gets_done(self, done: Sequence[GetDone]) -> None:
         self.get_done.update((one.tag, one) for one in done)
+
+    def _deletes_done(self, done: Sequence[DeleteDone]) -> None:
+        self.delete_done.update((one.tag, one) for one in done)
+        self.reported.extend(one.tag for one in done)
+
+    def _sessions_done(self, done: Sequence[SessionDone]) -> None:
+        self.session_done.update((one.tag, one) for one in done)
+        self.reported.extend(one.tag for one in done)

@@ -1,76 +1,219 @@
 """Whole lives of a store on a drive that loses what it may lose, drawn from seeds.
 
 Checked after each crash: every block acknowledged as durable enough for that crash is there, byte for byte;
-every other one is there with the right bytes, or is a miss.
+every other one is there with the right bytes, or is a miss; what an acknowledged deletion took is a miss; a
+session names what the last step that survives has left, or what one of the steps behind it would have, in order;
+and a check of the folder finds nothing wrong.
+
+TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 500, TRIGGERKV_CRASH_FIRST=n begins at another one.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore.durability import Durability
+from kvstore.storage.fsck import check
+from kvstore.storage.items import SessionStep
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import Rig, Slots
+from tests.storage.rig import TENANT, Rig, Slots, key
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SEEDS = 240
+SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "500"))
+FIRST = int(os.environ.get("TRIGGERKV_CRASH_FIRST", "0"))
 BATCH = 20
 LIVES = 4
-NAMES = 16
+NAMES = 12
+SESSIONS = 3
+FSCK_EVERY = 10  # seeds
+DURABILITIES = (Durability.WRITTEN, Durability.SYNCED)
 
 SLOTS = Slots(64, 64 << 10)
+
+State = tuple[int, ...] | None
+
+
+@dataclass
+class Put:
+    number: int
+    payload: bytes
+    durability: Durability
+    expires: bool
+    deletes: int  # of its name, begun when it was
+    deleting: int  # of its name, under way when it was begun
+
+
+@dataclass
+class Delete:
+    number: int
+    durability: Durability
+    puts: int  # of its name, begun when it was
+
+
+@dataclass
+class Step:
+    number: int
+    step: SessionStep
+    durability: Durability
+    keys: tuple[int, ...] = ()
+    blocks: int = 0
+    base: State = None  # what is forked
+
+    def apply(self, state: State) -> State:
+        if self.step is SessionStep.APPEND:
+            return (state or ()) + self.keys
+        if self.step is SessionStep.TRUNCATE:
+            return None if state is None else state[: self.blocks]
+        return self.base if self.step is SessionStep.FORK else None
 
 
 @dataclass
 class Expected:
-    """What was ever put under each name, and what has to be there."""
+    """What was ever put under each name, what has to be there, what must not, and what sessions were."""
 
     invoked: dict[int, list[bytes]] = field(default_factory=dict)
     acknowledged: dict[int, tuple[bytes, Durability]] = field(default_factory=dict)
+    gone: dict[int, Durability] = field(default_factory=dict)
+    puts: dict[int, int] = field(default_factory=dict)
+    deletes: dict[int, int] = field(default_factory=dict)
+    sessions: dict[int, State] = field(default_factory=dict)
 
 
-def live_once(rig: Rig, rng: random.Random, expected: Expected) -> None:
-    """Put and get at random, with expiring blocks so that extents are used again, and stop anywhere."""
-    assert rig.disk is not None
-    pending: dict[int, tuple[int, bytes, Durability, int]] = {}
-    for _ in range(rng.randrange(5, 40)):
-        number = rng.randrange(NAMES)
-        action = rng.random()
-        if action < 0.6:
-            payload = rng.randbytes(rng.choice([10, 5000, 20_000]))
-            stored = expected.invoked.setdefault(number, [])
-            if stored:
-                payload = payload[: len(stored[0])].ljust(len(stored[0]), b"-")  # a name has one length
-            stored.append(payload)
-            durability = rng.choice([Durability.WRITTEN, Durability.SYNCED])
-            # Blocks with even names expire, so that their extents are used again; odd ones are here to stay.
-            expires_ms = 0 if number % 2 else rig.clock.now_ms + rng.randrange(1, 20)
-            pending[rig.start_put(number, payload, durability, expires_ms=expires_ms)] = (
-                number,
-                payload,
-                durability,
-                expires_ms,
+class Life:
+    """One life of the store: what it was asked and what it answered."""
+
+    def __init__(self, rig: Rig, rng: random.Random, expected: Expected) -> None:
+        self.rig = rig
+        self.rng = rng
+        self.expected = expected
+        self.pending_puts: dict[int, Put] = {}
+        self.pending_deletes: dict[int, Delete] = {}
+        self.steps: dict[int, list[tuple[int, Step]]] = {}
+
+    def live(self) -> None:
+        """Do things at random, with blocks that go so that extents are used again, and stop anywhere."""
+        actions = [self.put] * 40 + [self.rig.poll_once] * 20 + [self.delete] * 12 + [self.settle] * 8
+        actions += [self.session] * 12 + [self.evict] * 4 + [self.wait] * 8
+        for _ in range(self.rng.randrange(5, 50)):
+            self.rng.choice(actions)()
+            self.hear()
+
+    def put(self) -> None:
+        number, expected = self.rng.randrange(NAMES), self.expected
+        payload = self.rng.randbytes(self.rng.choice([10, 5000, 20_000]))
+        stored = expected.invoked.setdefault(number, [])
+        if stored:
+            payload = payload[: len(stored[0])].ljust(len(stored[0]), b"-")  # a name has one length
+        stored.append(payload)
+        expires = number % 4 == 0
+        expires_ms = self.rig.clock.now_ms + self.rng.randrange(1, 20) if expires else 0
+        durability = self.rng.choice(DURABILITIES)
+        deleting = sum(one.number == number for one in self.pending_deletes.values())
+        expected.puts[number] = expected.puts.get(number, 0) + 1
+        expected.gone.pop(number, None)
+        tag = self.rig.start_put(number, payload, durability, expires_ms=expires_ms)
+        self.pending_puts[tag] = Put(
+            number, payload, durability, expires, expected.deletes.get(number, 0), deleting
+        )
+
+    def delete(self) -> None:
+        number, expected = self.rng.randrange(NAMES), self.expected
+        expected.deletes[number] = expected.deletes.get(number, 0) + 1
+        expected.acknowledged.pop(number, None)
+        durability = self.rng.choice(DURABILITIES)
+        tag = self.rig.start_delete(number, durability)
+        self.pending_deletes[tag] = Delete(number, durability, expected.puts.get(number, 0))
+
+    def evict(self) -> None:
+        number = self.rng.randrange(NAMES)
+        entry = self.rig.store.lookup([(TENANT, key(number))])[0]
+        if entry is not None:
+            self.rig.store.evict([entry.generation])
+            self.expected.deletes[number] = self.expected.deletes.get(number, 0) + 1
+            self.expected.acknowledged.pop(number, None)
+
+    def session(self) -> None:
+        number = self.rng.randrange(SESSIONS)
+        step = self.rng.choice([SessionStep.APPEND] * 4 + [SessionStep.TRUNCATE, SessionStep.REMOVE])
+        done = Step(number, step, self.rng.choice(DURABILITIES))
+        if step is SessionStep.APPEND:
+            stored = self.rig.store.lookup([(TENANT, key(one)) for one in range(NAMES)])
+            known = [one for one, entry in enumerate(stored) if entry is not None]
+            if not known:
+                return
+            done.keys = tuple(self.rng.choices(known, k=self.rng.choice([1, 3, 60, 150])))
+        elif step is SessionStep.TRUNCATE:
+            done.blocks = self.rng.randrange(150)
+        if self.rng.random() < 0.2:
+            self.settle()
+            source = self.rng.randrange(SESSIONS)
+            forked = self.rig.session(source)
+            if self.rig.session(number) is None and forked is not None:
+                done = Step(
+                    number, SessionStep.FORK, done.durability, blocks=self.rng.randrange(len(forked) + 1)
+                )
+                done.base = tuple(forked[: done.blocks])
+                tag = self.rig.start_step(
+                    number, done.step, done.durability, source=source, blocks=done.blocks
+                )
+                self.steps.setdefault(number, []).append((tag, done))
+                return
+        tag = self.rig.start_step(number, done.step, done.durability, keys=done.keys, blocks=done.blocks)
+        self.steps.setdefault(number, []).append((tag, done))
+
+    def settle(self) -> None:
+        self.rig.settle()
+        self.hear()
+        check_get(self.rig, self.rng.randrange(NAMES), self.expected)
+
+    def wait(self) -> None:
+        self.rig.clock.now_ms += self.rng.randrange(5)
+
+    def hear(self) -> None:
+        """Take note of what has been reported."""
+        expected = self.expected
+        for tag in [tag for tag in self.pending_puts if tag in self.rig.put_done]:
+            put = self.pending_puts.pop(tag)
+            assert self.rig.put_done[tag].error is None
+            sure = (
+                put.deleting == 0 and put.deletes == expected.deletes.get(put.number, 0) and not put.expires
             )
-        elif action < 0.8:
-            rig.poll_once()
-        elif action < 0.9:
-            rig.settle()
-            check_get(rig, number, expected)
-        else:
-            rig.clock.now_ms += rng.randrange(5)
-    for tag, (number, payload, durability, expires_ms) in pending.items():
-        done = rig.put_done.get(tag)
-        if done is None:
-            continue
-        assert done.error is None
-        if expires_ms == 0 and expected.acknowledged.get(number, (b"", 0))[1] < durability:
-            expected.acknowledged[number] = (payload, durability)
+            if sure and expected.acknowledged.get(put.number, (b"", 0))[1] < put.durability:
+                expected.acknowledged[put.number] = (put.payload, put.durability)
+        for tag in [tag for tag in self.pending_deletes if tag in self.rig.delete_done]:
+            delete = self.pending_deletes.pop(tag)
+            assert self.rig.delete_done[tag].error is None
+            if delete.puts == expected.puts.get(delete.number, 0):
+                expected.gone[delete.number] = max(
+                    delete.durability, expected.gone.get(delete.number, delete.durability)
+                )
+
+    def allowed(self, number: int, survives: Durability) -> set[State]:
+        """What a session may be after a crash that leaves what is as durable as this."""
+        now: set[State] = {self.expected.sessions.get(number)}
+        ever, before = set(now), set(now)
+        for tag, step in self.steps.get(number, []):
+            done = self.rig.session_done.get(tag)
+            if done is not None and done.error is not None:
+                continue
+            stepped = {step.apply(state) for state in now}
+            now = stepped if done is not None else now | stepped
+            before |= now
+            if done is not None and step.durability >= survives:
+                ever = set(now)
+            elif step.step is SessionStep.REMOVE and survives is Durability.SYNCED:
+                ever = set(before)  # power loss may keep any of the wipes that were to take all of them
+            else:
+                ever |= now
+        return ever
 
 
 def check_get(rig: Rig, number: int, expected: Expected) -> None:
@@ -78,42 +221,69 @@ def check_get(rig: Rig, number: int, expected: Expected) -> None:
     assert done.miss is not None or got in expected.invoked[number], f"wrong bytes for {number}"
 
 
-@pytest.mark.parametrize("first_seed", range(0, SEEDS, BATCH))
+@pytest.mark.parametrize("first_seed", range(FIRST, FIRST + SEEDS, BATCH))
 def test_crashes(tmp_path: Path, first_seed: int) -> None:
     for seed in range(first_seed, first_seed + BATCH):
         run(tmp_path / str(seed), seed)
+        shutil.rmtree(tmp_path / str(seed))
 
 
 def run(data: Path, seed: int) -> None:
     rng = random.Random(seed)
     rig = Rig(data, FakeDisk(seed=seed), SLOTS)
     expected = Expected()
-    for life in range(LIVES):
-        assert rig.disk is not None
+    for number in range(LIVES):
         rig.open()
-        live_once(rig, rng, expected)
-        power = rng.random() < 0.6
-        if rng.random() < 0.2:
-            rig.store.close()
-            rig.disk = FakeDisk(rig.disk.pages, seed=seed + life)
-            survives = Durability.WRITTEN
-        elif power:
-            rig.power_loss(seed * LIVES + life)
-            survives = Durability.SYNCED
-        else:
-            rig.kill()
-            rig.disk = rig.disk.after_kill(seed * LIVES + life)
-            survives = Durability.WRITTEN
+        life = Life(rig, rng, expected)
+        life.live()
+        survives = end(rig, rng, life, seed * LIVES + number)
+        if rng.random() < 0.3:
+            shutil.rmtree(data / "index", ignore_errors=True)  # it is a cache
         rig.open()
-        for number in range(NAMES):
-            if number in expected.invoked:
-                check_get(rig, number, expected)
-        must = [number for number, (_, durability) in expected.acknowledged.items() if durability >= survives]
-        for number in must:
-            done, _ = rig.get(number)
-            assert done.miss is None, f"seed {seed}, life {life}: block {number} is lost: {done.miss}"
-        expected.acknowledged = {number: expected.acknowledged[number] for number in must}
+        check_all(rig, life, survives, f"seed {seed}, life {number}")
         rig.kill()
+        assert rig.disk is not None
         rig.disk = rig.disk.after_kill(0)
     assert rig.disk is not None
+    if seed % FSCK_EVERY == 0:
+        disk = rig.disk
+        report = check(data, disk_factory=lambda _data, _capacity: disk, boot_id=rig.boot_id)
+        assert report.damage == [], f"seed {seed}"
     rig.disk.close()
+
+
+def end(rig: Rig, rng: random.Random, life: Life, seed: int) -> Durability:
+    """Close, kill or cut the power; tell what survives that."""
+    assert rig.disk is not None
+    if rng.random() < 0.2:
+        rig.store.close()
+        life.hear()
+        rig.disk = FakeDisk(rig.disk.pages, seed=seed)
+        return Durability.WRITTEN
+    if rng.random() < 0.6:
+        rig.power_loss(seed)
+        return Durability.SYNCED
+    rig.kill()
+    rig.disk = rig.disk.after_kill(seed)
+    return Durability.WRITTEN
+
+
+def check_all(rig: Rig, life: Life, survives: Durability, where: str) -> None:
+    expected = life.expected
+    for number in expected.invoked:
+        check_get(rig, number, expected)
+    expected.acknowledged = {one: was for one, was in expected.acknowledged.items() if was[1] >= survives}
+    expected.gone = {one: durability for one, durability in expected.gone.items() if durability >= survives}
+    for number in expected.acknowledged:
+        done, _ = rig.get(number)
+        assert done.miss is None, f"{where}: block {number} is lost: {done.miss}"
+    for number in expected.gone:
+        assert rig.get(number)[0].miss is not None, f"{where}: block {number} came back"
+    for number in range(SESSIONS):
+        named = rig.session(number)
+        state = None if named is None else tuple(named)
+        assert state in life.allowed(number, survives), f"{where}: session {number} names {state}"
+        expected.sessions[number] = state
+    # What survived this crash is on the drive for good: an opening has synced it.
+    expected.acknowledged = {one: (was[0], Durability.SYNCED) for one, was in expected.acknowledged.items()}
+    expected.gone = dict.fromkeys(expected.gone, Durability.SYNCED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
         raise StorageError("The index could not be written.")
 
     monkeypatch.setattr(Index, "publish", fail)
-    monkeypatch.setattr(Index, "_write", fail)
+    monkeypatch.setattr(Index, "write", fail)
     assert isinstance(fake.put(2, b"during").error, ReadOnly)
     assert isinstance(fake.put(3, b"after").error, ReadOnly)
     assert fake.get(1)[1] == b"before"
@@ -74,3 +74,19 @@ def test_a_callback_that_raises_does_not_take_the_results_of_others_with_it() ->
     assert heard == [2, 3]
     assert outbox.promised == 0
     assert not outbox
+
+
+def test_the_file_is_as_long_as_it_says_whatever_a_transaction_freed_again(tmp_path: Path) -> None:
+    index = Index.empty(tmp_path / "index", 1)
+
+    def put_and_take_back(transaction: Any) -> None:
+        for number in range(50):
+            transaction.put(key(number), bytes(3000), db=index.sessions)
+        for number in range(50):
+            transaction.delete(key(number), db=index.sessions)
+
+    index.write(put_and_take_back)
+    used = (index._env.info()["last_pgno"] + 1) * index._env.stat()["psize"]
+    assert (tmp_path / "index" / "data.mdb").stat().st_size >= used
+    index.abandon()
+    Index(tmp_path / "index", 1).abandon()

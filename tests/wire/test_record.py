@@ -21,21 +21,23 @@ from kvstore.wire.record import (
     pack_superblock,
     parse_superblock,
     record_bytes,
+    records_begin,
+    roll_bytes,
+    roll_offset,
 )
 
 PAGE_OF_THE_FORMAT = Path(__file__).parents[2] / "docs" / "record-format.md"
 SECRET, STORE, DRIVE = bytes(range(32)), b"\xa1" * 16, b"\xb2" * 16
-SUPERBLOCK = Superblock(STORE, DRIVE, 0, SECRET, 16 << 20, 7, 1_700_000_000_000, 1 << 32)
+SUPERBLOCK = Superblock(STORE, DRIVE, 0, SECRET, 16 << 20, 7, 1_700_000_000_000, 1 << 32, 3, 1, 0x8A9136AA)
 HEADER = Header(Kind.BLOCK, b"\x11" * 32, b"\x22" * 16, b"\x33" * 16, 5, 9, 0xE3069283, 1_800_000_000_000)
 CODEC = HeaderCodec(SECRET, DRIVE)
 
 
-def golden() -> tuple[bytes, bytes, bytes]:
-    """The three hex blocks of the page: superblock, header at 8192, tag of the header at 12288."""
+def golden() -> tuple[bytes, ...]:
+    """The hex blocks of the page: superblock, header at 16384, its tag at 20480, keys of a session and a chunk."""
     section = PAGE_OF_THE_FORMAT.read_text(encoding="utf-8").split("## Golden vectors")[1]
     blocks = re.findall(r"(?:^    [0-9a-f]+\n)+", section, re.MULTILINE)
-    superblock, header, tag = (bytes.fromhex("".join(block.split())) for block in blocks)
-    return superblock, header, tag
+    return tuple(bytes.fromhex("".join(block.split())) for block in blocks)
 
 
 def packed(header: Header, offset: int, codec: HeaderCodec = CODEC) -> bytes:
@@ -52,40 +54,47 @@ def test_the_superblock_is_the_golden_one() -> None:
 
 
 def test_the_header_is_the_golden_one_with_a_tag_of_its_place() -> None:
-    _, header, tag = golden()
-    assert packed(HEADER, 8192) == header.ljust(PAGE_BYTES, b"\0")
-    assert packed(HEADER, 12288)[104:120] == tag
-    assert CODEC.parse(packed(HEADER, 8192), 0, 8192) == HEADER
+    _, header, tag, *_ = golden()
+    assert packed(HEADER, 16384) == header.ljust(PAGE_BYTES, b"\0")
+    assert packed(HEADER, 20480)[104:120] == tag
+    assert CODEC.parse(packed(HEADER, 16384), 0, 16384) == HEADER
 
 
 def test_a_header_is_found_where_it_stands_in_a_larger_buffer() -> None:
-    data = bytes(PAGE_BYTES) + packed(HEADER, 12288)
-    assert CODEC.parse(data, PAGE_BYTES, 12288) == HEADER
-    assert CODEC.parse(data, 0, 8192) is Flaw.MAGIC
-    assert CODEC.parse(data[: PAGE_BYTES + 100], PAGE_BYTES, 12288) is Flaw.SHORT
+    data = bytes(PAGE_BYTES) + packed(HEADER, 20480)
+    assert CODEC.parse(data, PAGE_BYTES, 20480) == HEADER
+    assert CODEC.parse(data, 0, 16384) is Flaw.MAGIC
+    assert CODEC.parse(data[: PAGE_BYTES + 100], PAGE_BYTES, 20480) is Flaw.SHORT
 
 
 def test_a_header_is_not_accepted_at_another_offset_on_another_drive_or_with_another_secret() -> None:
-    page = packed(HEADER, 8192)
-    assert CODEC.parse(page, 0, 12288) is Flaw.CHECK
-    assert HeaderCodec(SECRET, STORE).parse(page, 0, 8192) is Flaw.CHECK
-    assert HeaderCodec(SECRET[::-1], DRIVE).parse(page, 0, 8192) is Flaw.CHECK
+    page = packed(HEADER, 16384)
+    assert CODEC.parse(page, 0, 20480) is Flaw.CHECK
+    assert HeaderCodec(SECRET, STORE).parse(page, 0, 16384) is Flaw.CHECK
+    assert HeaderCodec(SECRET[::-1], DRIVE).parse(page, 0, 16384) is Flaw.CHECK
 
 
 def test_no_single_flipped_bit_of_a_header_is_accepted() -> None:
-    page = packed(HEADER, 8192)
+    page = packed(HEADER, 16384)
     for bit in range(HEADER_USED_BYTES * 8):
         flipped = bytearray(page)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert isinstance(CODEC.parse(bytes(flipped), 0, 8192), Flaw), f"bit {bit}"
+        assert isinstance(CODEC.parse(bytes(flipped), 0, 16384), Flaw), f"bit {bit}"
 
 
 def test_no_single_flipped_bit_of_a_superblock_is_accepted() -> None:
     page = pack_superblock(SUPERBLOCK)
-    for bit in range(116 * 8):
+    for bit in range(132 * 8):
         flipped = bytearray(page)
         flipped[bit // 8] ^= 1 << bit % 8
         assert isinstance(parse_superblock(bytes(flipped)), Flaw), f"bit {bit}"
+
+
+def test_the_roll_has_a_bit_for_each_page_and_lies_between_superblocks_and_records() -> None:
+    assert roll_bytes(16 << 20) == roll_bytes(128 << 20) == PAGE_BYTES
+    assert roll_bytes((128 << 20) + PAGE_BYTES) == 2 * PAGE_BYTES
+    assert [roll_offset(16 << 20, copy) for copy in (0, 1)] == [2 * PAGE_BYTES, 3 * PAGE_BYTES]
+    assert records_begin(16 << 20) == 4 * PAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -103,9 +112,9 @@ def test_a_field_out_of_range_is_not_accepted_even_with_a_right_tag(bad: Header)
 def test_another_version_is_told_apart() -> None:
     page = bytearray(pack_superblock(SUPERBLOCK))
     assert foreign_version(bytes(page)) is None
-    page[8] = 2
+    page[8] = 3
     assert parse_superblock(bytes(page)) is Flaw.VERSION
-    assert foreign_version(bytes(page)) == 2
+    assert foreign_version(bytes(page)) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""The breaker: a node that is away costs the first call its deadline, and the next ones nothing.
+
+After a failure calls are refused at once, for a while that doubles with each failure up to `BREAKER_MS_MAX`. When it is
+over one call is let through to try, and what becomes of that one decides for all.
+
+What always holds: no call is refused unless one has failed since the last that succeeded; at most one call at a time is
+let through to try; a refusal says what the failure was and when the next try is.
+It counts as a failure that the node was not reached, or did not answer in time. A node that refuses is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable
+from kvstore.limits import BREAKER_MS_MAX, BREAKER_MS_MIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.clock import Clock
+
+__all__ = ["Breaker"]
+
+
+class Breaker:
+    """Of one node. Any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failure: KvError | None = None
+        self._pause_ms = 0
+        self._until_ns = 0
+        self._trying = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call would be refused now."""
+        with self._lock:
+            return self._refuses()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Make a call, whose error is told to the breaker; NodeUnavailable, and no call, if it is refused."""
+        self._enter()
+        try:
+            yield
+        except KvError as error:
+            self.failed(error)
+            raise
+        except BaseException:
+            self.succeeded()  # whatever it was, it was not the node
+            raise
+        self.succeeded()
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._refuses():
+                left_ms = max(0, self._until_ns - self._clock.monotonic_ns()) // 1_000_000
+                raise NodeUnavailable(
+                    f"The node is away, and is tried again in {left_ms} ms. {self._failure}"
+                )
+            self._trying = self._failure is not None
+
+    def succeeded(self) -> None:
+        """The node has answered."""
+        with self._lock:
+            self._failure, self._pause_ms, self._trying = None, 0, False
+
+    def failed(self, error: KvError) -> None:
+        """A call has ended with this error."""
+        if not isinstance(error, (NodeUnavailable, DeadlineExceeded)):
+            self.succeeded()
+            return
+        with self._lock:
+            now_ns = self._clock.monotonic_ns()
+            if self._failure is None or self._trying:  # calls that were under way together are one failure
+                self._pause_ms = min(max(BREAKER_MS_MIN, 2 * self._pause_ms), BREAKER_MS_MAX)
+                self._until_ns = now_ns + self._pause_ms * 1_000_000
+            self._failure, self._trying = error, False
+
+    def _refuses(self) -> bool:
+        return self._failure is not None and (self._trying or self._clock.monotonic_ns() < self._until_ns)

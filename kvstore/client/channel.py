@@ -1,0 +1,88 @@
+"""The gRPC channel to a node: plain on loopback, or over TLS, with the tenant's token on every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["Tls", "open_channel"]
+
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 250),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a client knows its node and, if the node asks for that, shows itself. All files are PEM."""
+
+    authorities: Path | None = (
+        None  # who may have signed the node's certificate; None: whom the system trusts
+    )
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Read the files."""
+        try:
+            parts = [
+                None if path is None else path.read_bytes()
+                for path in (self.authorities, self.key, self.certificate)
+            ]
+        except OSError as error:
+            raise ConfigError(f"{error.filename} could not be read: {error.strerror}.") from error
+        return grpc.ssl_channel_credentials(*parts)
+
+
+def open_channel(target: str, token: str | None, tls: Tls | None) -> grpc.Channel:
+    """Open a channel; no call is made yet."""
+    if tls is None:
+        channel = grpc.insecure_channel(target, options=_OPTIONS)
+    else:
+        channel = grpc.secure_channel(target, tls.credentials(), options=_OPTIONS)
+    return channel if token is None else grpc.intercept_channel(channel, _Bearer(token))
+
+
+class _Details(
+    grpc.ClientCallDetails,
+):
+    """What a call is to be made with, and our header."""
+
+    def __init__(self, asked: Any, header: tuple[str, str]) -> None:
+        self.method = asked.method
+        self.timeout = asked.timeout
+        self.metadata = (*(asked.metadata or ()), header)
+        self.credentials = asked.credentials
+        self.wait_for_ready = getattr(asked, "wait_for_ready", None)
+        self.compression = getattr(asked, "compression", None)
+
+
+class _Bearer(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Puts the token on every call, whatever its kind."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def _with_token(self, go_on: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+        return go_on(_Details(details, self._header), request)
+
+    intercept_unary_unary: Any = _with_token
+    intercept_unary_stream: Any = _with_token
+    intercept_stream_unary: Any = _with_token
+    intercept_stream_stream: Any = _with_token

@@ -1,0 +1,105 @@
+"""Getting a shard's KV that was put by another number of shards.
+
+    with ShardReader(client, layout, stored_shards=2) as reader:
+        outcomes = reader.get([Wanted(chained_hash, kv, offset), ...], timeout_s=10)
+
+The blocks of the stored shards come into scratch memory of the reader's own, are checked there as every block is, and
+what this shard has of them is copied to where it is wanted.
+
+What always holds: memory of a block that missed is not touched; a block is a hit only if all that it is made of was.
+What it doesn't do: find out how many shards stored the blocks; whoever keeps the session knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.client.blocks import Block, Hit
+from kvstore.clock import SystemClock
+from kvstore.errors import LayoutError
+from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, RESHARD_SCRATCH_BYTES
+from nic_offload.handle import Handle
+from nic_offload.memory import Runs, allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.client.client import Client
+    from kvstore.layout import Layout
+    from kvstore.miss import Miss
+    from nic_offload.fabric import Region
+
+__all__ = ["ShardReader", "Wanted"]
+
+
+class Wanted(NamedTuple):
+    """A block by the chained hash of its tokens, and where in registered memory it shall be."""
+
+    chained_hash: bytes
+    region: Region
+    offset: int
+
+
+class ShardReader(Handle):
+    """Reads blocks of one layout that were put by `stored_shards` shards."""
+
+    def __init__(self, client: Client, layout: Layout, stored_shards: int) -> None:
+        self._client = client
+        self._clock = SystemClock()
+        self._layout = layout
+        shards = layout.sources(stored_shards)
+        self._stored = [layout.of_shard(shard, stored_shards) for shard in shards]
+        places = {shard: place for place, shard in enumerate(shards)}
+        self._runs = Runs([run._replace(shard=places[run.shard]) for run in layout.reshard(stored_shards)])
+        self._one = sum(stored.block_bytes for stored in self._stored)
+        self._at_once = min(max(1, RESHARD_SCRATCH_BYTES // self._one), BATCH_BLOCKS_MAX)
+        self._scratch = allocate(self._one * self._at_once)
+        self._region = client.register(self._scratch)
+
+    def get(
+        self, wanted: Sequence[Wanted], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000
+    ) -> list[Hit | Miss]:
+        """Get blocks to where they are wanted; a Hit or a Miss for each, in order."""
+        for one in wanted:
+            if not 0 <= one.offset <= one.region.length - self._layout.block_bytes:
+                raise LayoutError(
+                    f"A block of {self._layout.block_bytes} bytes is not in the region at {one.offset}."
+                )
+        until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        outcomes: list[Hit | Miss] = []
+        for start in range(0, len(wanted), self._at_once):
+            left_s = max(0, until_ns - self._clock.monotonic_ns()) / 1e9
+            outcomes += self._get_some(wanted[start : start + self._at_once], left_s)
+        return outcomes
+
+    def _get_some(self, wanted: Sequence[Wanted], timeout_s: float) -> list[Hit | Miss]:
+        found: list[list[Hit | Miss]] = []
+        places: list[list[int]] = []
+        until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        begin = 0
+        for stored in self._stored:
+            size = stored.block_bytes
+            blocks = [
+                Block(stored.key(one.chained_hash), self._region, begin + at * size, size)
+                for at, one in enumerate(wanted)
+            ]
+            begin += size * len(wanted)
+            left_s = max(0, until_ns - self._clock.monotonic_ns()) / 1e9
+            found.append(self._client.get(blocks, layout=stored, timeout_s=left_s))
+            places.append([self._region.address + block.offset for block in blocks])
+        outcomes: list[Hit | Miss] = []
+        for one, parts, sources in zip(
+            wanted, zip(*found, strict=True), zip(*places, strict=True), strict=True
+        ):
+            miss = next((part for part in parts if not isinstance(part, Hit)), None)
+            if miss is not None:
+                outcomes.append(miss)
+                continue
+            self._runs.copy(sources, one.region.address + one.offset)
+            outcomes.append(Hit(self._layout.key(one.chained_hash)))
+        return outcomes
+
+    def close(self) -> None:
+        """Give the scratch memory back."""
+        self._region.close()
+        self._scratch.close()

@@ -1,0 +1,254 @@
+"""Layouts: what decides how the bytes of a block are to be read, and which shard of a model's KV they are.
+
+A layout says everything that has to be equal before one engine may use bytes that another one stored: model, weights,
+adapter, number format, tokens a block, each layer's own widths, the order of bytes, the shard, the instruction set
+where it matters. Its fingerprint goes with every block; a get under another one is MISS(layout), never bytes.
+
+What always holds: two layouts that differ in anything have different fingerprints, and so different blocks. Shards of
+one model differ in their keys as well, so that they can be stored side by side. Layers that use another layer's KV
+(aliases) take no bytes. The fingerprint is made from a written-down form (`canonical`), never from Python's `hash`.
+
+Between the shards of one layout heads can be moved: `reshard` says which bytes of which stored shards make up a shard
+of another degree. That needs an order of bytes that we know; a layout in an engine's private order (`Order.OPAQUE`)
+moves only as a whole.
+
+What it doesn't do: convert number formats, or merge pipeline stages (a stage has its own blocks, in every degree).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import LayoutError
+from kvstore.limits import LAYERS_MAX
+from kvstore.names import block_key, layout_fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ELEMENT_BYTES", "Layer", "Layout", "Order", "Run"]
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e5m2": 1, "int8": 1}
+
+
+class Order(enum.Enum):
+    """How the numbers of a layer's K, and then those of its V, follow each other."""
+
+    HEADS_FIRST = "heads first"  # [head][token][number]: a head's bytes are one piece
+    TOKENS_FIRST = "tokens first"  # [token][head][number]
+    OPAQUE = "opaque"  # the engine's own
+
+
+class Layer(NamedTuple):
+    """One layer's KV, of the whole model and not of a shard. Widths may differ from layer to layer, and be 0."""
+
+    heads: int  # KV heads
+    k_numbers: int  # of one head and token
+    v_numbers: int
+    split: bool = True  # whether shards have different heads; else (MLA's latent) each has all of them
+    alias_of: int | None = None  # the layer whose KV this one uses
+
+
+class Run(NamedTuple):
+    """Bytes that lie together in a stored shard's block and in the wanted one's."""
+
+    shard: int
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one shard's block of `block_tokens` tokens lies in memory."""
+
+    model: str
+    weights: str  # a digest of them: the same name may stand for other weights tomorrow
+    dtype: str
+    block_tokens: int
+    layers: tuple[Layer, ...]
+    order: Order = Order.HEADS_FIRST
+    adapter: str = ""  # LoRA, by name and digest; "" is none
+    shard: int = 0
+    shards: int = 1  # tensor parallel
+    stage: int = 0
+    stages: int = 1  # pipeline parallel; `layers` are those of this stage
+    isa: str = ""  # where the kernels' bytes depend on it: CPUs with and without AMX, for one
+    engine: str = ""  # who knows the order, if it is opaque
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be a layout."""
+        if self.dtype not in ELEMENT_BYTES:
+            raise LayoutError(
+                f"There is no number format {self.dtype!r}; there are {', '.join(ELEMENT_BYTES)}."
+            )
+        if self.block_tokens < 1:
+            raise LayoutError(f"A block has at least one token, not {self.block_tokens}.")
+        if not 1 <= len(self.layers) <= LAYERS_MAX:
+            raise LayoutError(f"A layout has 1 to {LAYERS_MAX} layers, not {len(self.layers)}.")
+        for number, part, parts in (("shard", self.shard, self.shards), ("stage", self.stage, self.stages)):
+            if not 0 <= part < parts:
+                raise LayoutError(f"There is no {number} {part} of {parts}.")
+        if (self.order is Order.OPAQUE) != bool(self.engine):
+            raise LayoutError("An opaque order, and no other, names the engine that knows it.")
+        for index, layer in enumerate(self.layers):
+            self._check_layer(index, layer)
+
+    def _check_layer(self, index: int, layer: Layer) -> None:
+        if min(layer.heads, layer.k_numbers, layer.v_numbers) < 0:
+            raise LayoutError(f"Layer {index} has a negative width.")
+        if layer.alias_of is not None:
+            if not 0 <= layer.alias_of < index or self.layers[layer.alias_of].alias_of is not None:
+                raise LayoutError(
+                    f"Layer {index} uses the KV of layer {layer.alias_of}, which has none or comes later."
+                )
+        elif layer.split and layer.heads % self.shards and self.shards % layer.heads:
+            raise LayoutError(
+                f"The {layer.heads} heads of layer {index} can't be split over {self.shards} shards."
+            )
+
+    # --- names
+
+    @property
+    def canonical(self) -> bytes:
+        """The written-down form: every field by name, in a fixed order."""
+        fields = {
+            "adapter": self.adapter,
+            "block_tokens": self.block_tokens,
+            "dtype": self.dtype,
+            "engine": self.engine,
+            "isa": self.isa,
+            "layers": [list(layer) for layer in self.layers],
+            "model": self.model,
+            "order": self.order.value,
+            "shard": self.shard,
+            "shards": self.shards,
+            "stage": self.stage,
+            "stages": self.stages,
+            "weights": self.weights,
+        }
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """What goes with every block."""
+        return layout_fingerprint(self.canonical)
+
+    @cached_property
+    def _key_parts(self) -> tuple[bytes, ...]:
+        part = f"{self.shard}/{self.shards} {self.stage}/{self.stages}"
+        return self.model.encode(), self.weights.encode(), self.adapter.encode(), part.encode()
+
+    def key(self, chained_hash: bytes) -> bytes:
+        """The key of the block whose tokens, and all before them, hash to this."""
+        return block_key(*self._key_parts, chained_hash)
+
+    # --- bytes
+
+    def heads(self, layer: Layer) -> int:
+        """How many of a layer's heads this shard has. With more shards than heads, several shards have the same one."""
+        return max(1, layer.heads // self.shards) if layer.split and layer.heads else layer.heads
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where each layer's bytes begin in a block, and how many there are; for an alias, those of its layer."""
+        spans: list[tuple[int, int]] = []
+        begin = 0
+        for layer in self.layers:
+            if layer.alias_of is not None:
+                spans.append(spans[layer.alias_of])
+                continue
+            size = sum(self._widths(layer)) * self.heads(layer) * self.block_tokens
+            spans.append((begin, size))
+            begin += size
+        return tuple(spans)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """How many bytes a block has."""
+        return max(begin + size for begin, size in self.spans)
+
+    def of_shard(self, shard: int, shards: int) -> Layout:
+        """The layout of another shard of the same KV."""
+        return replace(self, shard=shard, shards=shards)
+
+    def sources(self, shards: int) -> list[int]:
+        """Which shards of a degree hold what this one needs, each head from the lowest that has it."""
+        return sorted({run.shard for run in self.reshard(shards)})
+
+    def reshard(self, shards: int) -> list[Run]:
+        """Say which bytes of the blocks of `shards` shards make up a block of this one, in order of the target."""
+        if self.order is Order.OPAQUE:
+            raise LayoutError(
+                f"Only {self.engine} knows the order of these bytes: they can't be moved between shards."
+            )
+        stored = [self.of_shard(shard, shards) for shard in range(shards)]
+        begins = [0] * shards
+        target = 0
+        runs: list[Run] = []
+        for layer in self.layers:
+            if layer.alias_of is not None:
+                continue
+            for head_bytes in self._widths(layer):
+                pieces = self._pieces(layer, head_bytes, stored)
+                for piece in sorted(pieces, key=lambda piece: piece.target):
+                    _append(
+                        runs,
+                        piece._replace(
+                            source=begins[piece.shard] + piece.source, target=target + piece.target
+                        ),
+                    )
+                target += self.heads(layer) * head_bytes * self.block_tokens
+                for shard, layout in enumerate(stored):
+                    begins[shard] += layout.heads(layer) * head_bytes * self.block_tokens
+        return runs
+
+    def _widths(self, layer: Layer) -> tuple[int, int]:
+        """Bytes of one head and token, of K and of V."""
+        element = ELEMENT_BYTES[self.dtype]
+        return layer.k_numbers * element, layer.v_numbers * element
+
+    def first_head(self, layer: Layer) -> int:
+        """Which of a layer's heads is the first that this shard has."""
+        if not layer.split or not layer.heads:
+            return 0
+        return self.shard * layer.heads // self.shards
+
+    def _pieces(self, layer: Layer, head_bytes: int, stored: Sequence[Layout]) -> list[Run]:
+        """One layer's K or V: each wanted head from the first shard that has it."""
+        if not head_bytes:
+            return []
+        tokens = self.block_tokens
+        ours, first = self.heads(layer), self.first_head(layer)
+        pieces = []
+        for head in range(first, first + ours):
+            source = next(one for one in stored if 0 <= head - one.first_head(layer) < one.heads(layer))
+            theirs, at = source.heads(layer), head - source.first_head(layer)
+            if self.order is Order.HEADS_FIRST:
+                size = tokens * head_bytes
+                pieces.append(Run(source.shard, at * size, (head - first) * size, size))
+                continue
+            pieces += [
+                Run(
+                    source.shard,
+                    (token * theirs + at) * head_bytes,
+                    (token * ours + head - first) * head_bytes,
+                    head_bytes,
+                )
+                for token in range(tokens)
+            ]
+        return pieces
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """Add a run, as part of the one before it if the two touch on both sides."""
+    if runs:
+        last = runs[-1]
+        if (last.shard, last.source + last.length, last.target + last.length) == run[:3]:
+            runs[-1] = last._replace(length=last.length + run.length)
+            return
+    runs.append(run)

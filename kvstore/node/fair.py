@@ -1,0 +1,168 @@
+"""Fair waiting: whose turn is next, among tenants and, of one tenant, among his connections; and how much one may hold.
+
+Tenants take turns by bytes (deficit round robin: each turn is worth `TURN_BYTES`, and what a turn leaves is kept for
+the next), a tenant's connections take turns inside his. So whoever asks for a thousand blocks at once delays others by
+a turn each, not by a thousand blocks.
+
+What always holds: what one connection asks for stays in its order; whoever waits gets his turn after at most one turn
+of each other tenant, unless he may hold no more.
+It doesn't know what is waited for, and bounds nothing: `Shares` says how much of a common memory one may hold.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from kvstore.limits import SHARES, TURN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+__all__ = ["FairQueue", "Shares", "Waiting"]
+
+
+class Waiting(Protocol):
+    """Something that waits."""
+
+    @property
+    def tenant(self) -> Hashable:
+        """Whose it is."""
+        ...
+
+    @property
+    def flow(self) -> Hashable:
+        """Through which of his connections it came."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """What it costs."""
+        ...
+
+
+T = TypeVar("T", bound=Waiting)
+
+
+class _Line(Generic[T]):
+    """One tenant's."""
+
+    __slots__ = ("credit_bytes", "flows", "in_turn")
+
+    def __init__(self) -> None:
+        self.in_turn = False
+        self.credit_bytes = 0
+        self.flows: OrderedDict[Hashable, deque[T]] = OrderedDict()
+
+
+class FairQueue(Generic[T]):
+    """All that waits."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # whose turn it is stands first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, things: Iterable[T]) -> None:
+        """Let things wait, behind those of their connection."""
+        for thing in things:
+            self._flow(thing).append(thing)
+            self._count += 1
+
+    def put_back(self, thing: T) -> None:
+        """Let a thing that was taken wait again, before those of its connection, and give its turn back."""
+        self._flow(thing).appendleft(thing)
+        self._lines[thing.tenant].credit_bytes += thing.size_bytes
+        self._count += 1
+
+    def take(self, may: Callable[[T], bool]) -> T | None:
+        """Take what is next, of those connections whose first may be taken; None if there is no such."""
+        spared: list[tuple[Hashable, _Line[T]]] = []
+        taken: T | None = None
+        while taken is None and self._lines:
+            tenant, line = next(iter(self._lines.items()))
+            flow = self._first_allowed(line, may)
+            if flow is None:
+                # Nobody is passed over for good: he stands where he stood when the others have been looked at.
+                spared.append((tenant, line))
+                del self._lines[tenant]
+                continue
+            thing = line.flows[flow][0]
+            if not line.in_turn:
+                line.in_turn = True
+                line.credit_bytes += TURN_BYTES
+            if line.credit_bytes < thing.size_bytes:
+                line.in_turn = False
+                self._lines.move_to_end(tenant)
+                continue
+            taken = self._pop(tenant, line, flow)
+        for tenant, line in reversed(spared):
+            self._lines[tenant] = line
+            self._lines.move_to_end(tenant, last=False)
+        return taken
+
+    def drop(self, tenant: Hashable, flow: Hashable) -> None:
+        """Forget what a connection waits for."""
+        line = self._lines.get(tenant)
+        if line is not None and flow in line.flows:
+            self._count -= len(line.flows.pop(flow))
+            if not line.flows:
+                del self._lines[tenant]
+
+    def _flow(self, thing: T) -> deque[T]:
+        line = self._lines.get(thing.tenant)
+        if line is None:
+            line = self._lines[thing.tenant] = _Line()
+        flow = line.flows.get(thing.flow)
+        if flow is None:
+            flow = line.flows[thing.flow] = deque()
+        return flow
+
+    def _first_allowed(self, line: _Line[T], may: Callable[[T], bool]) -> Hashable | None:
+        return next((flow for flow, things in line.flows.items() if may(things[0])), None)
+
+    def _pop(self, tenant: Hashable, line: _Line[T], flow: Hashable) -> T:
+        things = line.flows[flow]
+        thing = things.popleft()
+        self._count -= 1
+        line.credit_bytes -= thing.size_bytes
+        if things:
+            line.flows.move_to_end(flow)
+        else:
+            del line.flows[flow]
+        if not line.flows:
+            del self._lines[tenant]  # who has nothing to wait for saves nothing up
+        return thing
+
+
+class Shares:
+    """Who holds how much of a common memory: each an eighth of it, or a single thing; all no more than there is."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._held: dict[Hashable, int] = {}
+        self.total_bytes = 0
+
+    def may_hold(self, who: Hashable, size_bytes: int) -> bool:
+        """Whether somebody may hold so much more."""
+        if self.total_bytes + size_bytes > self._capacity_bytes:
+            return not self.total_bytes
+        held = self._held.get(who, 0)
+        return not held or held + size_bytes <= self._capacity_bytes // SHARES
+
+    def hold(self, who: Hashable, size_bytes: int) -> None:
+        """Note that he does."""
+        self._held[who] = self._held.get(who, 0) + size_bytes
+        self.total_bytes += size_bytes
+
+    def release(self, who: Hashable, size_bytes: int) -> None:
+        """Note that he no longer does."""
+        left = self._held[who] - size_bytes
+        assert left >= 0
+        if left:
+            self._held[who] = left
+        else:
+            del self._held[who]
+        self.total_bytes -= size_bytes

@@ -1,0 +1,205 @@
+"""Tenants: who may call, for whom, and how much.
+
+A node without a file of tenants is *open*: it listens on loopback only and takes a caller at his word. With one, every
+call proves who it comes from, by a token (`authorization: Bearer ...`) or by a client certificate that the handshake of
+TLS has checked, and acts for that tenant and no other. The file (TOML):
+
+    [acme]
+    tokens_sha256 = ["9f86d0..."]        # `kvstore token` makes one; several while one replaces the other
+    certificates = ["engine-1.acme"]     # subject alternative names of client certificates
+    requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
+
+What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
+even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
+What it doesn't do: count bytes, or keep anything on the drive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import ConfigError, NotAuthenticated, TenantDenied
+from kvstore.limits import TENANTS_MAX
+from kvstore.names import tenant_name
+from kvstore.node.rates import Rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from kvstore.clock import Clock
+
+__all__ = ["Caller", "Tenant", "Tenants", "token_digest"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_BEARER: Final = "bearer "
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_CERTIFICATE_NAMES: Final = ("x509_subject_alternative_name", "x509_common_name")
+
+
+def token_digest(token: str) -> str:
+    """What of a token stands in the file of tenants."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant, as the node knows him."""
+
+    name: str
+    id: bytes  # his name on the drive
+    rate: Rate
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One section of the file."""
+
+    tokens_sha256: frozenset[str] = frozenset()
+    certificates: frozenset[str] = frozenset()
+    requests_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call: a tenant who has proved it or, on an open node, anybody."""
+
+    tenants: Tenants
+    proved: str | None
+
+    def tenant(self, claimed: str) -> Tenant:
+        """The tenant he acts for: the one claimed, or, if a call claims none, his own."""
+        if self.proved is None:
+            return self.tenants.named(claimed or "default")
+        if claimed not in ("", self.proved):
+            raise TenantDenied(f"The caller is {self.proved} and may not act for {claimed[:64]!r}.")
+        return self.tenants.named(self.proved)
+
+
+@dataclass(slots=True)
+class Tenants:
+    """All tenants of a node."""
+
+    salt: bytes
+    clock: Clock
+    _entries: Mapping[str, _Entry] | None = None  # None: the node is open
+    _of_token: Mapping[str, str] = field(default_factory=dict)  # by digest
+    _of_certificate: Mapping[str, str] = field(default_factory=dict)
+    _known: dict[str, Tenant] = field(default_factory=dict)
+
+    def load(self, path: Path) -> int:
+        """Take the file on, in place of what was known; returns how many tenants it has."""
+        entries = _read(path)
+        self._of_token = {one: name for name, entry in entries.items() for one in entry.tokens_sha256}
+        self._of_certificate = {one: name for name, entry in entries.items() for one in entry.certificates}
+        self._known = {name: tenant for name, tenant in self._known.items() if name in entries}
+        for name, tenant in self._known.items():
+            tenant.rate.limit(entries[name].requests_per_s)
+        self._entries = entries
+        return len(entries)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers are taken at their word."""
+        return self._entries is None
+
+    def knows(self, name: str) -> bool:
+        """Whether somebody of this name may call."""
+        return self._entries is None or name in self._entries
+
+    def caller(
+        self, metadata: Iterable[tuple[str, str | bytes]], certificate: Mapping[str, Iterable[bytes]]
+    ) -> Caller:
+        """Find out who calls, from what came with the call and with the handshake."""
+        if self._entries is None:
+            return Caller(self, None)
+        token = _token(metadata)
+        if token is not None:
+            name = self._of_token.get(token_digest(token))
+            if name is None:
+                raise NotAuthenticated("The token is not one of any tenant of this node.")
+            return Caller(self, name)
+        names = [
+            one.decode("utf-8", "replace") for kind in _CERTIFICATE_NAMES for one in certificate.get(kind, ())
+        ]
+        for one in names:
+            if one in self._of_certificate:
+                return Caller(self, self._of_certificate[one])
+        if names:
+            raise NotAuthenticated("The certificate's names are not those of any tenant of this node.")
+        raise NotAuthenticated("The call has no token; give the client one, as `token`.")
+
+    def named(self, name: str) -> Tenant:
+        """The tenant of this name, who has been proved or needs no proof."""
+        tenant = self._known.get(name)
+        if tenant is None:
+            if _NAME.fullmatch(name) is None:
+                raise TenantDenied(
+                    "A tenant's name has 1 to 64 letters, digits, dots, dashes and underscores."
+                )
+            if len(self._known) >= TENANTS_MAX:
+                self._known.pop(next(iter(self._known)))  # on an open node anybody can make names up
+            entry = _Entry() if self._entries is None else self._entries[name]
+            tenant = Tenant(name, tenant_name(name, self.salt), Rate(self.clock, entry.requests_per_s))
+            self._known[name] = tenant
+        return tenant
+
+
+def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    for key, value in metadata:
+        if key == "authorization" and isinstance(value, str) and value.lower().startswith(_BEARER):
+            return value[len(_BEARER) :].strip()
+    return None
+
+
+def _read(path: Path) -> dict[str, _Entry]:
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The tenants in {path} could not be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The tenants in {path} are not TOML: {error}.") from error
+    if not 1 <= len(sections) <= TENANTS_MAX:
+        raise ConfigError(f"{path} has {len(sections)} tenants; a node has 1 to {TENANTS_MAX}.")
+    entries = {name: _entry(path, name, section) for name, section in sections.items()}
+    for kind in ("tokens_sha256", "certificates"):
+        seen: set[str] = set()
+        for name, entry in entries.items():
+            if seen & getattr(entry, kind):
+                raise ConfigError(f"{path}: one of {name}'s {kind} is another tenant's as well.")
+            seen |= getattr(entry, kind)
+    return entries
+
+
+def _entry(path: Path, name: str, section: Any) -> _Entry:
+    where = f"{path}, [{name}]"
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores.")
+    if not isinstance(section, dict):
+        raise ConfigError(f"{where} is no table.")
+    unknown = set(section) - set(_Entry.__slots__)
+    if unknown:
+        raise ConfigError(
+            f"{where}: there is no setting {min(unknown)!r}; there are {', '.join(_Entry.__slots__)}."
+        )
+    tokens = _texts(where, section, "tokens_sha256")
+    if any(_DIGEST.fullmatch(one) is None for one in tokens):
+        raise ConfigError(f"{where}: tokens_sha256 are 64 digits of hex each; `kvstore token` prints one.")
+    certificates = _texts(where, section, "certificates")
+    if not tokens | certificates:
+        raise ConfigError(f"{where}: with neither tokens_sha256 nor certificates nobody can be this tenant.")
+    rate = section.get("requests_per_s", 0)
+    if not isinstance(rate, int) or isinstance(rate, bool) or rate < 0:
+        raise ConfigError(f"{where}: requests_per_s is a whole number, 0 for no limit; not {rate!r}.")
+    return _Entry(tokens, certificates, rate)
+
+
+def _texts(where: str, section: Mapping[str, Any], key: str) -> frozenset[str]:
+    values = section.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise ConfigError(f"{where}: {key} is a list of texts.")
+    return frozenset(values)

@@ -1,0 +1,87 @@
+"""Deleting blocks by name, and dropping them by generation for an eviction.
+
+Always holds: what is being deleted is not found from the call on; a deletion is reported when no header of
+its name is left on the drive, and, if asked for, synced; a block whose put is under way is deleted after it.
+
+It doesn't ask who names a block: sessions go on naming what is deleted, and find it gone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import ReadOnly, StorageError
+from kvstore.storage.items import DeleteDone, DeleteItem, DeletesDone
+from kvstore.storage.outbox import Outbox
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.storage.index import Entry, Index, Name
+    from kvstore.storage.puts import Puts
+    from kvstore.storage.wipes import Wipes
+    from kvstore.storage.writes import Writes
+
+__all__ = ["Deletes"]
+
+
+class Deletes:
+    """All deletions that have not been reported yet."""
+
+    def __init__(self, writes: Writes, wipes: Wipes, index: Index, puts: Puts) -> None:
+        self._writes = writes
+        self._wipes = wipes
+        self._index = index
+        self._puts = puts
+        self.outbox: Outbox[DeleteDone] = Outbox()
+
+    def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
+        """Take deletions on; each is reported through the outbox."""
+        self.outbox.promised += len(items)
+        self._delete([item for item in items if not self._is_deferred(item, done)], done)
+
+    def drop(self, names: Sequence[Name]) -> list[Entry | None]:
+        """Take blocks out of the index, then wipe and free them; give what they were."""
+        if self._writes.stopped is not None:
+            raise self._writes.stopped_again()
+        try:
+            gone = self._index.remove(names)
+        except StorageError as error:
+            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            raise
+        self._wipes.free((entry.offset, entry.length) for entry in gone if entry is not None)
+        return gone
+
+    def _is_deferred(self, item: DeleteItem, done: DeletesDone) -> bool:
+        return self._puts.after((item.tenant, item.key), lambda: self._delete([item], done))
+
+    def _delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
+        if not items:
+            return
+        try:
+            gone = self.drop([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            self._report(items, [None] * len(items), done, error)
+            return
+        synced = any(item.durability is Durability.SYNCED for item in items)
+
+        def wiped(error: StorageError | None) -> None:
+            if error is None and synced:
+                self._writes.after_sync(lambda error: self._report(items, gone, done, error))
+            else:
+                self._report(items, gone, done, error)
+
+        self._wipes.free(
+            (), wiped
+        )  # behind those of before, too: an older record of a name may be among them
+
+    def _report(
+        self,
+        items: Sequence[DeleteItem],
+        gone: Sequence[Entry | None],
+        done: DeletesDone,
+        error: StorageError | None,
+    ) -> None:
+        for item, entry in zip(items, gone, strict=True):
+            self.outbox.add(done, DeleteDone(item.tag, error, entry is not None))

@@ -1,0 +1,291 @@
+"""Checks a data folder that no node has open, and mends its index.
+
+It builds a second index from the drive, as an opening would, and holds the folder's own against it, in the order
+of names, so that memory doesn't grow with the drive.
+
+Always holds: without `repair` nothing is written but that second index, which is removed; with it the drive gets a
+new epoch and roll first, then the second index takes the place of the first, which a crash at any moment leaves
+either whole or to be built anew. Nothing on the drive but superblock and roll is ever written.
+
+It doesn't mend records: a payload that is bad stays so, and is a miss.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvstore.errors import ConfigError, Corrupt, StorageError
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.folder import DRIVE_NAME, INDEX_NAME, FolderLock, open_drive_in, sync_folder
+from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.manifests import Manifests
+from kvstore.storage.recovery import extents_around, rebuild
+from kvstore.storage.roll import Roll
+from kvstore.storage.superblock import read_superblock
+from kvstore.storage.volume import Volume
+from kvstore.wire.record import SUPERBLOCK_COPIES, Superblock, parse_superblock, record_bytes
+from nic_offload.checksum import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.storage.disk import Disk, DiskFactory, Progress
+    from kvstore.storage.index import Entry, Name
+
+__all__ = ["Report", "check", "run"]
+
+T = TypeVar("T")
+N = TypeVar("N", bound="tuple[bytes, ...]")
+
+_SECOND_NAME: Final = "index.fsck"
+_FIRST_NAME: Final = "index.old"
+
+_DAMAGE: Final = {  # what is wrong, and whether a new index mends it
+    "copies of the superblock that are damaged": True,
+    "damaged roll: deleted blocks may come back": True,
+    "index that cannot be believed": True,
+    "blocks missing in the index": True,
+    "blocks in the index and not on the drive": True,
+    "blocks in the index with an older generation": True,
+    "blocks in the index with other fields": True,
+    "records that overlap in the index": True,
+    "generations in the index without their block": True,
+    "sessions that the index has otherwise": True,
+    "counts of references that are wrong": True,
+    "payloads that fail their CRC": False,
+    "payloads that cannot be read": False,
+}
+_NOTES: Final = (
+    "blocks",
+    "sessions",
+    "chunks",
+    "records left by a killed process, to be voided",
+    "blocks that a session names and that are gone",
+)
+
+
+@dataclass
+class Report:
+    """What was found, by what it is: how many, and one example of each kind of damage."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    repaired: bool = False
+
+    def add(self, what: str, example: str = "", count: int = 1) -> None:
+        """Count something."""
+        assert what in _DAMAGE or what in _NOTES
+        self.counts[what] += count
+        if example:
+            self.examples.setdefault(what, example)
+
+    @property
+    def damage(self) -> list[str]:
+        """What is wrong."""
+        return [what for what in _DAMAGE if self.counts[what]]
+
+    @property
+    def left(self) -> list[str]:
+        """What is wrong still, after a repair if there was one."""
+        return [what for what in self.damage if not (self.repaired and _DAMAGE[what])]
+
+    def lines(self) -> list[str]:
+        """Give a table for people."""
+        shown = [*_NOTES, *self.damage]
+        width = max(map(len, shown))
+        return [
+            f"{what:{width}}  {self.counts[what]:>10}  {self.examples.get(what, '')}".rstrip()
+            for what in shown
+        ]
+
+
+def run(data: Path, *, repair: bool, payloads: bool) -> int:
+    """Check a folder and print what was found; exit status 0 if nothing is wrong now, 2 otherwise."""
+    report = check(data, repair=repair, payloads=payloads)
+    verdict = "repaired" if report.repaired else "nothing is wrong"
+    if report.left:
+        mendable = any(_DAMAGE[what] for what in report.left)
+        verdict = "damaged; --repair mends the index" if mendable else "damaged; those blocks will be misses"
+    print("\n".join([*report.lines(), f"{data}: {verdict}"]))  # noqa: T201 - what the command is for
+    return 2 if report.left else 0
+
+
+def check(
+    data: Path,
+    *,
+    repair: bool = False,
+    payloads: bool = False,
+    disk_factory: DiskFactory = open_drive_in,
+    boot_id: str | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a folder; with `repair`, put an index made from the drive in the place of one that is wrong."""
+    if not data.is_dir():
+        raise ConfigError(f"There is no data folder {data}.")
+    if disk_factory is open_drive_in and not (data / DRIVE_NAME).exists():
+        raise ConfigError(f"There is no drive in {data}.")
+    with ExitStack() as last:
+        lock = FolderLock(data)
+        last.callback(lock.release)
+        disk = disk_factory(data, None)
+        last.callback(disk.close)
+        superblock = read_superblock(disk)
+        last.callback(shutil.rmtree, data / _SECOND_NAME, ignore_errors=True)
+        second = Index.empty(data / _SECOND_NAME, superblock.capacity_bytes)
+        last.callback(second.abandon)
+        highest = rebuild(disk, superblock, second, progress)
+        report = Report()
+        _check_drive(disk, superblock, report)
+        boot = boot_id or kernel_boot_id()
+        first = Index.trusted(data / INDEX_NAME, superblock, boot, lock.note, readonly=True)
+        if first is None:
+            report.add("index that cannot be believed")
+        else:
+            try:
+                _compare(first, second, superblock, report)
+            finally:
+                first.abandon()
+        _count(second, report)
+        if payloads:
+            _check_payloads(disk, second, report)
+        if repair and any(_DAMAGE[what] for what in report.damage):
+            _swap(data, Volume(disk, superblock), second, highest, boot)
+            report.repaired = True
+    return report
+
+
+def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
+    for copy in range(SUPERBLOCK_COPIES):
+        with suppress(StorageError):
+            if parse_superblock(disk.read_at(copy * PAGE_BYTES, PAGE_BYTES)) == superblock:
+                continue
+        report.add("copies of the superblock that are damaged", f"copy {copy}")
+    if Roll(disk, superblock).is_damaged:
+        report.add("damaged roll: deleted blocks may come back")
+
+
+def _compare(first: Index, second: Index, superblock: Superblock, report: Report) -> None:
+    newest = max((generation for generation, *_ in first.owners()), default=0)
+    for name, ours, drives in _joined(first.entries(), second.entries()):
+        _compare_block(name, ours, drives, report, newest=newest, clean=first.was_clean)
+    try:
+        extents_around(first, superblock)
+    except Corrupt as error:
+        report.add("records that overlap in the index", str(error))
+    _compare_owners(first, report)
+    theirs, mine = Manifests(first), Manifests(second)
+    for session, ours_of, drives_of in _joined(theirs.all(), mine.all()):
+        if ours_of != drives_of:
+            newer = drives_of is not None and drives_of.place.generation > newest
+            if not first.was_clean and (ours_of is None or newer):
+                report.add("records left by a killed process, to be voided", session.session.hex())
+            else:
+                report.add("sessions that the index has otherwise", session.session.hex())
+    _check_references(theirs, report)
+
+
+def _compare_block(
+    name: Name, ours: Entry | None, drives: Entry | None, report: Report, *, newest: int, clean: bool
+) -> None:
+    example = name[1].hex()
+    if ours == drives:
+        return
+    if drives is None:
+        report.add("blocks in the index and not on the drive", example)
+    elif not clean and (ours is None or drives.generation > newest):
+        report.add("records left by a killed process, to be voided", example)
+    elif ours is None:
+        report.add("blocks missing in the index", example)
+    elif ours.generation < drives.generation:
+        report.add("blocks in the index with an older generation", example)
+    elif ours.generation > drives.generation:
+        report.add("blocks in the index and not on the drive", example)
+    else:
+        report.add("blocks in the index with other fields", example)
+
+
+def _compare_owners(index: Index, report: Report) -> None:
+    count = 0
+    for generation, name, offset, length in index.owners():
+        entry = index.lookup([name])[0]
+        count += 1
+        if entry is None or (entry.generation, entry.offset, entry.length) != (generation, offset, length):
+            report.add("generations in the index without their block", str(generation))
+    if count < len(index):
+        report.add("generations in the index without their block", count=len(index) - count)
+
+
+def _check_references(manifests: Manifests, report: Report) -> None:
+    wanted: Counter[Name] = Counter()
+    naming: Counter[tuple[bytes, bytes]] = Counter()
+    for session, stored in manifests.all():
+        naming.update((session.tenant, chunk) for chunk in set(stored.manifest.chunks))
+        wanted.update((session.tenant, key) for key in set(stored.manifest.tail))
+    for tenant, chunk, _, count in manifests.all_chunks():
+        wanted.update((tenant, key) for key in set(manifests.chunk_keys(tenant, chunk)))
+        if naming.pop((tenant, chunk), 0) != count:
+            report.add("counts of references that are wrong", chunk.hex())
+    for name, count in manifests.all_references():
+        if wanted.pop(name, 0) != count:
+            report.add("counts of references that are wrong", name[1].hex())
+    report.counts["counts of references that are wrong"] += len(wanted) + len(naming)
+
+
+def _count(index: Index, report: Report) -> None:
+    manifests = Manifests(index)
+    report.add("blocks", count=len(index))
+    report.add("sessions", count=sum(1 for _ in manifests.all()))
+    report.add("chunks", count=sum(1 for _ in manifests.all_chunks()))
+    for name, _ in manifests.all_references():
+        if index.lookup([name])[0] is None:
+            report.add("blocks that a session names and that are gone", name[1].hex())
+
+
+def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
+    for (_, key), entry in index.entries():
+        size = record_bytes(entry.length) - HEADER_BYTES
+        try:
+            payload = disk.read_at(entry.offset + HEADER_BYTES, size)
+        except StorageError:
+            report.add("payloads that cannot be read", key.hex())
+            continue
+        if crc32c(memoryview(payload)[: entry.length]) != entry.crc32c:
+            report.add("payloads that fail their CRC", key.hex())
+
+
+def _swap(data: Path, volume: Volume, second: Index, highest: int, boot_id: str) -> None:
+    """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
+    live, _ = extents_around(second, volume.superblock)
+    volume.skip_generations(highest)
+    volume.begin_epoch(live)
+    volume.end_epoch()
+    second.close_clean(volume.superblock, boot_id)
+    shutil.rmtree(data / _FIRST_NAME, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        (data / INDEX_NAME).rename(data / _FIRST_NAME)
+    (data / _SECOND_NAME).rename(data / INDEX_NAME)
+    sync_folder(data)
+    shutil.rmtree(data / _FIRST_NAME, ignore_errors=True)
+
+
+def _joined(
+    ours: Iterator[tuple[N, T]], drives: Iterator[tuple[N, T]]
+) -> Iterator[tuple[N, T | None, T | None]]:
+    """Bring two sequences in one order together by name."""
+    left, right = next(ours, None), next(drives, None)
+    while left is not None or right is not None:
+        if right is None or (left is not None and left[0] < right[0]):
+            assert left is not None
+            yield left[0], left[1], None
+            left = next(ours, None)
+        elif left is None or right[0] < left[0]:
+            yield right[0], None, right[1]
+            right = next(drives, None)
+        else:
+            yield left[0], left[1], right[1]
+            left, right = next(ours, None), next(drives, None)

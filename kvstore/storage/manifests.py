@@ -1,0 +1,242 @@
+"""Sessions in the index: user -> sessions -> chunks and tail -> block keys, and who still names what.
+
+Always holds:
+
+- A chunk counts the sessions that name it, and is gone with the last. A block counts the chunks and the tails
+  that name it, so that sessions which share a chunk cost its blocks one reference: forking is O(chunks).
+- A change is one transaction, with all counts in it.
+- A value has a bounded size: a chunk's fits into one page of LMDB.
+
+It doesn't write to the drive, and doesn't know whether blocks that are named exist. References of blocks that
+are gone are kept: the block may come back under its name.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvstore.errors import StorageError
+from kvstore.limits import SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from kvstore.storage.index import Index, Name
+
+__all__ = ["Changed", "Manifests", "Place", "SessionName", "Stored"]
+
+_PLACE: Final = struct.Struct("<QIIQ")  # it begins like the rows of all records do
+_CHUNK: Final = struct.Struct("<QIIQI")  # place, then how many sessions name it
+_COUNT: Final = struct.Struct("<I")
+
+
+class SessionName(NamedTuple):
+    """Tenant, user, session."""
+
+    tenant: bytes
+    user: bytes
+    session: bytes
+
+
+class Place(NamedTuple):
+    """Where a record of a session or a chunk lies."""
+
+    offset: int
+    length: int
+    crc32c: int
+    generation: int
+
+
+class Stored(NamedTuple):
+    """A session as the index has it."""
+
+    place: Place
+    manifest: Manifest
+
+
+class Changed(NamedTuple):
+    """What a change has set free: records on the drive, and blocks that nothing names any more."""
+
+    freed: list[Place]
+    unreferenced: list[Name]
+
+
+class Manifests:
+    """The tables of sessions, chunks and references of one index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def get(self, name: SessionName) -> Stored | None:
+        """Find a session."""
+        with self._index.reading() as transaction:
+            row = transaction.get(b"".join(name), db=self._index.sessions)
+        return None if row is None else _stored(row)
+
+    def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
+        """Give a session's block keys, or some of them; None if there is no such session."""
+        stored = self.get(name)
+        if stored is None:
+            return None
+        keys: list[bytes] = []
+        with self._index.reading() as transaction:
+            for chunk in stored.manifest.chunks:
+                row = transaction.get(name.tenant + chunk, db=self._index.chunks)
+                if row is None:
+                    raise StorageError(
+                        "The index contradicts itself: a session names a chunk that is not there."
+                    )
+                keys += split_keys(row[_CHUNK.size :])
+        keys += stored.manifest.tail
+        return keys[first:until]
+
+    def of_user(
+        self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000
+    ) -> list[tuple[bytes, int]]:
+        """List a user's sessions with how many blocks each names, in order, from behind `after` on."""
+        found: list[tuple[bytes, int]] = []
+        with self._index.reading() as transaction, transaction.cursor(self._index.sessions) as cursor:
+            there = cursor.set_range(tenant + user + after)
+            while there and len(found) < limit:
+                name, row = cursor.item()
+                if not name.startswith(tenant + user):
+                    break
+                if (session := name[TENANT_BYTES + USER_BYTES :]) != after:
+                    found.append((session, _stored(row).manifest.blocks))
+                there = cursor.next()
+        return found
+
+    def references(self, names: Iterable[Name]) -> list[int]:
+        """Tell how many chunks and tails name each block."""
+        with self._index.reading() as transaction:
+            rows = [transaction.get(tenant + key, db=self._index.references) for tenant, key in names]
+        return [0 if row is None else _COUNT.unpack(row)[0] for row in rows]
+
+    def chunk_keys(self, tenant: bytes, chunk: bytes) -> tuple[bytes, ...]:
+        """Give the keys in a chunk."""
+        with self._index.reading() as transaction:
+            row = transaction.get(tenant + chunk, db=self._index.chunks)
+        if row is None:
+            raise StorageError("A chunk of the session has gone meanwhile.")
+        return split_keys(row[_CHUNK.size :])
+
+    def all(self) -> Iterator[tuple[SessionName, Stored]]:
+        """Give all sessions."""
+        with self._index.reading() as transaction:
+            for name, row in transaction.cursor(self._index.sessions):
+                tenant, user, session = (
+                    name[:TENANT_BYTES],
+                    name[TENANT_BYTES:-SESSION_BYTES],
+                    name[-SESSION_BYTES:],
+                )
+                yield SessionName(tenant, user, session), _stored(row)
+
+    def all_chunks(self) -> Iterator[tuple[bytes, bytes, Place, int]]:
+        """Give tenant, key, place and references of all chunks."""
+        with self._index.reading() as transaction:
+            for name, row in transaction.cursor(self._index.chunks):
+                *place, count = _CHUNK.unpack_from(row)
+                yield name[:TENANT_BYTES], name[TENANT_BYTES:], Place._make(place), count
+
+    def all_references(self) -> Iterator[tuple[Name, int]]:
+        """Give all blocks that are named, and how often."""
+        with self._index.reading() as transaction:
+            for name, row in transaction.cursor(self._index.references):
+                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), _COUNT.unpack(row)[0]
+
+    def replace(
+        self, name: SessionName, new: Stored | None, written: Mapping[bytes, tuple[Place, bytes]]
+    ) -> Changed:
+        """Put a session in the place of what has its name, or remove it; `written` are chunks on the drive.
+
+        StorageError, and nothing changed, if the new one names a chunk that is neither known nor written.
+        """
+        return self._index.write(
+            lambda transaction: _Change(self._index, transaction, name).replace(new, written)
+        )
+
+
+class _Change:
+    """One transaction on one session."""
+
+    def __init__(self, index: Index, transaction: Any, name: SessionName) -> None:
+        self._index = index
+        self._transaction = transaction
+        self._row_name = b"".join(name)
+        self._tenant = name.tenant
+        self._freed: list[Place] = []
+        self._unreferenced: dict[bytes, None] = {}
+
+    def replace(self, new: Stored | None, written: Mapping[bytes, tuple[Place, bytes]]) -> Changed:
+        row = self._transaction.get(self._row_name, db=self._index.sessions)
+        old = None if row is None else _stored(row)
+        old_chunks, old_tail = (set(old.manifest.chunks), set(old.manifest.tail)) if old else (set(), set())
+        new_chunks, new_tail = (set(new.manifest.chunks), set(new.manifest.tail)) if new else (set(), set())
+        # What is added comes first, so that nothing is counted down to nothing in passing.
+        for chunk in new_chunks - old_chunks:
+            self._name_chunk(chunk, written.get(chunk))
+        self._count(new_tail - old_tail, 1)
+        for chunk in old_chunks - new_chunks:
+            self._drop_chunk(chunk)
+        self._count(old_tail - new_tail, -1)
+        if old is not None:
+            self._freed.append(old.place)
+        if new is not None:
+            value = _PLACE.pack(*new.place) + pack_manifest(new.manifest)
+            self._transaction.put(self._row_name, value, db=self._index.sessions)
+        elif old is not None:
+            self._transaction.delete(self._row_name, db=self._index.sessions)
+        return Changed(self._freed, [(self._tenant, key) for key in self._unreferenced])
+
+    def _name_chunk(self, chunk: bytes, written: tuple[Place, bytes] | None) -> None:
+        row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
+        if row is not None:
+            *place, count = _CHUNK.unpack_from(row)
+            self._put_chunk(chunk, Place._make(place), count + 1, row[_CHUNK.size :])
+            if written is not None:
+                self._freed.append(written[0])  # another session was first with the same chunk
+        elif written is None:
+            raise StorageError("A chunk of the session has gone meanwhile.")
+        else:
+            assert chunk_key(written[1]) == chunk
+            self._put_chunk(chunk, written[0], 1, written[1])
+            self._count(set(split_keys(written[1])), 1)
+
+    def _drop_chunk(self, chunk: bytes) -> None:
+        row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
+        if row is None:
+            raise StorageError("The index contradicts itself: a session names a chunk that is not there.")
+        *place, count = _CHUNK.unpack_from(row)
+        if count > 1:
+            self._put_chunk(chunk, Place._make(place), count - 1, row[_CHUNK.size :])
+        else:
+            self._transaction.delete(self._tenant + chunk, db=self._index.chunks)
+            self._freed.append(Place._make(place))
+            self._count(set(split_keys(row[_CHUNK.size :])), -1)
+
+    def _put_chunk(self, chunk: bytes, place: Place, count: int, payload: bytes) -> None:
+        self._transaction.put(
+            self._tenant + chunk, _CHUNK.pack(*place, count) + payload, db=self._index.chunks
+        )
+
+    def _count(self, keys: Iterable[bytes], step: int) -> None:
+        table = self._index.references
+        for key in keys:
+            name = self._tenant + key
+            row = self._transaction.get(name, db=table)
+            count = (0 if row is None else _COUNT.unpack(row)[0]) + step
+            assert count >= 0
+            if count:
+                self._transaction.put(name, _COUNT.pack(count), db=table)
+            else:
+                self._transaction.delete(name, db=table)
+                self._unreferenced[key] = None
+
+
+def _stored(row: Sequence[int] | bytes) -> Stored:
+    manifest = parse_manifest(bytes(row[_PLACE.size :]))
+    if manifest is None:
+        raise StorageError("The index contradicts itself: a session's row is none.")
+    return Stored(Place._make(_PLACE.unpack_from(bytes(row[: _PLACE.size]))), manifest)

@@ -1,0 +1,59 @@
+"""The roll: which of the older records on the drive were live at the last opening that was not clean.
+
+Always holds: a roll is durable before the superblock makes it count, in the copy that doesn't count yet; a roll
+with a wrong CRC voids nothing, so damage to it can bring a deleted block back and cannot lose a stored one.
+
+It doesn't say what is live now: the index does.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.errors import StorageError
+from kvstore.limits import PAGE_BYTES
+from kvstore.wire.record import roll_bytes, roll_offset
+from nic_offload.checksum import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.storage.disk import Disk
+    from kvstore.wire.record import Superblock
+
+__all__ = ["Roll", "write_roll"]
+
+
+def write_roll(disk: Disk, superblock: Superblock, copy: int, live_pages: Iterable[int]) -> int:
+    """Write the bits of live header pages into a copy of the roll, durably; give the CRC32C."""
+    bits = bytearray(roll_bytes(superblock.capacity_bytes))
+    for page in live_pages:
+        bits[page >> 3] |= 1 << (page & 7)
+    disk.write_at(roll_offset(superblock.capacity_bytes, copy), bytes(bits))
+    disk.sync()
+    return crc32c(bits)
+
+
+class Roll:
+    """The roll that counts, as a recovery asks it."""
+
+    __slots__ = ("_bits", "_generation", "is_damaged")
+
+    def __init__(self, disk: Disk, superblock: Superblock) -> None:
+        """Read it; one that cannot be read is a damaged one."""
+        self._generation = superblock.roll_generation
+        self._bits = b""
+        self.is_damaged = False
+        if self._generation:
+            offset = roll_offset(superblock.capacity_bytes, superblock.roll_copy)
+            with suppress(StorageError):
+                self._bits = disk.read_at(offset, roll_bytes(superblock.capacity_bytes))
+            self.is_damaged = crc32c(self._bits) != superblock.roll_crc32c or not self._bits
+
+    def allows(self, offset: int, generation: int) -> bool:
+        """Tell whether a record that stands there is valid."""
+        if generation >= self._generation or self.is_damaged:
+            return True
+        page = offset // PAGE_BYTES
+        return bool(self._bits[page >> 3] >> (page & 7) & 1)

@@ -1,0 +1,298 @@
+"""The way of a session's steps onto the drive: its manifest is written anew, chunks that are full once.
+
+Always holds: the steps of one session are done one after the other; a manifest is in the index only when it
+and its chunks are whole on the drive, in the order rule, and after the blocks that it names; what it replaces is
+wiped only when it has been synced, or when the session itself goes.
+
+It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvstore.durability import Durability
+from kvstore.errors import ReadOnly, StorageError
+from kvstore.limits import (
+    FINGERPRINT_BYTES,
+    HEADER_BYTES,
+    KEY_BYTES,
+    SESSION_BLOCKS_MAX,
+    SESSION_BYTES,
+    SESSION_CHUNK_BLOCKS,
+    TENANT_BYTES,
+    USER_BYTES,
+)
+from kvstore.storage.items import SessionDone, SessionStep
+from kvstore.storage.manifests import Changed, Place, Stored
+from kvstore.storage.outbox import Outbox
+from kvstore.storage.writes import RecordWrite
+from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, session_key
+from kvstore.wire.record import Header, Kind, record_bytes
+from nic_offload.checksum import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.storage.deletes import Deletes
+    from kvstore.storage.index import Index
+    from kvstore.storage.items import SessionItem, SessionsDone
+    from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.wipes import Wipes
+    from kvstore.storage.writes import Writes
+    from kvstore.wire.record import HeaderCodec
+
+__all__ = ["Sessions"]
+
+_NO_FINGERPRINT: Final = bytes(FINGERPRINT_BYTES)
+_NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
+
+
+class Sessions:
+    """All steps that have not been reported yet."""
+
+    def __init__(
+        self, writes: Writes, wipes: Wipes, index: Index, manifests: Manifests, deletes: Deletes
+    ) -> None:
+        self._writes = writes
+        self._wipes = wipes
+        self._index = index
+        self._manifests = manifests
+        self._deletes = deletes
+        self._steps: dict[SessionName, deque[_Step]] = {}  # the first of each is under way
+        self._replaced: dict[SessionName, list[Place]] = {}  # to be wiped when what replaced them is synced
+        self.outbox: Outbox[SessionDone] = Outbox()
+
+    def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
+        """Take steps on; each is reported through the outbox."""
+        self.outbox.promised += len(items)
+        for item in items:
+            waiting = self._steps.setdefault(item.name, deque())
+            waiting.append(_Step(item, done))
+            if len(waiting) == 1:
+                self._begin(waiting[0])
+
+    def publish(self, records: Sequence[RecordWrite]) -> None:
+        """Put manifests into the index, each with its chunks in one transaction."""
+        for record in records:
+            assert isinstance(record, _Record)
+            if record.step.head is record:
+                self._publish_step(record.step)
+
+    def finish(self, record: RecordWrite, error: StorageError | None) -> None:
+        """Report a step when its last record has ended."""
+        assert isinstance(record, _Record)
+        step = record.step
+        step.left -= 1  # each of its records ends once
+        step.error = step.error or error
+        if step.left == 0:
+            if step.error is not None and self._writes.stopped is None:
+                written = [one for one in step.records if one.result is not None]  # the others found no room
+                self._wipes.free((one.offset, len(one.payload)) for one in written)
+            self._end(step)
+
+    def _begin(self, step: _Step) -> None:
+        try:
+            _refuse(step.item)
+            if self._writes.stopped is not None:
+                raise self._writes.stopped_again()
+            if step.item.step is SessionStep.REMOVE:
+                self._remove(step)
+            else:
+                self._write(step, self._wanted(step.item))
+        except StorageError as error:
+            step.error = error
+            self._end(step)
+
+    def _wanted(self, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+        """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
+        name = item.name
+        if item.step is SessionStep.APPEND:
+            if None in self._index.lookup([(name.tenant, key) for key in item.keys]):
+                raise StorageError("A session names only blocks that are stored; one of these is not.")
+            stored = self._manifests.get(name)
+            manifest = stored.manifest if stored else Manifest(name.user, name.session, (), ())
+            return _longer(manifest, item.keys)
+        source = item.source if item.step is SessionStep.FORK else name
+        stored = self._manifests.get(source) if source is not None else None
+        if source is None or stored is None or source.tenant != name.tenant:
+            raise StorageError("There is no such session.")
+        if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
+            raise StorageError("There is a session of this name already.")
+        if not 0 <= item.blocks <= stored.manifest.blocks:
+            raise StorageError(f"The session has {stored.manifest.blocks} blocks, fewer than {item.blocks}.")
+        whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
+        chunks = stored.manifest.chunks
+        tail = (
+            self._manifests.chunk_keys(name.tenant, chunks[whole])
+            if whole < len(chunks)
+            else stored.manifest.tail
+        )
+        return Manifest(name.user, name.session, chunks[:whole], tail[:rest]), []
+
+    def _write(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> None:
+        step.manifest, payloads = wanted
+        tenant = step.item.name.tenant
+        records = [
+            _Record(self._writes, self, step, Kind.CHUNK, tenant, chunk_key(payload), payload)
+            for payload in payloads
+        ]
+        key = session_key(step.manifest.user, step.manifest.session)
+        step.head = _Record(self._writes, self, step, Kind.SESSION, tenant, key, pack_manifest(step.manifest))
+        step.records = [*records, step.head]  # the head last, so that it is published behind its chunks
+        step.left = len(step.records)
+        for record in step.records:
+            self._writes.add(record)
+
+    def _publish_step(self, step: _Step) -> None:
+        assert step.head is not None
+        assert step.manifest is not None
+        if step.error is not None:  # there was no room for a chunk
+            return
+        written = {record.key: (record.place, record.payload) for record in step.records[:-1]}
+        try:
+            changed = self._manifests.replace(step.item.name, Stored(step.head.place, step.manifest), written)
+        except StorageError as error:
+            step.error = error
+            return
+        step.changed = changed
+        self._free_when_synced(step.item.name, changed.freed)
+
+    def _free_when_synced(self, name: SessionName, places: list[Place]) -> None:
+        if not places:
+            return
+        self._replaced.setdefault(name, []).extend(places)
+
+        def synced(error: StorageError | None) -> None:
+            held = self._replaced.get(name)
+            if error is None and held is not None:
+                due = [place for place in held if place in places]
+                self._replaced[name] = [place for place in held if place not in due]
+                if not self._replaced[name]:
+                    del self._replaced[name]
+                self._wipes.free((place.offset, place.length) for place in due)
+
+        self._writes.after_sync(synced, unhurried=True)
+
+    def _remove(self, step: _Step) -> None:
+        name = step.item.name
+        try:
+            step.changed = changed = self._manifests.replace(name, None, {})
+        except StorageError as error:
+            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            raise
+        # Older manifests of this name must not outlive it, synced or not.
+        places = self._replaced.pop(name, []) + changed.freed
+        self._wipes.free((place.offset, place.length) for place in places)
+        if step.item.delete_blocks:
+            self._deletes.drop(changed.unreferenced)
+
+        def wiped(error: StorageError | None) -> None:
+            step.error = error
+            self._end(step)
+
+        self._wipes.free((), wiped)
+
+    def _end(self, step: _Step) -> None:
+        waiting = self._steps[step.item.name]
+        assert waiting[0] is step
+        waiting.popleft()
+        if step.error is None and step.item.durability is Durability.SYNCED:
+            self._writes.after_sync(lambda error: self._report(step, error))
+        else:
+            self._report(step, step.error)
+        if waiting:
+            self._begin(waiting[0])
+        else:
+            self._steps.pop(step.item.name, None)
+
+    def _report(self, step: _Step, error: StorageError | None) -> None:
+        blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
+        done = SessionDone(step.item.tag, error, blocks, step.changed.unreferenced)
+        self.outbox.add(step.done, done)
+
+
+class _Step:
+    """One step of one session."""
+
+    __slots__ = ("changed", "done", "error", "head", "item", "left", "manifest", "records")
+
+    def __init__(self, item: SessionItem, done: SessionsDone) -> None:
+        self.item = item
+        self.done = done
+        self.manifest: Manifest | None = None
+        self.records: list[_Record] = []
+        self.head: _Record | None = None
+        self.left = 0
+        self.error: StorageError | None = None
+        self.changed = Changed([], [])
+
+
+class _Record(RecordWrite):
+    """A manifest or a chunk on its way to the drive, in memory of its own."""
+
+    __slots__ = ("_memory", "crc32c", "key", "kind", "payload", "step", "tenant")
+
+    def __init__(
+        self,
+        writes: Writes,
+        sessions: Sessions,
+        step: _Step,
+        kind: Kind,
+        tenant: bytes,
+        key: bytes,
+        payload: bytes,
+    ) -> None:
+        size_bytes = record_bytes(len(payload))
+        self._memory = mmap.mmap(-1, size_bytes)
+        self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+        super().__init__(writes, sessions, _address(self._memory), size_bytes)
+        self.step = step
+        self.kind = kind
+        self.tenant = tenant
+        self.key = key
+        self.payload = payload
+        self.crc32c = crc32c(payload)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.offset, len(self.payload), self.crc32c, self.generation)
+
+    def fill_in(self, codec: HeaderCodec) -> None:
+        header = Header(
+            self.kind,
+            self.key,
+            self.tenant,
+            _NO_FINGERPRINT,
+            self.generation,
+            len(self.payload),
+            self.crc32c,
+            0,
+        )
+        with memoryview(self._memory) as view:
+            codec.pack(view, 0, header, self.offset)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _refuse(item: SessionItem) -> None:
+    if tuple(map(len, item.name)) != _NAME_SIZES or any(len(key) != KEY_BYTES for key in item.keys):
+        raise StorageError("A tenant, a user, a session or a key has the wrong size.")
+
+
+def _longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[bytes]]:
+    """Append; what fills a chunk becomes one."""
+    if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
+        raise StorageError(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
+    tail = [*manifest.tail, *keys]
+    payloads = []
+    while len(tail) >= SESSION_CHUNK_BLOCKS:
+        payloads.append(b"".join(tail[:SESSION_CHUNK_BLOCKS]))
+        del tail[:SESSION_CHUNK_BLOCKS]
+    chunks = (*manifest.chunks, *map(chunk_key, payloads))
+    return manifest._replace(chunks=chunks, tail=tuple(tail)), payloads

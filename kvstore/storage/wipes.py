@@ -1,0 +1,110 @@
+"""The way of a record off the drive: its header page is overwritten with zeros, then its pages are free.
+
+Always holds: pages are free only after the header that claimed them is gone from the drive; a record that is
+being read is wiped after that; those who wait hear in the order in which they came, after all wipes before;
+a failed wipe stops the store, so that its next opening makes a roll ("Freeing" in the record format's page has
+the argument).
+
+It doesn't touch the index: what is wiped has left it before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.writes import write_error
+from kvstore.wire.record import record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvstore.errors import StorageError
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.traffic import Traffic
+    from kvstore.storage.writes import Writes
+
+    Wiped = Callable[[StorageError | None], None]
+
+__all__ = ["Wipes"]
+
+
+class Wipes:
+    """All headers that are being overwritten, in order."""
+
+    def __init__(self, writes: Writes, extents: Extents, traffic: Traffic) -> None:
+        self._writes = writes
+        self._extents = extents
+        self._traffic = traffic
+        self._zeros = mmap.mmap(-1, PAGE_BYTES)
+        self.zeros_address = ctypes.addressof(ctypes.c_char.from_buffer(self._zeros))
+        self._waiting: deque[_Wipe | Wiped] = deque()
+        self._pinned: list[_Wipe] = []  # of those that wait, the ones that the drive doesn't have yet
+        self.pending = 0
+
+    def free(
+        self, records: Iterable[tuple[int, int]], then: Wiped | None = None, *, reusable: bool = True
+    ) -> None:
+        """Wipe and free records, by offset and length of payload; call back when all begun so far are wiped."""
+        for offset, length in records:
+            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES if reusable else 0)
+            self._waiting.append(wipe)
+            self._begin_or_park(wipe)
+            self.pending += 1
+        if then is not None:
+            self._waiting.append(then)
+
+    def settle_finished(self) -> None:
+        """Free what has been wiped, and call back; begin what nobody reads any more."""
+        if self._pinned:
+            parked, self._pinned = self._pinned, []
+            for wipe in parked:
+                self._begin_or_park(wipe)
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, _Wipe) and first.result is None:
+                return
+            self._waiting.popleft()
+            if not isinstance(first, _Wipe):
+                # One that failed before this one matters as well: it may have been of the same name.
+                first(self._writes.stopped)
+                continue
+            self.pending -= 1
+            if first.result is not None and first.result >= 0 and first.pages:
+                self._extents.release(first.offset // PAGE_BYTES, first.pages)
+
+    def _begin_or_park(self, wipe: _Wipe) -> None:
+        if self._extents.is_pinned(wipe.offset // PAGE_BYTES):
+            self._pinned.append(wipe)
+        else:
+            self._traffic.add(wipe)
+
+    def wiped(self, result: int) -> None:
+        """Take the result of a wipe."""
+        if result < 0:
+            self._writes.stop(write_error(result), 0)
+
+
+class _Wipe:
+    """One header page."""
+
+    __slots__ = ("_wipes", "offset", "pages", "result")
+    size_bytes: int = PAGE_BYTES
+    reads: Final = False
+
+    def __init__(self, wipes: Wipes, offset: int, pages: int) -> None:
+        self._wipes = wipes
+        self.offset = offset
+        self.pages = pages  # 0: they stay out of use
+        self.result: int | None = None
+
+    def begin(self, tag: int) -> DiskOp:
+        return DiskOp(DiskOpKind.WRITE, self._wipes.zeros_address, PAGE_BYTES, self.offset, tag)
+
+    def end(self, result: int) -> None:
+        self.result = result
+        self._wipes.wiped(result)

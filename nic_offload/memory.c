@@ -1,0 +1,24 @@
+/*
+ * Memory for blocks: there before it is needed, and pieces of it copied.
+ */
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+/* Huge pages where the kernel has them, and all of them there before the first block comes: a fault for each
+ * page would cost the first blocks several times what their bytes do. */
+int tk_memory_populate(void *address, size_t length)
+{
+	madvise(address, length, MADV_HUGEPAGE);
+	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
+}
+
+void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target)
+{
+	for (const struct tk_run *run = runs; run < runs + count; run++)
+		memcpy((char *)(uintptr_t)target + run->target,
+		       (const char *)(uintptr_t)sources[run->piece] + run->source, run->length);
+}

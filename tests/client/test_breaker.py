@@ -1,0 +1,127 @@
+"""A node that is away costs the first call its deadline, and the next ones nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.client.breaker import Breaker
+from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
+from kvstore.limits import BREAKER_MS_MAX, BREAKER_MS_MIN
+from kvstore.miss import Miss, MissReason
+from tests.client.test_promises import put
+from tests.node.test_tenants import HeldClock
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+    from tests.conftest import Rig
+
+WAIT_S = 20.0
+AWAY = NodeUnavailable("Nobody there.")
+
+
+@pytest.fixture
+def clock() -> HeldClock:
+    return HeldClock()
+
+
+@pytest.fixture
+def breaker(clock: HeldClock) -> Breaker:
+    return Breaker(clock)
+
+
+def fail(breaker: Breaker, error: Exception = AWAY) -> None:
+    with pytest.raises(type(error)), breaker.call():
+        raise error
+
+
+def pass_ms(clock: HeldClock, ms: int) -> None:
+    clock.now_ns += ms * 1_000_000
+
+
+def test_the_pause_doubles_up_to_its_bound_and_ends_with_a_success(
+    breaker: Breaker, clock: HeldClock
+) -> None:
+    pause_ms = BREAKER_MS_MIN
+    for _ in range(12):
+        fail(breaker)
+        pass_ms(clock, pause_ms - 1)
+        with pytest.raises(NodeUnavailable, match=r"tried again in 1 ms\. Nobody there"), breaker.call():
+            pytest.fail("a call that is refused is not made")
+        pass_ms(clock, 1)
+        assert not breaker.is_open
+        pause_ms = min(2 * pause_ms, BREAKER_MS_MAX)
+    assert pause_ms == BREAKER_MS_MAX
+    with breaker.call():
+        pass
+    fail(breaker)
+    pass_ms(clock, BREAKER_MS_MIN)
+    assert not breaker.is_open
+
+
+def test_one_call_alone_is_let_through_to_try(breaker: Breaker, clock: HeldClock) -> None:
+    fail(breaker)
+    pass_ms(clock, BREAKER_MS_MIN)
+    with breaker.call():
+        assert breaker.is_open
+    assert not breaker.is_open
+
+
+def test_a_node_that_refuses_is_there(breaker: Breaker, clock: HeldClock) -> None:
+    fail(breaker, Overloaded("full"))
+    assert not breaker.is_open
+    fail(breaker, DeadlineExceeded("late"))
+    pass_ms(clock, BREAKER_MS_MIN)
+    fail(breaker, Overloaded("full"))
+    assert not breaker.is_open
+
+
+def test_calls_that_were_under_way_together_are_one_failure(breaker: Breaker, clock: HeldClock) -> None:
+    for _ in range(5):
+        breaker.failed(AWAY)
+    pass_ms(clock, BREAKER_MS_MIN)
+    assert not breaker.is_open
+
+
+def test_what_is_raised_by_others_says_nothing_of_the_node(breaker: Breaker, clock: HeldClock) -> None:
+    fail(breaker)
+    pass_ms(clock, BREAKER_MS_MIN)
+    fail(breaker, KeyError("a bug"))
+    assert not breaker.is_open
+
+
+def test_a_stopped_node_costs_one_deadline_and_then_answers_again(node: NodeProcess, rig: Rig) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        (miss,) = rig.client.get([rig.wanted(block)], timeout_s=0.5)
+        assert isinstance(miss, Miss)
+        began = time.monotonic()
+        for _ in range(200):
+            (miss,) = rig.client.get([rig.wanted(block)], timeout_s=0.5)
+            assert isinstance(miss, Miss)
+            assert miss.reason is MissReason.NODE_AWAY
+        # Two hundred deadlines would be a hundred seconds; tries cost half a second each, at most one in each pause.
+        assert time.monotonic() - began < 50
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    rig.client.status(wait_s=WAIT_S)
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+
+
+def test_a_node_that_was_never_there_is_not_asked_each_time() -> None:
+    with Client("127.0.0.1:1") as client:
+        kv = client.register(bytearray(4096))
+        for _ in range(100):
+            (miss,) = client.get([Block(bytes(32), kv, 0, 4096)], timeout_s=5)
+            assert isinstance(miss, Miss)
+        assert client.calls < 20
+        with pytest.raises(NodeUnavailable, match="tried again in"):
+            client.put_inline(bytes(32), b"x")

@@ -1,0 +1,410 @@
+"""Every call of the service by nobody, by the wrong tenant and by the right one; tokens, TLS, clients' certificates."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import pytest
+
+from kvstore.client import Block, Client, Hit, Tls
+from kvstore.config import NodeConfig
+from kvstore.demo.node_process import NodeProcess
+from kvstore.durability import Durability
+from kvstore.errors import (
+    ConfigError,
+    NodeUnavailable,
+    NotAuthenticated,
+    Overloaded,
+    ProtocolError,
+    TenantDenied,
+)
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key, layout_fingerprint
+from kvstore.node.tenants import token_digest
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import kvstore_pb2_grpc
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from tests.conftest import SMALL_DRIVE
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+WAIT_S = 20.0
+PAGE = 4096
+KEY = block_key(b"a block of acme's")
+NAME = pb.BlockName(key=KEY, fingerprint=layout_fingerprint(b""), length=PAGE)
+TENANTS = f"""
+[acme]
+tokens_sha256 = ["{token_digest("acme")}"]
+certificates = ["engine.acme"]
+[zeta]
+tokens_sha256 = ["{token_digest("zeta")}"]
+[slow]
+tokens_sha256 = ["{token_digest("slow")}"]
+requests_per_s = 4
+"""
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.write_text(TENANTS)
+    return path
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
+    more = ("--tenants", str(tenants), "--audit", str(tmp_path / "audit.jsonl"))
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more) as node:
+        yield node
+
+
+@dataclass
+class Acme:
+    """A client of acme's that has a connection, a block, and a lease that nobody has used."""
+
+    client: Client
+    connection: int
+    lease: pb.Lease
+
+
+@pytest.fixture
+def acme(guarded: NodeProcess) -> Iterator[Acme]:
+    with Client(guarded.target, token="acme") as client, FlagWords.create(1) as flags:
+        client.put_inline(KEY, b"a" * PAGE)
+        kv = client.register(allocate(PAGE))
+        reservation = client.reserve([Block(block_key(b"leased"), kv, 0, PAGE)])
+        link = client._link
+        assert link is not None
+        yield Acme(client, link.number, reservation.arm(flags[0])._puts[0].lease)
+
+
+Call = "Callable[[kvstore_pb2_grpc.KvStoreStub, Acme, str, Any], Any]"
+
+
+def attach(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, tenant: str, metadata: Any) -> Any:
+    request = pb.AttachRequest(tenant=tenant, provider="nobody's", block_bytes_max=PAGE, slots=1)
+    return next(stub.Attach(iter([request]), metadata=metadata, timeout=WAIT_S))
+
+
+def reserve(stub: kvstore_pb2_grpc.KvStoreStub, acme: Acme, _: str, metadata: Any) -> Any:
+    block = pb.ReserveBlock(name=NAME, ack_word=7)
+    return stub.Reserve(
+        pb.ReserveRequest(connection=acme.connection, blocks=[block]), metadata=metadata, timeout=WAIT_S
+    )
+
+
+def abort(stub: kvstore_pb2_grpc.KvStoreStub, acme: Acme, _: str, metadata: Any) -> Any:
+    lease = pb.AbortLease(slot=acme.lease.slot, generation=acme.lease.generation)
+    return stub.Abort(
+        pb.AbortRequest(connection=acme.connection, leases=[lease]), metadata=metadata, timeout=WAIT_S
+    )
+
+
+def fetch(stub: kvstore_pb2_grpc.KvStoreStub, acme: Acme, _: str, metadata: Any) -> Any:
+    block = pb.FetchBlock(name=NAME, target=0, target_key=0, ack_word=9, ack_generation=1)
+    return stub.Fetch(
+        pb.FetchRequest(connection=acme.connection, blocks=[block]), metadata=metadata, timeout=WAIT_S
+    )
+
+
+def put(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, tenant: str, metadata: Any) -> Any:
+    start = pb.PutStart(tenant=tenant, name=NAME)
+    parts = [pb.PutRequest(start=start), pb.PutRequest(chunk=b"a" * PAGE)]
+    return stub.Put(iter(parts), metadata=metadata, timeout=WAIT_S)
+
+
+def get(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, tenant: str, metadata: Any) -> Any:
+    return list(stub.Get(pb.GetRequest(tenant=tenant, name=NAME), metadata=metadata, timeout=WAIT_S))
+
+
+def status(stub: kvstore_pb2_grpc.KvStoreStub, _: Acme, __: str, metadata: Any) -> Any:
+    return stub.Status(pb.StatusRequest(), metadata=metadata, timeout=WAIT_S)
+
+
+CALLS = {
+    "Attach": attach,
+    "Reserve": reserve,
+    "Abort": abort,
+    "Fetch": fetch,
+    "Put": put,
+    "Get": get,
+    "Status": status,
+}
+# What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
+BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
+# And this concerns no tenant.
+FOR_ANY_TENANT = {"Status"}
+OF_WRONG_PROVIDER = {"Attach"}  # so that it ends: it got past the gate
+
+
+def code_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+    try:
+        call()
+    except grpc.RpcError as error:
+        ended = cast("grpc.Call", error)
+        return ended.code(), ended.details() or ""
+    return grpc.StatusCode.OK, ""
+
+
+def header(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+def test_the_table_has_every_call_of_the_service() -> None:
+    assert set(CALLS) == {method.name for method in pb.DESCRIPTOR.services_by_name["KvStore"].methods}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_done_for_the_right_tenant_alone(guarded: NodeProcess, acme: Acme, name: str) -> None:
+    with grpc.insecure_channel(guarded.target) as channel:
+        stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
+
+        def called(tenant: str, metadata: Any) -> tuple[grpc.StatusCode, str]:
+            return code_of(lambda: CALLS[name](stub, acme, tenant, metadata))
+
+        for nobody in ([], header("guess"), header(""), [("authorization", "acme")]):
+            assert called("acme", nobody)[0] is grpc.StatusCode.UNAUTHENTICATED
+        code, why = called("acme", header("zeta"))
+        if name in BY_CONNECTION:
+            assert (code, why.split(";")[0]) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"There is no connection {acme.connection}",
+            )
+        elif name not in FOR_ANY_TENANT:
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+        for claimed in ("acme", ""):
+            code, why = called(claimed, header("acme"))
+            assert (code, why) == (grpc.StatusCode.OK, "") or (name in OF_WRONG_PROVIDER and "fabric" in why)
+
+
+def test_one_tenant_gets_nothing_of_anothers(guarded: NodeProcess, acme: Acme) -> None:
+    assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
+    with Client(guarded.target, token="zeta") as zeta:
+        assert zeta.get_inline(KEY, PAGE) == Miss(MissReason.UNKNOWN)
+        zeta.put_inline(KEY, b"z" * PAGE)
+        kv = zeta.register(target := allocate(PAGE))
+        assert zeta.get([Block(KEY, kv, 0, PAGE)], timeout_s=WAIT_S) == [Hit(KEY)]
+        assert target[:] == b"z" * PAGE
+    assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
+
+
+def test_a_client_without_a_good_token_is_told_so(guarded: NodeProcess) -> None:
+    with Client(guarded.target) as client:
+        kv = client.register(allocate(PAGE))
+        with pytest.raises(NotAuthenticated, match="give the client one"):
+            client.reserve([Block(KEY, kv, 0, PAGE)])
+        (miss,) = client.get([Block(KEY, kv, 0, PAGE)], timeout_s=WAIT_S)
+        assert isinstance(miss, Miss)
+        assert "no token" in miss.detail
+    with (
+        Client(guarded.target, token="zeta", tenant="acme") as client,
+        pytest.raises(TenantDenied, match="is zeta"),
+    ):
+        client.put_inline(KEY, b"x")
+
+
+def test_a_tenants_rate_is_kept(guarded: NodeProcess) -> None:
+    with Client(guarded.target, token="slow") as client:
+        kv = client.register(allocate(PAGE))
+        blocks = [Block(block_key(bytes([i])), kv, 0, PAGE) for i in range(3)]
+        client.reserve(blocks)  # three, and one for attaching
+        with pytest.raises(Overloaded) as caught:
+            client.reserve(blocks)
+        assert 0 < caught.value.retry_after_ms <= 1000
+        (miss, *_) = client.get(blocks, timeout_s=WAIT_S)
+        assert isinstance(miss, Miss)
+        assert miss.reason is MissReason.BUSY
+
+
+def test_tenants_read_again_lose_and_gain_without_a_restart(
+    guarded: NodeProcess, acme: Acme, tenants: Path
+) -> None:
+    tenants.write_text(f'[zeta]\ntokens_sha256 = ["{token_digest("zeta-2")}"]\n')
+    os.kill(guarded.pid, signal.SIGHUP)
+    wait_until(lambda: acme.client._link is None, "the connection of who is no tenant any more ends")
+    with pytest.raises(NotAuthenticated):
+        acme.client.put_inline(KEY, b"x")
+    with Client(guarded.target, token="zeta-2") as client:
+        assert client.put_inline(KEY, b"x") is Durability.WRITTEN
+    tenants.write_text("[")
+    os.kill(guarded.pid, signal.SIGHUP)
+    wait_until(
+        lambda: "The tenants stay as they were" in guarded.log(), "the node refuses a file that is no TOML"
+    )
+    with Client(guarded.target, token="zeta-2") as client:
+        assert client.put_inline(KEY, b"x") is Durability.WRITTEN
+
+
+def test_the_audit_log_has_who_came_and_who_was_turned_away(
+    guarded: NodeProcess, acme: Acme, tmp_path: Path
+) -> None:
+    with Client(guarded.target, token="guess") as client, pytest.raises(NotAuthenticated):
+        client.put_inline(KEY, b"x")
+    acme.client.close()
+    path = tmp_path / "audit.jsonl"
+
+    def seen() -> list[tuple[str, str, str]]:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [(line["what"], line["tenant"], line["outcome"]) for line in lines]
+
+    wait_until(lambda: ("detach", "acme", "ok") in seen(), "the end of the connection is in the log")
+    assert seen() == [("attach", "acme", "ok"), ("put", "", "refused"), ("detach", "acme", "ok")]
+
+
+# --- TLS
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, timeout=WAIT_S, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authorities; a node's certificate and two clients' from the first, one client's from the second."""
+    folder = tmp_path_factory.mktemp("pki")
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    for authority in ("ca", "other-ca"):
+        _openssl(
+            folder,
+            "req",
+            "-x509",
+            *kind,
+            "-subj",
+            f"/CN={authority}",
+            "-keyout",
+            f"{authority}.key",
+            "-out",
+            f"{authority}.pem",
+        )
+    for name, authority, names in (
+        ("node", "ca", "IP:127.0.0.1,DNS:localhost"),
+        ("acme", "ca", "DNS:engine.acme"),
+        ("stranger", "ca", "DNS:engine.stranger"),
+        ("impostor", "other-ca", "DNS:engine.acme"),
+    ):
+        _openssl(
+            folder, "req", *kind, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"
+        )
+        (folder / "names").write_text(f"subjectAltName={names}\n")
+        _openssl(
+            folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key",
+            "-CAcreateserial", "-days", "2", "-extfile", "names", "-out", f"{name}.pem",
+        )  # fmt: skip
+    return folder
+
+
+def over_tls(pki: Path, *more: str) -> tuple[str, ...]:
+    return ("--tls-cert", str(pki / "node.pem"), "--tls-key", str(pki / "node.key"), *more)
+
+
+def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhere(
+    tmp_path: Path, tenants: Path, pki: Path
+) -> None:
+    more = over_tls(pki, "--tenants", str(tenants))
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more) as node:
+        with (
+            Client(node.target, token="acme", tls=Tls(pki / "ca.pem")) as client,
+            FlagWords.create(1) as flags,
+        ):
+            kv = client.register(allocate(PAGE))
+            puts = client.reserve([Block(KEY, kv, 0, PAGE)]).arm(flags[0])
+            flags[0].store(1)
+            assert [result.error for result in puts.wait(WAIT_S)] == [None]
+            assert client.get([Block(KEY, kv, 0, PAGE)], timeout_s=WAIT_S) == [Hit(KEY)]
+        with Client(node.target, tls=Tls(pki / "ca.pem")) as client, pytest.raises(NotAuthenticated):
+            client.put_inline(KEY, b"x")
+        for client in (
+            Client(node.target, token="acme"),
+            Client(node.target, token="acme", tls=Tls(pki / "other-ca.pem")),
+        ):
+            with client, pytest.raises(NodeUnavailable):
+                client.put_inline(KEY, b"x")
+
+
+def test_certificates_of_clients_are_their_tokens(tmp_path: Path, tenants: Path, pki: Path) -> None:
+    more = over_tls(pki, "--tls-clients", str(pki / "ca.pem"), "--tenants", str(tenants))
+
+    def shown(name: str) -> Tls:
+        return Tls(pki / "ca.pem", pki / f"{name}.pem", pki / f"{name}.key")
+
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more) as node:
+        with Client(node.target, tls=shown("acme")) as client:
+            assert client.put_inline(KEY, b"a") is Durability.WRITTEN
+        with Client(node.target, tls=shown("acme"), tenant="zeta") as client, pytest.raises(TenantDenied):
+            client.put_inline(KEY, b"x")
+        with (
+            Client(node.target, tls=shown("stranger")) as client,
+            pytest.raises(NotAuthenticated, match="names"),
+        ):
+            client.put_inline(KEY, b"x")
+        for tls in (shown("impostor"), Tls(pki / "ca.pem")):
+            with Client(node.target, tls=tls, token="acme") as client, pytest.raises(NodeUnavailable):
+                client.put_inline(KEY, b"x")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanting"),
+    [
+        ((), "--tls-cert, --tls-key, --tenants"),
+        (("tls",), "--tenants"),
+        (("tenants",), "--tls-cert, --tls-key"),
+    ],
+)
+def test_beyond_loopback_a_node_needs_tls_and_tenants(
+    tmp_path: Path, given: tuple[str, ...], wanting: str
+) -> None:
+    settings: dict[str, Any] = {}
+    if "tls" in given:
+        settings |= {"tls_certificate": tmp_path / "c", "tls_key": tmp_path / "k"}
+    if "tenants" in given:
+        settings["tenants"] = tmp_path / "t"
+    with pytest.raises(ConfigError, match=f"without {wanting}: beyond loopback"):
+        NodeConfig(tmp_path, host="192.0.2.1", **settings)
+
+
+def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
+    paths: dict[str, Any] = {"tls_certificate": tmp_path, "tls_key": tmp_path, "tenants": tmp_path}
+    assert NodeConfig(tmp_path, host="0.0.0.0", **paths).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--tls-cert", "x"), "come together"),
+        (("--tls-clients", "x"), "only over TLS"),
+        (("--tls-cert", "/nowhere", "--tls-key", "/nowhere"), "/nowhere could not be read"),
+        (("--tls-cert", "/etc/passwd", "--tls-key", "/etc/passwd"), "no PEM"),
+        (("--tenants", "/nowhere"), "/nowhere could not be read"),
+        (("--audit", "/"), "audit log / can't be written"),
+    ],
+)
+def test_settings_that_cannot_be_used_end_the_node_with_a_sentence(
+    tmp_path: Path, more: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(NodeUnavailable, match=why):
+        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more)
+
+
+def test_a_client_whose_files_cannot_be_read_is_told_which(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere could not be read"):
+        Client("127.0.0.1:1", tls=Tls(tmp_path / "nowhere"))
+
+
+def test_a_connection_number_is_not_a_key(guarded: NodeProcess, acme: Acme) -> None:
+    """What a thief of numbers could do without the check: fetch acme's blocks into acme's memory, or end its leases."""
+    with Client(guarded.target, token="zeta") as zeta:
+        kv = zeta.register(allocate(PAGE))
+        link = zeta._attached(WAIT_S)
+        link.number = acme.connection
+        with pytest.raises(ProtocolError, match="There is no connection"):
+            zeta.reserve([Block(KEY, kv, 0, PAGE)])

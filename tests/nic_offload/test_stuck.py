@@ -1,0 +1,192 @@
+"""A provider that hangs: every call has an end, and nothing that the hanging thread may still touch is taken away.
+
+The progress thread is held inside a signal handler that waits for another signal, so it hangs in the middle of whatever
+it does, just as one does that spins on a lock of a peer that died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload import fabric as fabric_module
+from nic_offload.errors import FabricStuck
+from nic_offload.fabric import Fabric
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from nic_offload.trigger import TriggeredNotify, arm
+from tests.nic_offload.rig import PAGE, WAIT_S, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ANSWER_MS = 200
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_libc.signal.restype = ctypes.c_void_p
+_HANG, _GO_ON = signal.SIGUSR1, signal.SIGUSR2
+_PAUSE = 34  # the system call, on x86-64
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="whether a thread hangs is seen from the number of its system call"
+)
+
+
+def _address(name: str) -> int:
+    address = ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _read(path: str) -> str:
+    """What the kernel says of a thread; nothing once it has ended."""
+    with suppress(OSError):
+        return Path("/proc/self/task", path).read_text(encoding="ascii")
+    return ""
+
+
+def _threads() -> set[int]:
+    """The progress threads of this process."""
+    tasks = [task.name for task in Path("/proc/self/task").iterdir()]
+    return {int(task) for task in tasks if _read(f"{task}/comm").strip() == "triggerkv"}
+
+
+def _hangs(thread: int) -> bool:
+    return _read(f"{thread}/syscall").startswith(f"{_PAUSE} ")
+
+
+@contextmanager
+def handlers() -> Iterator[None]:
+    """Both signals have handlers in C, which need no interpreter: one waits for a signal, one does nothing."""
+    before = [(number, _libc.signal(number, None)) for number in (_HANG, _GO_ON)]
+    _libc.signal(_HANG, _address("pause"))
+    _libc.signal(_GO_ON, _address("getpid"))
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            _libc.signal(number, handler)
+
+
+@contextmanager
+def hanging(thread: int) -> Iterator[Callable[[], None]]:
+    """The thread hangs in here, until the function given is called, or to the end."""
+
+    def go_on() -> None:
+        if _hangs(thread):
+            _libc.tgkill(os.getpid(), thread, _GO_ON)
+            wait_until(lambda: not _hangs(thread), "the thread goes on")
+
+    with handlers():
+        _libc.tgkill(os.getpid(), thread, _HANG)
+        wait_until(lambda: _hangs(thread), "the thread hangs")
+        try:
+            yield go_on
+        finally:
+            go_on()
+
+
+def _gone(thread: int) -> bool:
+    return thread not in _threads()
+
+
+def _open() -> tuple[Fabric, int]:
+    before = _threads()
+    fabric = Fabric("net", address="127.0.0.1", answer_timeout_ms=ANSWER_MS)
+    (thread,) = _threads() - before
+    return fabric, thread
+
+
+def test_a_call_that_gets_no_answer_ends_and_later_ones_end_at_once() -> None:
+    fabric, thread = _open()
+    with fabric, hanging(thread) as go_on:
+        began = time.monotonic()
+        with pytest.raises(FabricStuck, match="hangs"):
+            fabric.open_endpoint()
+        assert ANSWER_MS / 1000 <= time.monotonic() - began < WAIT_S
+        began = time.monotonic()
+        for call in (
+            fabric.open_endpoint,
+            fabric.flush,
+            lambda: fabric.cancel([1]),
+            lambda: fabric.add_peer(b"x" * 16),
+        ):
+            with pytest.raises(FabricStuck):
+                call()
+        assert time.monotonic() - began < ANSWER_MS / 1000
+        go_on()
+        wait_until(lambda: _gone(thread), "a thread that was given up ends when it can")
+
+
+def test_nothing_is_armed_where_nobody_answers() -> None:
+    fabric, thread = _open()
+    with fabric, FlagWords.create(1) as words, fabric.open_counter(words[0]) as counter:
+        endpoint = fabric.open_endpoint()
+        peer = fabric.add_peer(endpoint.address())
+        with hanging(thread):
+            with pytest.raises(FabricStuck):
+                endpoint.close()
+            notify = TriggeredNotify(
+                tag=1,
+                endpoint=endpoint,
+                peer=peer,
+                target=0,
+                target_key=0,
+                value=1,
+                trigger=counter,
+                threshold=1,
+            )
+            with pytest.raises(FabricStuck):
+                arm(fabric, [notify])
+
+
+def test_a_fabric_closed_while_it_hangs_keeps_the_memory_that_it_was_given() -> None:
+    fabric, thread = _open()
+    memory = allocate(PAGE)
+    region = fabric.register(memory)
+    with hanging(thread) as go_on:
+        with pytest.raises(FabricStuck):
+            fabric.close()
+        assert fabric.closed
+        with pytest.raises(BufferError):
+            memory.close()  # the thread, or the provider, may still write to it
+        assert region in fabric.regions
+        go_on()
+        wait_until(lambda: _gone(thread), "a thread that was given up ends when it can")
+    assert fabric in fabric_module._given_up
+
+
+def test_a_call_that_came_too_late_is_not_done_afterwards() -> None:
+    """What a caller was told is lost stays so: the thread looks at an abandoned call and does not do it."""
+    fabric, thread = _open()
+    with fabric, FlagWords.create(1) as words, fabric.open_counter(words[0]) as counter:
+        counter.add(7)
+        with hanging(thread), pytest.raises(FabricStuck):
+            counter.reset()
+        wait_until(lambda: _gone(thread), "a thread that was given up ends when it can")
+        assert words[0].load() == 7
+
+
+def test_a_process_whose_fabric_hangs_ends() -> None:
+    code = (
+        "import sys\n"
+        "from tests.nic_offload import test_stuck\n"
+        "fabric, thread = test_stuck._open()\n"
+        "endpoint = fabric.open_endpoint()\n"
+        "with test_stuck.handlers():\n"
+        "    test_stuck._libc.tgkill(test_stuck.os.getpid(), thread, test_stuck._HANG)\n"
+        "    test_stuck.wait_until(lambda: test_stuck._hangs(thread), 'the thread hangs')\n"
+        "    sys.exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=WAIT_S)
+    assert done.returncode == 7

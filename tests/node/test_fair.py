@@ -1,0 +1,161 @@
+"""Turns and shares, by themselves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.limits import SHARES, TURN_BYTES
+from kvstore.node.fair import FairQueue, Shares
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Thing:
+    tenant: str
+    flow: int
+    size_bytes: int
+    number: int = 0
+
+
+def everything(queue: FairQueue[Thing]) -> list[Thing]:
+    taken = []
+    while (thing := queue.take(lambda _: True)) is not None:
+        taken.append(thing)
+    return taken
+
+
+things = st.lists(
+    st.builds(Thing, st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 5 * MIB), st.integers()),
+    max_size=60,
+)
+
+
+@given(things)
+def test_everything_comes_out_once_and_each_connection_in_its_order(waiting: list[Thing]) -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add(waiting)
+    assert len(queue) == len(waiting)
+    taken = everything(queue)
+    assert len(queue) == 0
+    for name in {(thing.tenant, thing.flow) for thing in waiting}:
+        assert [t for t in taken if (t.tenant, t.flow) == name] == [
+            t for t in waiting if (t.tenant, t.flow) == name
+        ]
+
+
+@given(
+    st.lists(st.integers(1, 3 * MIB), min_size=40, max_size=60),
+    st.lists(st.integers(1, 3 * MIB), min_size=40),
+)
+def test_two_tenants_who_wait_get_as_many_bytes_whatever_their_blocks(
+    ours: list[int], theirs: list[int]
+) -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add(Thing("a", 0, size) for size in ours)
+    queue.add(Thing("b", number % 3, size) for number, size in enumerate(theirs))
+    left = Counter(a=len(ours), b=len(theirs))
+    given_bytes = Counter[str]()
+    for thing in everything(queue):
+        given_bytes[thing.tenant] += thing.size_bytes
+        left[thing.tenant] -= 1
+        if not left[thing.tenant]:
+            break
+        assert abs(given_bytes["a"] - given_bytes["b"]) <= 3 * MIB + 2 * TURN_BYTES
+
+
+def test_who_comes_late_waits_a_turn_of_the_others_and_not_for_all_that_they_asked_for() -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add(Thing("greedy", flow, 32 << 10) for flow in range(10) for _ in range(1000))
+    for _ in range(500):
+        queue.take(lambda _: True)
+    late = Thing("late", 0, 32 << 10)
+    queue.add([late])
+    before = 0
+    while queue.take(lambda _: True) != late:
+        before += 1
+    assert before <= TURN_BYTES // (32 << 10)
+
+
+def test_connections_of_one_tenant_take_turns() -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add([Thing("a", flow, MIB, number) for flow in range(3) for number in range(3)])
+    assert [(thing.flow, thing.number) for thing in everything(queue)] == [
+        (flow, number) for number in range(3) for flow in range(3)
+    ]
+
+
+def test_who_may_hold_no_more_is_passed_over_and_keeps_his_place() -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add([Thing("a", 0, MIB, 1), Thing("b", 0, MIB, 2), Thing("a", 1, MIB, 3), Thing("b", 0, MIB, 4)])
+    assert queue.take(lambda thing: thing.number in (3, 4)) == Thing("a", 1, MIB, 3), (
+        "his other connection may"
+    )
+    assert queue.take(lambda thing: thing.number == 4) is None, "what is behind what may not, may not either"
+    assert len(queue) == 3
+    assert [thing.number for thing in everything(queue)] == [2, 1, 4], "a has just had a turn"
+
+
+def test_what_is_put_back_comes_first_again_and_costs_its_turn_once() -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add([Thing("a", 0, MIB, 1), Thing("a", 0, MIB, 2), Thing("b", 0, MIB, 3), Thing("b", 0, MIB, 4)])
+    for _ in range(50):
+        thing = queue.take(lambda _: True)
+        assert thing is not None
+        assert thing.number == 1
+        queue.put_back(thing)
+    assert sorted(thing.number for thing in everything(queue)[:2]) == [1, 3]
+
+
+def test_what_a_connection_waited_for_is_forgotten_with_it() -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    queue.add([Thing("a", 0, MIB, 1), Thing("a", 1, MIB, 2), Thing("b", 0, MIB, 3)])
+    queue.drop("a", 0)
+    queue.drop("a", 7)
+    queue.drop("c", 0)
+    assert len(queue) == 2
+    assert {thing.number for thing in everything(queue)} == {2, 3}
+
+
+def test_who_gives_nothing_back_holds_an_eighth_or_one_thing_and_all_together_what_there_is() -> None:
+    shares = Shares(8000)
+    assert shares.may_hold("a", 3000), "a single thing, whatever its size"
+    shares.hold("a", 3000)
+    assert not shares.may_hold("a", 1)
+    for _ in range(10):
+        assert shares.may_hold("b", 100)
+        shares.hold("b", 100)
+    assert not shares.may_hold("b", 1)
+    assert shares.may_hold("c", 4000)
+    assert not shares.may_hold("c", 4001)
+    shares.release("b", 100)
+    assert shares.may_hold("b", 100)
+    assert not shares.may_hold("b", 101)
+
+
+@given(st.integers(1, 20), st.integers(1, 500), st.integers(0, 2**32))
+def test_what_is_held_adds_up(holders: int, most: int, seed: int) -> None:
+    shares = Shares(2000)
+    held = Counter[int]()
+    rng = random.Random(seed)
+    for _ in range(500):
+        who, size = rng.randrange(holders), rng.randint(1, most)
+        if rng.random() < 0.3 and held[who]:
+            shares.release(who, held.pop(who))
+        elif shares.may_hold(who, size):
+            shares.hold(who, size)
+            held[who] += size
+        assert shares.total_bytes == held.total() <= 2000
+    assert max(held.values(), default=0) <= max(2000 // SHARES, most)
+
+
+def test_what_is_larger_than_all_there_is_may_be_held_alone() -> None:
+    shares = Shares(100)
+    assert shares.may_hold("a", 500)
+    shares.hold("a", 500)
+    assert not shares.may_hold("b", 1)

@@ -1,0 +1,267 @@
+"""Who may call: the file of tenants, tokens, certificates, rates and the audit log, without a network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.errors import ConfigError, NotAuthenticated, Overloaded, TenantDenied
+from kvstore.limits import AUDIT_REFUSALS_PER_S, TENANTS_MAX
+from kvstore.node.audit import Audit
+from kvstore.node.rates import Rate
+from kvstore.node.tenants import Tenants, token_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.node.tenants import Caller
+
+SALT = b"salt of the store"
+
+
+class HeldClock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def wall_ms(self) -> int:
+        return self.now_ns // 10**6
+
+
+@pytest.fixture
+def clock() -> HeldClock:
+    return HeldClock()
+
+
+@pytest.fixture
+def tenants(clock: HeldClock, tmp_path: Path) -> Tenants:
+    tenants = Tenants(SALT, clock)
+    assert tenants.load(written(tmp_path, TWO)) == 2
+    return tenants
+
+
+TWO = f"""
+[acme]
+tokens_sha256 = ["{token_digest("acme-1")}", "{token_digest("acme-2")}"]
+requests_per_s = 1000
+[zeta]
+tokens_sha256 = ["{token_digest("zeta")}"]
+certificates = ["engine.zeta"]
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "tenants.toml"
+    path.write_text(text)
+    return path
+
+
+def by_token(tenants: Tenants, token: str, scheme: str = "Bearer") -> Caller:
+    return tenants.caller([("other", b"\x00"), ("authorization", f"{scheme} {token}")], {})
+
+
+def by_certificate(tenants: Tenants, *names: bytes, kind: str = "x509_subject_alternative_name") -> Caller:
+    return tenants.caller([], {kind: names, "transport_security_type": [b"ssl"]})
+
+
+def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
+    for token in ("acme-1", "acme-2"):
+        assert by_token(tenants, token).tenant("").name == "acme"
+        assert by_token(tenants, token, "bearer").tenant("acme").name == "acme"
+        with pytest.raises(TenantDenied, match="is acme and may not act for 'zeta'"):
+            by_token(tenants, token).tenant("zeta")
+    with pytest.raises(NotAuthenticated, match="not one of any tenant"):
+        by_token(tenants, "acme-3")
+    with pytest.raises(NotAuthenticated, match="has no token"):
+        tenants.caller([("authorization", "Basic acme-1")], {})
+    with pytest.raises(NotAuthenticated, match="not one of any tenant"):
+        by_token(tenants, token_digest("acme-1"))  # what stands in the file is of no use to whoever reads it
+
+
+def test_a_certificate_proves_the_tenant_who_has_its_name(tenants: Tenants) -> None:
+    assert by_certificate(tenants, b"other", b"engine.zeta").tenant("").name == "zeta"
+    assert by_certificate(tenants, b"engine.zeta", kind="x509_common_name").tenant("").name == "zeta"
+    for names in ((b"acme",), (b"engine",), (b"\xff",)):
+        with pytest.raises(NotAuthenticated, match="certificate's names"):
+            by_certificate(tenants, *names)
+
+
+def test_a_bad_token_is_not_made_good_by_a_certificate(tenants: Tenants) -> None:
+    with pytest.raises(NotAuthenticated):
+        tenants.caller([("authorization", "Bearer no")], {"x509_common_name": [b"engine.zeta"]})
+
+
+def test_an_open_node_takes_everybody_at_his_word(clock: HeldClock) -> None:
+    tenants = Tenants(SALT, clock)
+    assert tenants.is_open
+    assert by_token(tenants, "whatever").tenant("").name == "default"
+    assert by_token(tenants, "whatever").tenant("acme").name == "acme"
+    with pytest.raises(TenantDenied, match="1 to 64 letters"):
+        by_token(tenants, "whatever").tenant("a/b")
+
+
+def test_names_made_up_on_an_open_node_are_forgotten_again_and_come_back_the_same(clock: HeldClock) -> None:
+    tenants = Tenants(SALT, clock)
+    first = tenants.named("t0").id
+    for number in range(TENANTS_MAX + 10):
+        tenants.named(f"t{number}")
+    assert len(tenants._known) == TENANTS_MAX
+    assert tenants.named("t0").id == first
+
+
+def test_the_names_on_the_drive_differ_from_tenant_to_tenant_and_from_store_to_store(
+    clock: HeldClock,
+) -> None:
+    ids = {Tenants(salt, clock).named(name).id for salt in (b"a", b"b") for name in ("acme", "zeta")}
+    assert len(ids) == 4
+
+
+def test_a_file_read_again_counts_from_then_on(tenants: Tenants, tmp_path: Path) -> None:
+    acme = by_token(tenants, "acme-1").tenant("")
+    acme.rate.take(1000)
+    with pytest.raises(Overloaded):
+        acme.rate.take(1)
+    new = f'[acme]\ntokens_sha256 = ["{token_digest("acme-2")}"]\n'
+    assert tenants.load(written(tmp_path, new)) == 1
+    assert tenants.knows("acme")
+    assert not tenants.knows("zeta")
+    assert by_token(tenants, "acme-2").tenant("").id == acme.id
+    acme.rate.take(10**9)  # its limit is gone, also for who had the tenant in hand
+    for token in ("acme-1", "zeta"):
+        with pytest.raises(NotAuthenticated):
+            by_token(tenants, token)
+
+
+GOOD = f'tokens_sha256 = ["{token_digest("x")}"]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "has 0 tenants"),
+        ("[a", "not TOML"),
+        ("a = 1", "is no table"),
+        ("[a]", "nobody can be this tenant"),
+        ('["a b"]\n' + GOOD, "letters, digits"),
+        ("[a]\ntokens_sha256 = ['secret']", "64 digits of hex"),
+        ("[a]\ntokens_sha256 = 'x'", "a list of texts"),
+        ("[a]\ncertificates = ['']", "a list of texts"),
+        ("[a]\ntoken = 'x'", "no setting 'token'"),
+        ("[a]\nrequests_per_s = -1\n" + GOOD, "whole number"),
+        ("[a]\nrequests_per_s = true\n" + GOOD, "whole number"),
+        ("[a]\n" + GOOD + "[b]\n" + GOOD, "another tenant's as well"),
+        ("[a]\ncertificates = ['n']\n[b]\ncertificates = ['n']", "another tenant's as well"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_and_changes_nothing(
+    tenants: Tenants, tmp_path: Path, text: str, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        tenants.load(written(tmp_path, text))
+    assert by_token(tenants, "acme-1").tenant("").name == "acme"
+    assert by_certificate(tenants, b"engine.zeta").tenant("").name == "zeta"
+
+
+def test_a_file_that_is_not_there_is_told_by_name(tenants: Tenants, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.toml could not be read: No such file"):
+        tenants.load(tmp_path / "nowhere.toml")
+
+
+def test_a_rate_lets_through_what_it_says_and_one_second_more(clock: HeldClock) -> None:
+    rate = Rate(clock, 100)
+    through = 0
+    for _ in range(500):  # five seconds in steps of ten milliseconds, three requests each
+        for _ in range(3):
+            with contextlib.suppress(Overloaded):
+                rate.take(1)
+                through += 1
+        clock.now_ns += 10**7
+    assert through == 100 + 499
+
+
+def test_what_is_refused_costs_nothing_and_comes_through_when_it_was_told(clock: HeldClock) -> None:
+    rate = Rate(clock, 10)
+    rate.take(10)
+    for _ in range(100):
+        with pytest.raises(Overloaded) as caught:
+            rate.take(5)
+        assert caught.value.retry_after_ms == 500
+    clock.now_ns += 500 * 10**6 - 1
+    with pytest.raises(Overloaded):
+        rate.take(5)
+    clock.now_ns += 1
+    rate.take(5)
+
+
+def test_more_than_the_bucket_holds_is_let_through_when_it_is_full_and_paid_for_afterwards(
+    clock: HeldClock,
+) -> None:
+    rate = Rate(clock, 10)
+    rate.take(50)
+    with pytest.raises(Overloaded) as caught:
+        rate.take(1)
+    assert caught.value.retry_after_ms == 4100
+    clock.now_ns += 4100 * 10**6
+    rate.take(1)
+
+
+def test_no_limit_is_no_limit(clock: HeldClock) -> None:
+    rate = Rate(clock, 0)
+    for _ in range(10):
+        rate.take(10**9)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldClock, tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with Audit(clock, path) as audit:
+        audit.note("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
+        for _ in range(AUDIT_REFUSALS_PER_S + 30):
+            audit.refused("get", tenant="zeta\n", peer="ipv4:6.6.6.6:6", why="no")
+        audit.note("detach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
+        clock.now_ns += 10**9
+        audit.refused("get", tenant="zeta", peer="ipv4:6.6.6.6:6", why="no")
+    attach, *refused, detach, last = lines(path)
+    assert attach == {
+        "at_ms": 10**6,
+        "what": "attach",
+        "tenant": "acme",
+        "peer": "ipv4:1.2.3.4:5",
+        "outcome": "ok",
+        "connection": 7,
+    }
+    assert len(refused) == AUDIT_REFUSALS_PER_S
+    assert all(line["outcome"] == "refused" for line in refused)
+    assert detach["what"] == "detach"
+    assert last["refusals_left_out"] == 30
+    assert path.stat().st_mode & 0o777 == 0o600
+    with Audit(clock, path) as audit:
+        audit.note("attach", tenant="acme", peer="p")
+    assert len(lines(path)) == AUDIT_REFUSALS_PER_S + 4, "a log is gone on with"
+
+
+def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_nothing_later(
+    clock: HeldClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="can't be written"):
+        Audit(clock, tmp_path)
+    with Audit(clock, path := tmp_path / "full"):
+        pass
+    path.unlink()
+    path.symlink_to("/dev/full")
+    with Audit(clock, path) as audit:
+        audit.note("attach", tenant="acme", peer="p")
+        audit.note("attach", tenant="acme", peer="p")
+    assert [record.getMessage() for record in caplog.records] == [
+        "The audit log can't be written: No space left on device."
+    ]

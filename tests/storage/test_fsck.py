@@ -1,0 +1,252 @@
+"""`kvstore fsck`: what it finds, what it mends, and that it leaves alone what is well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.errors import ConfigError, Corrupt, FolderLocked
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.fsck import check
+from kvstore.storage.index import Index
+from kvstore.wire.record import parse_superblock
+from tests.storage.rig import TENANT, Rig, key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BOOT = "0" * 36
+
+
+@pytest.fixture
+def filled(real: Rig) -> Rig:
+    for number in range(200):
+        real.start_put(number, b"payload of %d" % number)
+        if number % 50 == 49:
+            real.settle()
+    real.append(1, range(150))
+    real.fork(2, 1, 130)
+    real.delete(199)
+    return real
+
+
+def poke(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as drive:
+        drive.seek(offset)
+        drive.write(data)
+
+
+def is_whole(rig: Rig) -> None:
+    rig.open()
+    assert not rig.store.statistics().rebuilt
+    assert all(rig.get(number)[1] == b"payload of %d" % number for number in range(199))
+    assert rig.get(199)[0].miss is not None
+    assert rig.session(1) == list(range(150))
+    assert rig.session(2) == list(range(130))
+
+
+def tamper(rig: Rig, change: Callable[[Index], object]) -> None:
+    """Change the index of a closed store behind its back."""
+    index = Index(rig.data / "index", 0)
+    change(index)
+    index.abandon()
+
+
+def test_a_clean_folder_has_nothing_wrong_and_is_not_written(filled: Rig) -> None:
+    filled.store.close()
+    before = (filled.data / "drive-0.kv").read_bytes()
+    report = check(filled.data, payloads=True, repair=True)
+    assert report.damage == []
+    assert not report.repaired
+    assert (report.counts["blocks"], report.counts["sessions"], report.counts["chunks"]) == (199, 2, 1)
+    assert (filled.data / "drive-0.kv").read_bytes() == before
+    assert not (filled.data / "index.fsck").exists()
+    is_whole(filled)
+
+
+def test_what_a_killed_process_left_is_no_damage(filled: Rig) -> None:
+    filled.kill()
+    assert check(filled.data, boot_id=BOOT).damage == []
+    is_whole(filled)
+
+
+def _delete(rig: Rig) -> None:
+    shutil.rmtree(rig.data / "index")
+
+
+def _cut(rig: Rig) -> None:
+    path = rig.data / "index" / "data.mdb"
+    os.truncate(path, path.stat().st_size // 2 // PAGE_BYTES * PAGE_BYTES)
+
+
+def _garbage(rig: Rig) -> None:
+    poke(rig.data / "index" / "data.mdb", 0, b"\xff" * 8192)
+
+
+@pytest.mark.parametrize("harm", [_delete, _cut, _garbage])
+def test_an_index_that_is_gone_or_broken_is_made_anew(filled: Rig, harm: Callable[[Rig], None]) -> None:
+    filled.store.close()
+    harm(filled)
+    assert check(filled.data).damage == ["index that cannot be believed"]
+    assert check(filled.data, repair=True).left == []
+    assert check(filled.data).damage == []
+    is_whole(filled)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> None:
+    shutil.copytree(filled.data / "index", filled.data / "yesterday")
+    filled.put(200, b"today")
+    if killed:
+        filled.kill()
+    else:
+        filled.store.close()
+    shutil.rmtree(filled.data / "index")
+    (filled.data / "yesterday").rename(filled.data / "index")
+    assert check(filled.data, boot_id=BOOT).damage == ["index that cannot be believed"]
+    assert check(filled.data, boot_id=BOOT, repair=True).repaired
+    is_whole(filled)
+    assert filled.get(200)[1] == b"today"
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("blocks missing in the index", lambda index: index.remove([(TENANT, key(5))])),
+        (
+            "blocks in the index and not on the drive",
+            lambda index: index.publish([((TENANT, key(999)), index.lookup([(TENANT, key(5))])[0])]),
+        ),
+        (
+            "blocks in the index with an older generation",
+            lambda index: index.publish(
+                [((TENANT, key(5)), index.lookup([(TENANT, key(5))])[0]._replace(generation=1))]
+            ),
+        ),
+        (
+            "blocks in the index with other fields",
+            lambda index: index.publish(
+                [((TENANT, key(5)), index.lookup([(TENANT, key(5))])[0]._replace(crc32c=1))]
+            ),
+        ),
+        (
+            "records that overlap in the index",
+            lambda index: index.publish(
+                [((TENANT, key(5)), index.lookup([(TENANT, key(6))])[0]._replace(generation=10**6))]
+            ),
+        ),
+        (
+            "generations in the index without their block",
+            lambda index: index.write(
+                lambda transaction: transaction.put(struct.pack(">Q", 10**6), bytes(60), db=index.generations)
+            ),
+        ),
+        (
+            "counts of references that are wrong",
+            lambda index: index.write(
+                lambda transaction: transaction.put(
+                    TENANT + key(140), struct.pack("<I", 7), db=index.references
+                )
+            ),
+        ),
+        (
+            "sessions that the index has otherwise",
+            lambda index: index.write(
+                lambda transaction: transaction.delete(
+                    TENANT + b"a-user-of-tests!" + (2).to_bytes(16, "little"), db=index.sessions
+                )
+            ),
+        ),
+    ],
+)
+def test_an_index_that_says_something_else_than_the_drive_is_found_and_mended(
+    filled: Rig, what: str, change: Callable[[Index], object]
+) -> None:
+    filled.store.close()
+    tamper(filled, change)
+    assert what in check(filled.data).damage
+    assert check(filled.data, repair=True).left == []
+    assert check(filled.data).damage == []
+    is_whole(filled)
+
+
+def test_a_damaged_payload_is_found_when_asked_for_and_not_mended(filled: Rig) -> None:
+    offset, _ = filled.record_at(7)
+    filled.store.close()
+    poke(filled.data / "drive-0.kv", offset + HEADER_BYTES, b"X")
+    assert check(filled.data).damage == []
+    report = check(filled.data, payloads=True, repair=True)
+    assert report.left == ["payloads that fail their CRC"]
+    assert report.examples[report.left[0]] == key(7).hex()
+    assert not report.repaired
+
+
+def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(filled: Rig) -> None:
+    filled.kill()
+    filled.open()  # this makes a roll
+    filled.store.close()
+    drive = filled.data / "drive-0.kv"
+    superblock = parse_superblock(drive.read_bytes()[:PAGE_BYTES])
+    assert hasattr(superblock, "roll_copy")
+    poke(drive, PAGE_BYTES, b"garbage")
+    poke(drive, (2 + superblock.roll_copy) * PAGE_BYTES, b"garbage")
+    report = check(filled.data, repair=True)
+    assert report.damage[:2] == [
+        "copies of the superblock that are damaged",
+        "damaged roll: deleted blocks may come back",
+    ]
+    assert check(filled.data).damage == []
+    is_whole(filled)
+
+
+def test_a_repair_that_is_cut_short_leaves_an_index_that_is_built_anew(
+    filled: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled.store.close()
+    tamper(filled, lambda index: index.remove([(TENANT, key(5))]))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Index, "close_clean", die)
+        with pytest.raises(KeyboardInterrupt):
+            check(filled.data, repair=True)
+    filled.open()
+    assert filled.store.statistics().rebuilt
+    assert filled.get(5)[1] == b"payload of 5"
+
+
+def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
+    filled: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled.store.close()
+    assert main(["fsck", str(filled.data)]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+    shutil.rmtree(filled.data / "index")
+    assert main(["fsck", str(filled.data)]) == 2
+    assert "index that cannot be believed" in capsys.readouterr().out
+    assert main(["fsck", str(filled.data), "--repair"]) == 0
+    assert "repaired" in capsys.readouterr().out
+    assert main(["fsck", str(filled.data)]) == 0
+    assert main(["fsck", str(filled.data / "none")]) == 1
+
+
+def test_a_folder_that_cannot_be_checked_is_an_error(filled: Rig, tmp_path: Path) -> None:
+    with pytest.raises(FolderLocked):
+        check(filled.data)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no drive"):
+        check(tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+    filled.store.close()
+    for copy in (0, PAGE_BYTES):
+        poke(filled.data / "drive-0.kv", copy, b"garbage")
+    with pytest.raises(Corrupt):
+        check(filled.data)

@@ -1,0 +1,272 @@
+"""Sessions: what they name, what they share, what counts them, and what is left of them after a crash."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.durability import Durability
+from kvstore.errors import NoSpace, StorageError
+from kvstore.limits import PAGE_BYTES, SESSION_BLOCKS_MAX, SESSION_CHUNK_BLOCKS, UNSYNCED_FREES_MAX
+from kvstore.storage.fsck import check
+from kvstore.storage.items import SessionItem, SessionStep
+from kvstore.storage.manifests import SessionName
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import TENANT, USER, Rig, key, name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLOCKS = 300
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[Rig]:
+    """A store with 300 blocks."""
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    for number in range(BLOCKS):
+        rig.start_put(number, b"x%d" % number)
+        if number % 50 == 49:
+            rig.settle()
+    yield rig
+    rig.store.close()
+
+
+def references(rig: Rig, *numbers: int) -> list[int]:
+    return rig.store.manifests.references((TENANT, key(number)) for number in numbers)
+
+
+def chunks(rig: Rig) -> list[int]:
+    return [count for *_, count in rig.store.manifests.all_chunks()]
+
+
+def is_sound(rig: Rig) -> None:
+    """Reopened from its index and from its drive alone, the store says the same, and a check finds nothing."""
+    before = list(rig.store.manifests.all())
+    for scanned in (False, True):
+        rig.store.close()
+        assert rig.disk is not None
+        rig.disk = FakeDisk(rig.disk.pages)
+        disk = FakeDisk(rig.disk.pages)
+        assert check(rig.data, disk_factory=lambda _data, _capacity: disk, boot_id=rig.boot_id).damage == []  # noqa: B023
+        if scanned:
+            shutil.rmtree(rig.data / "index")
+        rig.open()
+        assert rig.store.statistics().rebuilt is scanned
+        assert list(rig.store.manifests.all()) == before
+
+
+@pytest.mark.parametrize("batch", [1, 7, 125, 126, 127, 300])
+def test_what_is_appended_is_named_in_order(filled: Rig, batch: int) -> None:
+    for first in range(0, BLOCKS, batch):
+        done = filled.append(1, range(first, min(first + batch, BLOCKS)))
+        assert (done.error, done.blocks) == (None, min(first + batch, BLOCKS))
+    assert filled.session(1) == list(range(BLOCKS))
+    assert filled.store.manifests.keys(SessionName(TENANT, USER, name(1)), 290, 292) == [key(290), key(291)]
+    assert len(chunks(filled)) == BLOCKS // SESSION_CHUNK_BLOCKS
+    is_sound(filled)
+
+
+def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(filled: Rig) -> None:
+    tags = [filled.start_step(1, SessionStep.APPEND, keys=[number]) for number in range(20)]
+    other = filled.start_step(2, SessionStep.APPEND, keys=[5])
+    filled.settle()
+    assert filled.session(1) == list(range(20))
+    assert [tag for tag in filled.reported if tag in tags] == tags
+    assert filled.reported.index(other) < filled.reported.index(tags[-1])
+
+
+def test_a_block_that_is_not_stored_is_not_named(filled: Rig) -> None:
+    filled.append(1, [1, 2])
+    assert isinstance(filled.append(1, [3, BLOCKS]).error, StorageError)
+    assert filled.session(1) == [1, 2]
+    assert filled.append(1, [3]).blocks == 3
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 125, 126, 127, 252, 299, 300])
+def test_a_truncated_session_names_its_first_blocks(filled: Rig, blocks: int) -> None:
+    filled.append(1, range(BLOCKS))
+    done = filled.truncate(1, blocks)
+    assert done.blocks == blocks
+    assert {key_ for _, key_ in done.unreferenced} == {key(number) for number in range(blocks, BLOCKS)}
+    assert filled.session(1) == list(range(blocks))
+    assert references(filled, *range(BLOCKS)) == [1] * blocks + [0] * (BLOCKS - blocks)
+    is_sound(filled)
+    assert filled.append(1, range(blocks, BLOCKS)).blocks == BLOCKS
+    assert filled.session(1) == list(range(BLOCKS))
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 126, 200, 300])
+def test_a_fork_shares_chunks_and_goes_its_own_way(filled: Rig, blocks: int) -> None:
+    filled.append(1, range(BLOCKS))
+    assert filled.fork(2, 1, blocks).blocks == blocks
+    whole = blocks // SESSION_CHUNK_BLOCKS
+    assert sorted(chunks(filled)) == [1] * (2 - whole) + [2] * whole
+    assert references(filled, 0) == [1 if whole or blocks == 0 else 2], "a shared chunk names a block once"
+    filled.append(2, [7, 8])
+    assert filled.session(1) == list(range(BLOCKS))
+    assert filled.session(2) == [*range(blocks), 7, 8]
+    is_sound(filled)
+    filled.remove(1)
+    assert filled.session(2) == [*range(blocks), 7, 8]
+    is_sound(filled)
+
+
+def test_a_removal_deletes_only_blocks_that_no_other_session_names(filled: Rig) -> None:
+    filled.append(1, range(200))
+    filled.fork(2, 1, 130)
+    filled.append(3, [199])
+    done = filled.remove(1, delete_blocks=True)
+    assert {key_ for _, key_ in done.unreferenced} == {key(number) for number in range(130, 199)}
+    assert [number for number in range(BLOCKS) if filled.get(number)[0].miss] == list(range(130, 199))
+    assert filled.session(1) is None
+    is_sound(filled)
+    last = filled.remove(2).unreferenced
+    assert {key_ for _, key_ in last} == {key(number) for number in range(130)}
+    assert filled.get(0)[0].miss is None, "it was not asked to delete them"
+    assert filled.remove(2).error is None, "what is gone is gone"
+
+
+def test_equal_chunks_of_two_sessions_are_one_and_of_two_tenants_are_two(filled: Rig) -> None:
+    filled.append(1, range(130))
+    filled.append(2, range(130))
+    assert chunks(filled) == [2]
+    is_sound(filled)
+    assert filled.fork(3, 1, 130).error is None
+    assert chunks(filled) == [3]
+    other = SessionItem(
+        SessionName(b"somebody--else!!", USER, name(1)),
+        SessionStep.FORK,
+        Durability.WRITTEN,
+        10**6,
+        blocks=5,
+        source=SessionName(TENANT, USER, name(1)),
+    )
+    filled.store.change_sessions([other], filled._sessions_done)
+    filled.settle()
+    assert filled.session_done[10**6].error is not None, "a tenant has no part in another's sessions"
+
+
+def test_a_users_sessions_are_listed_in_pages(filled: Rig) -> None:
+    for number in range(1, 8):
+        filled.append(number, range(number))
+    manifests = filled.store.manifests
+    assert manifests.of_user(TENANT, b"somebody--else!!") == []
+    listed = manifests.of_user(TENANT, USER, limit=4)
+    listed += manifests.of_user(TENANT, USER, listed[-1][0], limit=4)
+    assert sorted(listed) == sorted((name(number), number) for number in range(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("step", "more"),
+    [
+        (SessionStep.TRUNCATE, {"blocks": 3}),
+        (SessionStep.TRUNCATE, {"blocks": -1}),
+        (SessionStep.FORK, {"source": 9}),
+        (SessionStep.FORK, {"source": 1, "blocks": 3}),
+        (SessionStep.FORK, {"blocks": 1}),
+    ],
+)
+def test_a_step_that_cannot_be_is_an_error_and_changes_nothing(
+    filled: Rig, step: SessionStep, more: dict[str, int]
+) -> None:
+    filled.append(1, [1, 2])
+    filled.append(2, [1, 2])
+    tag = filled.start_step(1, step, **more)  # type: ignore[arg-type]
+    filled.settle()
+    assert filled.session_done[tag].error is not None
+    assert filled.session(1) == [1, 2]
+
+
+def test_a_fork_onto_a_session_is_refused(filled: Rig) -> None:
+    filled.append(1, [1, 2])
+    filled.append(2, [3])
+    assert filled.fork(2, 1, 1).error is not None
+    assert filled.session(2) == [3]
+
+
+def test_a_session_has_a_bound(filled: Rig) -> None:
+    for _ in range(SESSION_BLOCKS_MAX // 1000):
+        filled.append(1, [number % BLOCKS for number in range(1000)])
+    assert filled.append(1, [number % BLOCKS for number in range(1000)]).error is not None
+    rest = SESSION_BLOCKS_MAX % 1000
+    assert filled.append(1, range(rest)).blocks == SESSION_BLOCKS_MAX
+    assert filled.append(1, [1]).error is not None
+    is_sound(filled)
+
+
+def test_what_a_manifest_replaces_is_wiped_only_when_the_new_one_is_synced(filled: Rig) -> None:
+    filled.append(1, [1], Durability.SYNCED)
+    syncs = filled.store.statistics().syncs
+    filled.append(1, [2], Durability.WRITTEN)
+    assert filled.disk is not None
+    assert filled.store.statistics().syncs == syncs
+    filled.kill()
+    filled.disk = FakeDisk(filled.disk.durable)  # the drive keeps nothing that it did not have to
+    filled.boot_id = "1" * 36
+    filled.open()
+    assert filled.session(1) == [1]
+
+
+def test_manifests_that_wait_for_a_sync_are_bounded(filled: Rig) -> None:
+    syncs = filled.store.statistics().syncs
+    for number in range(UNSYNCED_FREES_MAX + 5):
+        filled.append(1, [number])
+    filled.settle()
+    assert filled.store.statistics().syncs == syncs + 1
+
+
+def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: Rig) -> None:
+    for number in range(5):
+        filled.append(1, [number])
+    filled.remove(1)
+    assert filled.disk is not None
+    filled.kill()
+    filled.disk = filled.disk.after_kill(1)
+    shutil.rmtree(filled.data / "index")
+    filled.open()
+    assert filled.session(1) is None
+
+
+def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: Rig) -> None:
+    filled.append(1, range(100), Durability.SYNCED)
+    filled.append(1, range(100, 140))
+    assert filled.disk is not None
+    [(_, _, chunk, _)] = filled.store.manifests.all_chunks()
+    filled.disk.flip(chunk.offset + PAGE_BYTES, 0)
+    filled.kill()
+    filled.disk = filled.disk.after_kill(1)
+    shutil.rmtree(filled.data / "index")
+    filled.open()
+    assert filled.session(1) == list(range(100))
+
+
+@pytest.mark.parametrize("write", [0, 1])
+def test_a_step_whose_write_fails_is_an_error_and_the_session_stays(filled: Rig, write: int) -> None:
+    filled.append(1, range(100), Durability.SYNCED)
+    assert filled.disk is not None
+    filled.disk.faults = {filled.disk.operations + write: -errno.EIO}
+    assert filled.append(1, range(100, 140)).error is not None
+    assert filled.session(1) == list(range(100))
+
+
+@pytest.mark.parametrize("left_pages", [0, 1, 2, 3])
+def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: Rig, left_pages: int) -> None:
+    filled.append(1, range(100), Durability.SYNCED)
+    extents = filled.store._extents
+    taken = extents.allocate(extents.free_pages - left_pages)
+    assert taken is not None
+    assert isinstance(filled.append(1, range(100, 140)).error, NoSpace)
+    assert filled.store.statistics().free_bytes == left_pages * PAGE_BYTES
+    assert filled.session(1) == list(range(100))
+
+
+def test_a_block_that_is_stored_is_stored_once(filled: Rig) -> None:
+    free = filled.store.statistics().free_bytes
+    assert filled.put(5, b"x5").error is None
+    assert filled.store.statistics().free_bytes == free
