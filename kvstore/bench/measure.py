@@ -6,7 +6,8 @@ was written is removed.
 
 `memory` is a copy by the CPU; `link` is armed puts into another process, from the flag's store to the last
 acknowledgement; `drive` is io_uring over a filled file; `node` and `path` are puts to a running node and gets from it,
-at some sizes and at others, so that what is fitted at the first can be held against the second.
+at some sizes and at others, so that what is fitted at the first can be held against the second; both have the bare link
+and drive measured in turns with them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ _LINK_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))  # to 16 MiB
 _DRIVE_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))
 _DRIVE_DEPTHS = (1, 8, 32)
 _DRIVE_BYTES = 256 * _MIB
-_NODE_SIZES = (4 * _KIB, 64 * _KIB, 1 * _MIB)
+_BESIDE_BYTES = 64 * _MIB
+_BESIDE_DEPTHS = (1, 8)
+_NODE_SIZES = (4 * _KIB, 64 * _KIB, 1 * _MIB, 8 * _MIB)  # around all sizes of the path
 _PATH_SIZES = (32 * _KIB, 128 * _KIB, 512 * _KIB, 2 * _MIB, 4 * _MIB)
 
 
@@ -135,47 +138,54 @@ def _drive(folder: Path, say: Say) -> Iterator[Sample]:
         for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
             for size_bytes in _DRIVE_SIZES:
                 for depth in _DRIVE_DEPTHS:
-
-                    def one(kind: DiskOpKind = kind, size_bytes: int = size_bytes, depth: int = depth) -> int:
-                        return drive.operation_ns(kind, size_bytes, depth)
-
-                    jobs.add("drive", kind.name.lower(), size_bytes, depth, one)
+                    operation = partial(drive.operation_ns, kind, size_bytes, depth)
+                    jobs.add("drive", kind.name.lower(), size_bytes, depth, operation)
         yield from jobs.run(say)
 
 
-def _blocks(part: str, folder: Path, size_bytes: int, counts: tuple[int, ...], say: Say) -> Iterator[Sample]:
-    """Put, then get what was put; of both, the time from the beginning to the last."""
+def _blocks(part: str, folder: Path, size_bytes: int, say: Say) -> Iterator[Sample]:
+    """Put, then get what was put, one block and many; in turns with them, the bare link and drive beside."""
     jobs = _Jobs()
     home = folder / f"{part}-{size_bytes}"
     home.mkdir()
+    many = _many(size_bytes)
     with (
         NodeProcess(home / "node", capacity=_CAPACITY) as node,
-        Client(node.target, slots=counts[-1], block_bytes_max=size_bytes) as client,
+        Client(node.target, slots=many, block_bytes_max=size_bytes) as client,
         FlagWords.create(1) as flags,
-        PathBlocks(client, flags, size_bytes, counts[-1]) as path,
+        PathBlocks(client, flags, size_bytes, many) as path,
+        BareFabric(client.fabric.provider, size_bytes, 1) as single,
+        BareFabric(client.fabric.provider, size_bytes, many) as train,
+        BareDrive(home, _BESIDE_BYTES) as drive,
     ):
-        for count in counts:
+        for count, bare in ((1, single), (many, train)):
+            repeats = _SINGLES if count == 1 else 1
             written: list[int] = []
 
-            def put(count: int = count, written: list[int] = written) -> int:
-                times = [path.put(count) for _ in range(_SINGLES if count == 1 else 1)]
+            def put(count: int = count, repeats: int = repeats, written: list[int] = written) -> int:
+                times = [path.put(count) for _ in range(repeats)]
                 written.append(int(statistics.median(one.written_ns for one in times)))
                 return int(statistics.median(one.landed_ns for one in times))
 
             jobs.add(part, "landed", size_bytes, count, put)
             jobs.add(part, "written", size_bytes, count, written.pop)
             jobs.add(part, "get", size_bytes, count, path.get_ns)
+            jobs.add(part, "bare link", size_bytes, count, _often(bare.nanoseconds, repeats))
+        for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
+            for depth in _BESIDE_DEPTHS:
+                operation = partial(drive.operation_ns, kind, size_bytes, depth)
+                jobs.add(part, f"bare {kind.name.lower()}", size_bytes, depth, operation)
         yield from jobs.run(say)
 
 
 def _node(folder: Path, say: Say) -> Iterator[Sample]:
     for size_bytes in _NODE_SIZES:
-        yield from _blocks("node", folder, size_bytes, (1, _many(size_bytes)), say)
+        yield from _blocks("node", folder, size_bytes, say)
 
 
 def _path(folder: Path, say: Say) -> Iterator[Sample]:
     for size_bytes in _PATH_SIZES:
-        yield from _blocks("path", folder, size_bytes, (1, _many(size_bytes)), say)
+        yield from _blocks("path", folder, size_bytes, say)
 
 
 PARTS = {"memory": _memory, "link": _link, "drive": _drive, "node": _node, "path": _path}

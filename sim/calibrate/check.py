@@ -1,4 +1,9 @@
-"""Holds what a profile predicts against what was measured through a running node, at sizes it was not fitted at."""
+"""Holds what a profile predicts against what was measured through a running node, at sizes it was not fitted at.
+
+A shared machine is twice as fast in one minute as in the next. So the bare link and drive are measured in turns with
+the path, the profile is taken at the speed that they show, and what remains is the model's error. The error
+without that is told as well.
+"""
 
 from __future__ import annotations
 

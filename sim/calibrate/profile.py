@@ -6,8 +6,9 @@ A name is part.what.count: `memory.copy.1`, `link.put.1` (one message alone), `l
 
 from __future__ import annotations
 
+import statistics
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from sim.calibrate.fit import Line, fit
@@ -15,7 +16,7 @@ from sim.presets import Fit, Preset, Stages
 from sim.units import OutOfRange, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from sim.calibrate.samples import Measured, Sample
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRIVE_DEPTH",
+    "Beside",
     "Profile",
     "base_s",
     "cluster_values",
@@ -30,6 +32,7 @@ __all__ = [
     "fit_profile",
     "measured_preset",
     "read_profile",
+    "together",
 ]
 
 DRIVE_DEPTH = 8  # about what the store keeps under way
@@ -58,16 +61,76 @@ class Profile:
                 return self.lines[name]
         return self.line(f"drive.{way}.{depth}")
 
+    def at(self, since: Mapping[str, float]) -> Profile:
+        """The same machine at another minute: the node's software is as much slower as the link, which is software."""
+        factors = {
+            name: since["drive"] if name.startswith("drive.") else since[f"link.{name.rpartition('.')[2]}"]
+            for name in self.lines
+            if not name.startswith("memory.")
+        }
+        lines = {name: line.times(factors.get(name, 1.0)) for name, line in self.lines.items()}
+        return replace(self, lines=lines)
 
-def base_s(profile: Profile, operation: str, count: str, size_bytes: int) -> float:
-    """What link and drive alone take: one after the other for a single block, side by side in a train."""
-    link_s = profile.line(f"link.put.{count}").seconds(size_bytes)
+
+def together(operation: str, count: str, link_s: float, drive_s: Callable[[str, int], float]) -> float:
+    """What link and drive make of an operation: one after the other for a block alone, side by side in a train."""
     if operation == "landed":
         return link_s
     way = "write" if operation == "written" else "read"
     if count == TRAIN:
-        return max(link_s, profile.drive(way, DRIVE_DEPTH).seconds(size_bytes) / DRIVE_DEPTH)
-    return link_s + profile.drive(way, 1).seconds(size_bytes)
+        return max(link_s, drive_s(way, DRIVE_DEPTH) / DRIVE_DEPTH)
+    return link_s + drive_s(way, 1)
+
+
+def base_s(profile: Profile, operation: str, count: str, size_bytes: int) -> float:
+    """What link and drive alone take, by the profile."""
+    link_s = profile.line(f"link.put.{count}").seconds(size_bytes)
+    return together(
+        operation, count, link_s, lambda way, depth: profile.drive(way, depth).seconds(size_bytes)
+    )
+
+
+class Beside:
+    """The bare link and drive, as they were measured in turns with the product."""
+
+    def __init__(self, measured: Measured, part: str) -> None:
+        self.link = {
+            (count, size): seconds
+            for count, points in _singles_and_trains(measured.of(part, "bare link")).items()
+            for size, seconds in points
+        }
+        self.drive = {
+            (way, one.count, one.size_bytes): one.seconds
+            for way in ("write", "read")
+            for one in measured.of(part, f"bare {way}")
+        }
+
+    def base_s(self, operation: str, count: str, size_bytes: int) -> float:
+        """What link and drive alone took."""
+        try:
+            link_s = self.link[count, size_bytes]
+            return together(operation, count, link_s, lambda way, depth: self.drive[way, depth, size_bytes])
+        except KeyError as error:
+            what = f"without what the bare link or drive took beside {error}"
+            raise OutOfRange(
+                "the measurements", what, "measurements", "of kvstore bench node or path"
+            ) from error
+
+    def since(self, profile: Profile) -> dict[str, float]:
+        """How many times longer link and drive took than the profile says; medians over the sizes."""
+        found = {
+            f"link.{kind}": [
+                seconds / profile.line(f"link.put.{kind}").seconds(size)
+                for (count, size), seconds in self.link.items()
+                if count == kind
+            ]
+            for kind in ("1", TRAIN)
+        }
+        found["drive"] = [
+            seconds / profile.drive(way, depth).seconds(size)
+            for (way, depth, size), seconds in self.drive.items()
+        ]
+        return {name: statistics.median(ratios) if ratios else 1.0 for name, ratios in found.items()}
 
 
 def _singles_and_trains(samples: list[Sample]) -> dict[str, list[tuple[int, float]]]:
@@ -95,10 +158,11 @@ def fit_profile(measured: Measured) -> Profile:
         points = [(one.size_bytes, one.seconds) for one in drive if (one.what, one.count) == (way, depth)]
         lines[f"drive.{way}.{depth}"] = fit(points)
     profile = Profile(lines, _trigger_s(measured), measured.machine)
+    beside = Beside(measured, "node")
     for operation in OPERATIONS:
         for count, points in _singles_and_trains(measured.of("node", operation)).items():
             if points:
-                bases = [base_s(profile, operation, count, size) for size, _ in points]
+                bases = [beside.base_s(operation, count, size) for size, _ in points]
                 lines[f"node.{operation}.{count}"] = fit(points, bases)
     return profile
 

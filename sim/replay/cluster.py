@@ -84,6 +84,15 @@ class Cluster:
         """All of them."""
         return self.nodes * self.drives_per_node
 
+    def engine_bytes_per_s(self, path: PathName) -> float:
+        """What the NICs and PCIe roots of an engine take, in one direction; and copies, where the CPU makes any."""
+        roots = max(1, self.gpus_per_engine // self.gpus_per_root)
+        nics = self.gpus_per_engine * self.link_bits_per_s / 8
+        if path != "cpu":
+            return min(nics, roots * self.pcie_bytes_per_s)
+        copies = roots * self.host_copy_threads * self.host_copy_bytes_per_s
+        return min(nics, roots * self.pcie_bytes_per_s / 2, copies)
+
     @property
     def gpus_usd_per_hour(self) -> float:
         """What computes."""

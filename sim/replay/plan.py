@@ -131,7 +131,7 @@ def make_plan(model: Model, cluster: Cluster, demand: Demand, path: PathName = "
 
     computed = turns_per_s * computed_tokens / tokens_per_s
     nic_bytes_per_s = cluster.link_bits_per_s / 8
-    engine_bytes_per_s = _engine_bytes_per_s(cluster, path)
+    engine_bytes_per_s = cluster.engine_bytes_per_s(path)
     engines = _most(
         "engines",
         {
@@ -201,18 +201,6 @@ def make_plan(model: Model, cluster: Cluster, demand: Demand, path: PathName = "
         prefill_s=prefill_s,
         recompute_s=all_tokens / tokens_per_s,
     )
-
-
-def _engine_bytes_per_s(cluster: Cluster, path: PathName) -> float:
-    """What an engine's NICs and PCIe roots take in, in one direction."""
-    roots = max(1, cluster.gpus_per_engine // cluster.gpus_per_root)
-    limits = [
-        cluster.gpus_per_engine * cluster.link_bits_per_s / 8,
-        roots * cluster.pcie_bytes_per_s / (2 if path == "cpu" else 1),
-    ]
-    if path == "cpu":
-        limits.append(roots * cluster.host_copy_threads * cluster.host_copy_bytes_per_s)
-    return min(limits)
 
 
 def _turns(demand: Demand, turns_per_s: float, seed: int) -> tuple[list[Request], list[tuple[int, ...]]]:

@@ -169,17 +169,11 @@ class _Run:
     def _idle_get_bytes_per_s(self) -> float:
         """What one get can reach at most when nothing else goes on: the narrowest of all that it is spread over."""
         cluster = self.cluster
-        roots = max(1, cluster.gpus_per_engine // cluster.gpus_per_root)
-        pcie = roots * cluster.pcie_bytes_per_s
-        limits = [
+        return min(
             cluster.drives * cluster.drive_read_bytes_per_s,
             cluster.nodes * cluster.links_per_node * cluster.link_bits_per_s / 8,
-            cluster.gpus_per_engine * cluster.link_bits_per_s / 8,
-            pcie,
-        ]
-        if self.path == "cpu":
-            limits += [pcie / 2, roots * cluster.host_copy_threads * cluster.host_copy_bytes_per_s]
-        return min(limits)
+            cluster.engine_bytes_per_s(self.path),
+        )
 
     def arrive(self, number: int, request: Request) -> None:
         engine = min(range(self.cluster.engines), key=self.free_s.__getitem__)

@@ -25,6 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BLOCKS_MAX", 8)
     monkeypatch.setattr(measure, "_CAPACITY", "64MiB")
     monkeypatch.setattr(measure, "_DRIVE_BYTES", 4096 * KIB)
+    monkeypatch.setattr(measure, "_BESIDE_BYTES", 4096 * KIB)
     monkeypatch.setattr(bare, "_OPERATION_BYTES", 1024 * KIB)
     monkeypatch.setattr(measure, "_MEMORY_SIZES", (64 * KIB, 256 * KIB))
     monkeypatch.setattr(measure, "_LINK_SIZES", (4 * KIB, 64 * KIB))
@@ -47,7 +48,7 @@ def test_every_part_gives_its_points_and_they_can_be_fitted(
         *(
             (part, what, n)
             for part in ("node", "path")
-            for what in ("landed", "written", "get")
+            for what in ("landed", "written", "get", "bare link", "bare write", "bare read")
             for n in (1, 8)
         ),
     }

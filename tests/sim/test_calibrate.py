@@ -17,6 +17,7 @@ from sim.calibrate import fio
 from sim.calibrate.check import ERROR_MEDIAN_MAX, compare, error_median, predict
 from sim.calibrate.fit import fit
 from sim.calibrate.profile import (
+    Beside,
     base_s,
     cluster_values,
     dump_profile,
@@ -61,6 +62,11 @@ def _machine(noise: float = 0.0, seed: int = 1) -> Measured:
         for m in sizes:
             link_1, link_n = 50e-6 + m / 3e9, 5e-6 + m / 2.5e9
             write, read = 30e-6 + m / 2e9, 20e-6 + m / 4e9
+            samples.append(_sample(part, "bare link", m, 1, about(link_1)))
+            samples.append(_sample(part, "bare link", m, 51, about(link_1 + 50 * link_n)))
+            for depth in (1, 8):
+                samples.append(_sample(part, "bare write", m, depth, about(depth * write)))
+                samples.append(_sample(part, "bare read", m, depth, about(depth * read)))
             for what, first, each in (
                 ("landed", link_1 + 100e-6, link_n + 20e-6 + m / 20e9),
                 ("written", link_1 + write + 200e-6, max(link_n, write) + 30e-6),
@@ -129,8 +135,38 @@ def test_a_true_model_is_within_its_noise_and_a_wrong_one_is_told() -> None:
     noisy = compare(fit_profile(_machine(noise=0.15, seed=1)), _machine(noise=0.15, seed=2))
     assert 0.01 < error_median(noisy) < ERROR_MEDIAN_MAX
     machine = _machine()
-    slower = [replace(one, seconds=2 * one.seconds) for one in machine.samples]
-    assert error_median(compare(fit_profile(machine), Measured({}, tuple(slower)))) == pytest.approx(0.5)
+    product = [
+        one if one.what.startswith("bare") else replace(one, seconds=2 * one.seconds)
+        for one in machine.samples
+    ]
+    slower = Measured({}, tuple(product))
+    since = Beside(slower, "path").since(fit_profile(machine))
+    assert error_median(compare(fit_profile(machine).at(since), slower)) == pytest.approx(0.5)
+
+
+def test_another_minutes_speed_is_not_the_models_error() -> None:
+    """A machine that has become three times as slow, drive and all, is predicted as well as before."""
+    profile = fit_profile(_machine())
+    slower = Measured({}, tuple(replace(one, seconds=3 * one.seconds) for one in _machine().samples))
+    since = Beside(slower, "path").since(profile)
+    assert since == {"link.1": pytest.approx(3), "link.train": pytest.approx(3), "drive": pytest.approx(3)}
+    assert error_median(compare(profile.at(since), slower)) < 1e-6
+    assert error_median(compare(profile, slower)) == pytest.approx(2 / 3)
+
+
+def test_only_the_drive_may_have_become_slower() -> None:
+    profile = fit_profile(_machine())
+    now = profile.at({"link.1": 1.0, "link.train": 1.0, "drive": 2.0})
+    assert now.line("drive.randread.8").seconds(4096) == 2 * profile.line("drive.randread.8").seconds(4096)
+    assert now.line("link.put.1") == profile.line("link.put.1")
+    assert now.line("memory.copy.1") == profile.line("memory.copy.1")
+
+
+def test_measurements_without_the_bare_link_beside_are_refused() -> None:
+    machine = _machine()
+    without = tuple(one for one in machine.samples if one.what != "bare link")
+    with pytest.raises(OutOfRange, match="without what the bare link or drive took beside"):
+        fit_profile(replace(machine, samples=without))
 
 
 def test_a_train_is_its_first_block_and_all_the_others() -> None:
@@ -253,6 +289,7 @@ def test_fit_and_check_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*check, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["ok"]
+    assert document["since"]["drive"] == pytest.approx(1.0, rel=0.2)
     assert len(document["points"]) == 18
     assert main(["curve", "--preset", "measured", "--profile", str(profile)]) == 0
     assert "fitted from a machine of 2 cores" in capsys.readouterr().out
