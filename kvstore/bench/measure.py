@@ -51,7 +51,7 @@ _DRIVE_DEPTHS = (1, 8, 32)
 _DRIVE_BYTES = 256 * _MIB
 _BESIDE_BYTES = 64 * _MIB
 _BESIDE_DEPTHS = (1, 8)
-_NODE_SIZES = (4 * _KIB, 64 * _KIB, 1 * _MIB, 8 * _MIB)  # around all sizes of the path
+_NODE_SIZES = (4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 8 * _MIB)  # around all sizes of the path
 _PATH_SIZES = (32 * _KIB, 128 * _KIB, 512 * _KIB, 2 * _MIB, 4 * _MIB)
 
 

@@ -1,8 +1,8 @@
 """Holds what a profile predicts against what was measured through a running node, at sizes it was not fitted at.
 
 A shared machine is twice as fast in one minute as in the next. So the bare link and drive are measured in turns with
-the path, the profile is taken at the speed that they show, and what remains is the model's error. The error
-without that is told as well.
+the path, and a prediction is what they took, put together as the model says, and what the profile says that the
+node adds. What the profile alone would have said, its own link and drive included, is told as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
-from sim.calibrate.profile import OPERATIONS, TRAIN, base_s
+from sim.calibrate.profile import OPERATIONS, TRAIN, Beside, base_s
 from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 from sim.units import OutOfRange
 
@@ -40,34 +40,37 @@ class Compared(NamedTuple):
         return self.predicted_s / self.measured_s - 1
 
 
-def predict(profile: Profile, operation: str, size_bytes: int, count: int) -> float:
+def predict(
+    profile: Profile, operation: str, size_bytes: int, blocks: int, beside: Beside | None = None
+) -> float:
     """Seconds until the last of so many blocks: the first alone, each other as one of a train."""
 
-    def one_s(kind: str) -> float:
-        return base_s(profile, operation, kind, size_bytes) + profile.line(
-            f"node.{operation}.{kind}"
-        ).seconds(size_bytes)
+    def one_s(count: str) -> float:
+        added_s = profile.line(f"node.{operation}.{count}").seconds(size_bytes)
+        if beside is None:
+            return base_s(profile, operation, count, size_bytes) + added_s
+        return beside.base_s(operation, count, size_bytes) + added_s
 
-    return one_s("1") + (count - 1) * (one_s(TRAIN) if count > 1 else 0.0)
+    return one_s("1") + ((blocks - 1) * one_s(TRAIN) if blocks > 1 else 0.0)
 
 
-def compare(profile: Profile, measured: Measured) -> list[Compared]:
-    """Every measured point of the path."""
+def compare(profile: Profile, measured: Measured, *, alone: bool = False) -> list[Compared]:
+    """Every measured point of the path; `alone` looks at nothing but the profile."""
+    beside = None if alone else Beside(measured, "path")
     found = [
         Compared(
             one.what,
             one.size_bytes,
             one.count,
-            predict(profile, one.what, one.size_bytes, one.count),
+            predict(profile, one.what, one.size_bytes, one.count, beside),
             one.seconds,
         )
         for one in measured.of("path")
         if one.what in OPERATIONS
     ]
     if not found:
-        raise OutOfRange(
-            "the measurements", "without any of the path", "measurements", "of kvstore bench path"
-        )
+        accepted = "of kvstore bench path"
+        raise OutOfRange("the measurements", "without any of the path", "measurements", accepted)
     return found
 
 

@@ -9,7 +9,7 @@ the smallest took, larger ones go at the largest one's rate.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ class Line:
     error_median: float  # share of the measured time
     error_max: float
     points: int
-
-    def times(self, factor: float) -> Line:
-        """The same line where everything takes so many times as long."""
-        return replace(self, latency_s=self.latency_s * factor, s_per_byte=self.s_per_byte * factor)
 
     def seconds(self, size_bytes: float) -> float:
         """How long a message takes."""

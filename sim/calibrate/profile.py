@@ -1,14 +1,15 @@
 """A machine's profile: every fit by name, in a TOML file; and what it says to `curve` and to `replay`.
 
 A name is part.what.count: `memory.copy.1`, `link.put.1` (one message alone), `link.put.train` (each of many),
-`drive.read.8` (one with eight under way), `node.landed.train` (what the node adds to its link and drive).
+`drive.read.8` (one with eight under way), `beside.link.1` (the bare link, measured in turns with the product),
+`node.landed.train` (what the node adds to its link and drive).
 """
 
 from __future__ import annotations
 
 import statistics
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from sim.calibrate.fit import Line, fit
@@ -61,16 +62,6 @@ class Profile:
                 return self.lines[name]
         return self.line(f"drive.{way}.{depth}")
 
-    def at(self, since: Mapping[str, float]) -> Profile:
-        """The same machine at another minute: the node's software is as much slower as the link, which is software."""
-        factors = {
-            name: since["drive"] if name.startswith("drive.") else since[f"link.{name.rpartition('.')[2]}"]
-            for name in self.lines
-            if not name.startswith("memory.")
-        }
-        lines = {name: line.times(factors.get(name, 1.0)) for name, line in self.lines.items()}
-        return replace(self, lines=lines)
-
 
 def together(operation: str, count: str, link_s: float, drive_s: Callable[[str, int], float]) -> float:
     """What link and drive make of an operation: one after the other for a block alone, side by side in a train."""
@@ -83,10 +74,10 @@ def together(operation: str, count: str, link_s: float, drive_s: Callable[[str, 
 
 
 def base_s(profile: Profile, operation: str, count: str, size_bytes: int) -> float:
-    """What link and drive alone take, by the profile."""
-    link_s = profile.line(f"link.put.{count}").seconds(size_bytes)
+    """What the bare link and drive take beside a running node, by the profile."""
+    link_s = profile.line(f"beside.link.{count}").seconds(size_bytes)
     return together(
-        operation, count, link_s, lambda way, depth: profile.drive(way, depth).seconds(size_bytes)
+        operation, count, link_s, lambda way, depth: profile.line(f"beside.{way}.{depth}").seconds(size_bytes)
     )
 
 
@@ -94,43 +85,36 @@ class Beside:
     """The bare link and drive, as they were measured in turns with the product."""
 
     def __init__(self, measured: Measured, part: str) -> None:
-        self.link = {
-            (count, size): seconds
-            for count, points in _singles_and_trains(measured.of(part, "bare link")).items()
-            for size, seconds in points
-        }
-        self.drive = {
-            (way, one.count, one.size_bytes): one.seconds
-            for way in ("write", "read")
-            for one in measured.of(part, f"bare {way}")
-        }
+        found = _singles_and_trains(measured.of(part, "bare link"))
+        self.points = {f"beside.link.{count}": dict(points) for count, points in found.items()}
+        for way in ("write", "read"):
+            for one in measured.of(part, f"bare {way}"):
+                self.points.setdefault(f"beside.{way}.{one.count}", {})[one.size_bytes] = one.seconds
+
+    def lines(self) -> dict[str, Line]:
+        """Each of them as a line."""
+        return {name: fit(sorted(points.items())) for name, points in self.points.items() if points}
 
     def base_s(self, operation: str, count: str, size_bytes: int) -> float:
         """What link and drive alone took."""
         try:
-            link_s = self.link[count, size_bytes]
-            return together(operation, count, link_s, lambda way, depth: self.drive[way, depth, size_bytes])
+            link_s = self.points[f"beside.link.{count}"][size_bytes]
+            return together(
+                operation, count, link_s, lambda way, depth: self.points[f"beside.{way}.{depth}"][size_bytes]
+            )
         except KeyError as error:
-            what = f"without what the bare link or drive took beside {error}"
+            what = f"without what the bare link or drive took beside, {error}"
             raise OutOfRange(
                 "the measurements", what, "measurements", "of kvstore bench node or path"
             ) from error
 
     def since(self, profile: Profile) -> dict[str, float]:
-        """How many times longer link and drive took than the profile says; medians over the sizes."""
-        found = {
-            f"link.{kind}": [
-                seconds / profile.line(f"link.put.{kind}").seconds(size)
-                for (count, size), seconds in self.link.items()
-                if count == kind
-            ]
-            for kind in ("1", TRAIN)
-        }
-        found["drive"] = [
-            seconds / profile.drive(way, depth).seconds(size)
-            for (way, depth, size), seconds in self.drive.items()
-        ]
-        return {name: statistics.median(ratios) if ratios else 1.0 for name, ratios in found.items()}
+        """How many times longer link and drive took than beside what was fitted; medians over the sizes."""
+        ratios: dict[str, list[float]] = {"link.1": [], f"link.{TRAIN}": [], "drive": []}
+        for name, points in self.points.items():
+            where = name.removeprefix("beside.") if name.startswith("beside.link") else "drive"
+            ratios[where] += [seconds / profile.line(name).seconds(size) for size, seconds in points.items()]
+        return {name: statistics.median(found) if found else 1.0 for name, found in ratios.items()}
 
 
 def _singles_and_trains(samples: list[Sample]) -> dict[str, list[tuple[int, float]]]:
@@ -159,6 +143,7 @@ def fit_profile(measured: Measured) -> Profile:
         lines[f"drive.{way}.{depth}"] = fit(points)
     profile = Profile(lines, _trigger_s(measured), measured.machine)
     beside = Beside(measured, "node")
+    lines |= beside.lines()
     for operation in OPERATIONS:
         for count, points in _singles_and_trains(measured.of("node", operation)).items():
             if points:
