@@ -5,6 +5,7 @@
 #   DEMO_ARGS='...'            handed on to `kvstore demo`
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
+#   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -34,6 +35,7 @@ test: setup ## all tests
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
+	@TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
 
 .PHONY: sanitize

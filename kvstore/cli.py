@@ -16,18 +16,20 @@ __all__ = ["main"]
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from kvstore.config import NodeConfig, parse_listen, parse_size
+    from kvstore.config import NodeConfig, parse_drive, parse_listen, parse_size
     from kvstore.node.server import serve
 
     host, port = parse_listen(arguments.listen)
     return serve(
         NodeConfig(
             data=arguments.data,
-            drive=arguments.drive,
+            drives=tuple(map(parse_drive, arguments.drive)),
+            without=tuple(arguments.without_drive),
             host=host,
             port=port,
             capacity_bytes=parse_size(arguments.capacity),
             hot_bytes=parse_size(arguments.hot),
+            eviction=arguments.eviction,
             provider=arguments.provider,
             tied=arguments.tied,
             tenants=arguments.tenants,
@@ -87,11 +89,33 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="run a storage node", description="Run a storage node.")
     serve.add_argument("--data", type=Path, required=True, help="the node's folder")
-    serve.add_argument("--drive", type=Path, help="a raw block device to keep the blocks on")
+    serve.add_argument(
+        "--drive",
+        action="append",
+        default=[],
+        metavar="PATH[:SIZE]",
+        help="a file, made with this size if it is not there, or a raw block device; again for each further one",
+    )
+    serve.add_argument(
+        "--without-drive",
+        action="append",
+        default=[],
+        type=int,
+        metavar="NUMBER",
+        help="go on without this drive of the folder; what is on it is forgotten when it comes back",
+    )
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
-    serve.add_argument("--capacity", default="1GiB", help="size of a new folder's drive file (%(default)s)")
+    serve.add_argument(
+        "--capacity", default="1GiB", help="size of a new folder's only drive, a file (%(default)s)"
+    )
     serve.add_argument(
         "--hot", default="256MiB", help="memory in which blocks that are read stay (%(default)s)"
+    )
+    serve.add_argument(
+        "--eviction",
+        metavar="POLICY",
+        default="lru",
+        help="which blocks go when room is needed: lru or s3fifo (%(default)s)",
     )
     serve.add_argument("--provider", help="libfabric provider; by default the best there is")
     serve.add_argument(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.errors import ConfigError
 from kvstore.limits import (
@@ -17,26 +18,33 @@ from kvstore.limits import (
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
 )
+from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["NodeConfig", "parse_listen", "parse_size", "show_size"]
+__all__ = ["DriveSpec", "NodeConfig", "parse_drive", "parse_listen", "parse_size", "show_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
+
+
+class DriveSpec(NamedTuple):
+    """A drive as a person names it: a file or a block device. The capacity is that of a file that has to be made."""
+
+    path: Path
+    capacity_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """What `kvstore serve` was asked to do."""
 
-    data: Path  # the folder with the index and, unless `drive` is given, the drive's file
-    drive: Path | None = None  # a raw block device
+    data: Path  # the folder with the indexes and, unless `drives` are given, the only drive's file
+    drives: tuple[DriveSpec, ...] = ()  # to be used beside those that the folder has
+    without: tuple[int, ...] = ()  # drives of the folder to be left out, by number
     host: str = "127.0.0.1"
     port: int = 7070  # 0: any free one
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
+    eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
     provider: str | None = None  # None: the best that libfabric offers
     tied: bool = False  # to standard input: the node stops when it ends
     tenants: Path | None = None  # who may call; None: anybody, and only from this machine
@@ -47,6 +55,7 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
+        check_policy_name(self.eviction)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("A certificate and its key come together: --tls-cert and --tls-key.")
         if self.tls_clients is not None and self.tls_certificate is None:
@@ -90,6 +99,14 @@ def parse_size(text: str) -> int:
     number, unit, binary = match.groups()
     step = 1024 if binary else 1000
     return int(float(number) * step ** " KMGTP".index(unit.upper() or " "))
+
+
+def parse_drive(text: str) -> DriveSpec:
+    """`PATH`, or `PATH:SIZE` for a file that is not there yet; a path may have colons of its own."""
+    path, _, size = text.rpartition(":")
+    if path and _SIZE.fullmatch(size.strip()):
+        return DriveSpec(Path(path), parse_size(size))
+    return DriveSpec(Path(text))
 
 
 def show_size(size_bytes: int) -> str:

@@ -15,7 +15,8 @@
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── ReadOnly           the drive failed and takes no more writes
     │   ├── WrongVersion       a data folder of another format version
-    │   └── FolderLocked       another node has this data folder open
+    │   ├── FolderLocked       another node has this data folder open
+    │   └── ForeignDrive       a drive of another store, or of another place in this one
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
@@ -51,6 +52,7 @@ __all__ = [
     "FabricStuck",
     "FabricUnavailable",
     "FolderLocked",
+    "ForeignDrive",
     "KvError",
     "LayoutError",
     "LeaseExpired",
@@ -132,3 +134,7 @@ class WrongVersion(StorageError):
 
 class FolderLocked(StorageError):
     """Another process has this data folder open."""
+
+
+class ForeignDrive(StorageError):
+    """The drive belongs to another store, or stands under another drive's number."""

@@ -16,6 +16,7 @@ __all__ = [
     "BREAKER_MS_MIN",
     "CLIENTS_MAX",
     "DELETES_QUEUED_MAX",
+    "DRIVES_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
     "DRIVE_CAPACITY_BYTES_MAX",
     "DRIVE_CAPACITY_BYTES_MIN",
@@ -23,10 +24,17 @@ __all__ = [
     "DRIVE_INFLIGHT_OPS_MIN",
     "DRIVE_INFLIGHT_READ_BYTES_MAX",
     "DRIVE_QUEUE_DEPTH",
+    "EVICTIONS_REMEMBERED",
+    "EVICTION_BATCH_BLOCKS",
+    "EVICTION_GHOSTS_MAX",
+    "EVICTION_STEPS_MAX",
+    "EVICTION_URGENT_BLOCKS",
     "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
+    "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
+    "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
@@ -39,9 +47,12 @@ __all__ = [
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
     "PAGE_BYTES",
+    "PREFIX_STEP_BLOCKS",
+    "PROTECTED_SESSIONS_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
+    "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
@@ -50,11 +61,14 @@ __all__ = [
     "SESSION_BYTES",
     "SESSION_CHUNKS_MAX",
     "SESSION_CHUNK_BLOCKS",
+    "SESSION_LINKS_MIN",
+    "SESSION_LINKS_PER_BLOCK",
     "SHARES",
     "SLOTS_PER_CLIENT_MAX",
     "STORE_QUEUED_MAX",
     "TENANTS_MAX",
     "TENANT_BYTES",
+    "TIMER_TICK_MS",
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
@@ -78,6 +92,8 @@ BATCH_BLOCKS_MAX = 1024  # blocks named in one call
 LAYERS_MAX = 4096  # of a model
 RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least
 
+PREFIX_STEP_BLOCKS = 128  # of a prefix that lies on several drives are looked up at a time
+
 SESSION_CHUNK_BLOCKS = (
     126  # keys in one chunk of a manifest: what fits into one page, of the drive and of LMDB
 )
@@ -95,6 +111,9 @@ LEASE_TIMEOUT_MS_MAX = 600_000
 LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
+DRIVES_MAX = 32  # of one store
+GENERATIONS_PER_DRIVE = (GENERATION_MAX + 1) // DRIVES_MAX  # so that no two drives give the same one
+
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
 DRIVE_CAPACITY_BYTES_MAX = 16 << 40  # its roll, a bit a page, is made in memory: 512 MiB
 DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
@@ -103,10 +122,8 @@ DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
 DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
-STORE_QUEUED_MAX = (
-    4 * BATCH_BLOCKS_MAX
-)  # puts, and as many gets, that the store has accepted and not answered
-DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that the store has accepted and not answered
+STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
+DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered
 SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not answered
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
@@ -118,6 +135,18 @@ TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more
+
+EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
+EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
+EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
+EVICTIONS_REMEMBERED = 16_384  # that can be explained later
+EVICTION_GHOSTS_MAX = 1 << 20  # names of evicted blocks that S3-FIFO knows again
+TIMER_TICK_MS = 100  # blocks expire at most this late
+ROOM_WAIT_MS_MAX = 2_000  # that a put waits for the end of guards, when all that could go has one
+GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
+PROTECTED_SESSIONS_MAX = 4096
+SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
+SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
@@ -133,9 +162,13 @@ assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
 assert BLOCK_BYTES_MAX + HEADER_BYTES <= HOT_BYTES_MIN <= HOT_BYTES_DEFAULT
 assert BLOCK_BYTES_MAX + HEADER_BYTES < 1 << 32  # lengths are 32-bit in the record and in libfabric's work
+assert DRIVES_MAX * GENERATIONS_PER_DRIVE == GENERATION_MAX + 1
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
+assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits
+assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a link share 64 bits
 assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX

@@ -14,14 +14,15 @@ __all__ = ["Miss", "MissReason"]
 class MissReason(enum.IntEnum):
     """Why a block was not served."""
 
-    UNKNOWN = 1  # never stored here, or forgotten by a rebuild
+    UNKNOWN = 1  # never stored here, deleted, or gone so long ago that nobody knows why
     CORRUPT = 2  # stored, but the bytes on the drive failed a check
     LAYOUT = 3  # stored under another layout fingerprint
-    EXPIRED = 4  # its time to live is over
+    EXPIRED = 4  # its time to live is over, or was not long ago
     LENGTH = 5  # stored with another length than the one asked for
     UNREADABLE = 6  # the drive answered with an error
     NODE_AWAY = 7  # the node did not answer in time; only a client says this
     BUSY = 8  # the node was at a bound and did not start
+    EVICTED = 9  # it had to go, for room; said of the last ones that did
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "triggered", "recompute"),
         help="may be repeated (default: all three, side by side)",
     )
-    parser.add_argument(
-        "--policy", default="lru", help="eviction: lru, or package.module:Class of the store's"
-    )
+    parser.add_argument("--policy", default="lru", help="eviction: lru, s3fifo, or package.module:Class")
     parser.add_argument(
         "--decode-put-tokens",
         type=int,

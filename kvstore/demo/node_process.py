@@ -27,7 +27,7 @@ _STOP_TIMEOUT_S = 20.0
 
 
 class NodeProcess:
-    """`kvstore serve` over a data folder, on loopback, with `more` flags if any."""
+    """`kvstore serve` over a data folder, on loopback, with other flags if any."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class NodeProcess:
         capacity: str = "1GiB",
         port: int = 0,
         provider: str | None = None,
-        more: Sequence[str] = (),
+        arguments: Sequence[str] = (),
     ) -> None:
+        """Start it; `arguments` are further ones of the command, and may be others at the next start."""
         self._command = [
             sys.executable,
             "-m",
@@ -51,7 +52,7 @@ class NodeProcess:
         ]
         if provider is not None:
             self._command += ["--provider", provider]
-        self._command += more
+        self.arguments = arguments
         self._log = data.parent / f"{data.name}.log"
         self._port = port
         self._process: subprocess.Popen[str] | None = None
@@ -76,7 +77,7 @@ class NodeProcess:
         """Start it, and wait until it takes calls."""
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [*self._command, "--listen", self.target],
+                [*self._command, *self.arguments, "--listen", self.target],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -127,6 +127,8 @@ class Fetches:
                 self._memory.shares.release(fetch.flow, fetch.size_bytes)
                 self._queued.put_back(fetch)
             if puts:
+                # The drive does not hear of these, and is to keep what is wanted.
+                self._store.used([self._under_way[put.tag].generation for put in puts])
                 arm(self._fabric, puts)
             if reads:
                 self._store.get(reads, self._read)

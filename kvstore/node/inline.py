@@ -145,6 +145,7 @@ class InlineBlocks:
             self._memory.pages.forget(piece)  # the drive's bytes may be right
             self._memory.pages.release(piece)
             return None
+        self._store.used([entry.generation])  # the drive does not hear of this, and is to keep what is wanted
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
         self._shares.hold(peer, piece.pages * PAGE_BYTES)
         return InlineRead(self._memory, piece, entry.length, done, lambda: self._release(peer, piece))

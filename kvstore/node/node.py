@@ -29,6 +29,7 @@ from kvstore.limits import (
     LEASE_TIMEOUT_MS_MAX,
     QUARANTINE_TIMEOUT_MS,
     SLOTS_PER_CLIENT_MAX,
+    TIMER_TICK_MS,
 )
 from kvstore.node.connection import Connection
 from kvstore.node.fetching import Fetches
@@ -80,9 +81,15 @@ class Node:
         self.fetches = Fetches(fabric, store, self.hot, self._tags, clock)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
+        self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    def _tick(self) -> None:
+        """Let the store do what only time brings about."""
+        self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
+        self.store.poll()
 
     # --- connections
 
@@ -198,13 +205,17 @@ class Node:
             return [False] * len(blocks)
         entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
         now_ms = self.clock.wall_ms()
-        return [
+        stored = [
             entry is not None
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms
             for entry, block in zip(entries, blocks, strict=True)
         ]
+        self.store.used(
+            [entry.generation for entry, there in zip(entries, stored, strict=True) if entry and there]
+        )
+        return stored
 
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> int:
         """Take leases back from a client that promises not to write; returns how many there were to take."""
@@ -302,5 +313,6 @@ class Node:
             self.detach(connection)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
+        self._timer.cancel()
         self._loop.remove_reader(self.fabric.fileno())
         self._loop.remove_reader(self.store.fileno())

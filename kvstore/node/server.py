@@ -23,7 +23,6 @@ from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
 from kvstore.node.tenants import Tenants
-from kvstore.storage.folder import use_device
 from kvstore.storage.store import Store
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.fabric import Fabric
@@ -101,6 +100,13 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     node.detach_all(lambda owner: not tenants.knows(owner.name))
 
 
+def _drives_shown(store: Store) -> str:
+    states = store.drive_states()
+    away = [str(state.number) for state in states if state.statistics is None]
+    shown = "1 drive" if len(states) == 1 else f"{len(states)} drives"
+    return f"{shown} without drive {' and '.join(away)}" if away else shown
+
+
 async def _serve(config: NodeConfig) -> None:
     clock = SystemClock()
     stop = asyncio.Event()
@@ -109,14 +115,15 @@ async def _serve(config: NodeConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     if config.tied:
         loop.add_reader(sys.stdin.fileno(), stop.set)
-    if config.drive is not None:
-        use_device(config.data, config.drive)
     with (
         Store.open(
             config.data,
             capacity_bytes=config.capacity_bytes,
             clock=clock,
+            drives=config.drives,
+            without=config.without,
             progress=_progress_shown_by(clock),
+            policy=config.eviction,
         ) as store,
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=config.host) as fabric,
@@ -134,12 +141,13 @@ async def _serve(config: NodeConfig) -> None:
         await server.start()
         statistics = store.statistics()
         log.info(
-            "node %s: %d blocks, %s free of %s%s, fabric %s",
+            "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
             store.name,
+            _drives_shown(store),
             statistics.blocks,
             show_size(statistics.free_bytes),
             show_size(statistics.capacity_bytes),
-            ", index rebuilt from the drive" if statistics.rebuilt else "",
+            ", an index rebuilt from its drive" if statistics.rebuilt else "",
             fabric.provider,
         )
         print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line

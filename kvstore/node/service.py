@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.node.gate import Gate
     from kvstore.node.landing import Lease
     from kvstore.node.node import Node
+    from kvstore.storage.items import DriveState
 
 __all__ = ["KvStoreService", "package_version"]
 
@@ -64,6 +65,20 @@ def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
         payload=connection.remote(connection.layout.payload(lease.slot)),
         flag=connection.remote(connection.layout.flag(lease.slot)),
         generation=lease.generation,
+    )
+
+
+def _drive_message(state: DriveState) -> pb.DriveStatus:
+    now = state.statistics
+    if now is None:
+        return pb.DriveStatus(number=state.number, failure=state.failure)
+    return pb.DriveStatus(
+        number=state.number,
+        blocks=now.blocks,
+        capacity_bytes=now.capacity_bytes,
+        free_bytes=now.free_bytes,
+        takes_puts=now.takes_puts,
+        failure=state.failure,
     )
 
 
@@ -223,6 +238,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 connections=len(self._node),
                 corrupt_found=store.quarantined,
                 index_rebuilt=store.rebuilt,
+                drives=map(_drive_message, self._node.store.drive_states()),
             )
         raise AssertionError
 

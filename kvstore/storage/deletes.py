@@ -1,4 +1,4 @@
-"""Deleting blocks by name, and dropping them by generation for an eviction.
+"""Deleting blocks by name.
 
 Always holds: what is being deleted is not found from the call on; a deletion is reported when no header of
 its name is left on the drive, and, if asked for, synced; a block whose put is under way is deleted after it.
@@ -11,14 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import ReadOnly, StorageError
+from kvstore.errors import StorageError
+from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import DeleteDone, DeleteItem, DeletesDone
 from kvstore.storage.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.storage.index import Entry, Index, Name
+    from kvstore.storage.index import Entry
+    from kvstore.storage.keeping import Keeping
     from kvstore.storage.puts import Puts
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
@@ -29,10 +31,10 @@ __all__ = ["Deletes"]
 class Deletes:
     """All deletions that have not been reported yet."""
 
-    def __init__(self, writes: Writes, wipes: Wipes, index: Index, puts: Puts) -> None:
+    def __init__(self, writes: Writes, wipes: Wipes, keeping: Keeping, puts: Puts) -> None:
         self._writes = writes
         self._wipes = wipes
-        self._index = index
+        self._keeping = keeping
         self._puts = puts
         self.outbox: Outbox[DeleteDone] = Outbox()
 
@@ -41,18 +43,6 @@ class Deletes:
         self.outbox.promised += len(items)
         self._delete([item for item in items if not self._is_deferred(item, done)], done)
 
-    def drop(self, names: Sequence[Name]) -> list[Entry | None]:
-        """Take blocks out of the index, then wipe and free them; give what they were."""
-        if self._writes.stopped is not None:
-            raise self._writes.stopped_again()
-        try:
-            gone = self._index.remove(names)
-        except StorageError as error:
-            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
-            raise
-        self._wipes.free((entry.offset, entry.length) for entry in gone if entry is not None)
-        return gone
-
     def _is_deferred(self, item: DeleteItem, done: DeletesDone) -> bool:
         return self._puts.after((item.tenant, item.key), lambda: self._delete([item], done))
 
@@ -60,7 +50,7 @@ class Deletes:
         if not items:
             return
         try:
-            gone = self.drop([(item.tenant, item.key) for item in items])
+            gone = self._keeping.drop([(item.tenant, item.key) for item in items], Reason.DELETED)
         except StorageError as error:
             self._report(items, [None] * len(items), done, error)
             return

@@ -10,6 +10,7 @@ It keeps nothing per live extent: those are in the index. Units are pages, not b
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.errors import Corrupt
@@ -72,6 +73,31 @@ class Extents:
     def free_extents(self) -> int:
         """In how many pieces they lie."""
         return len(self._by_start)
+
+    @property
+    def first_page(self) -> int:
+        """The page from which on extents lie."""
+        return self._first
+
+    @property
+    def until_page(self) -> int:
+        """The page behind them."""
+        return self._until
+
+    @property
+    def longest(self) -> int:
+        """Pages of the longest free extent: what can be allocated at once."""
+        return self._lengths[-1] if self._lengths else 0
+
+    def longest_starts(self, count: int) -> list[int]:
+        """Tell where the longest free extents begin, the longest first."""
+        return list(
+            islice((start for length in reversed(self._lengths) for start in self._by_length[length]), count)
+        )
+
+    def free_at(self, start: int) -> int:
+        """Tell how many pages the free extent that begins here has; 0 if there is none."""
+        return self._by_start.get(start, 0)
 
     def allocate(self, length: int) -> int | None:
         """Take the start of the smallest free extent that is long enough; None if there is none."""

@@ -1,13 +1,14 @@
-"""Checks a data folder that no node has open, and mends its index.
+"""Checks a data folder that no node has open, drive by drive, and mends the indexes.
 
-It builds a second index from the drive, as an opening would, and holds the folder's own against it, in the order
+Of each drive it builds a second index, as an opening would, and holds the folder's own against it, in the order
 of names, so that memory doesn't grow with the drive.
 
-Always holds: without `repair` nothing is written but that second index, which is removed; with it the drive gets a
+Always holds: without `repair` nothing is written but those second indexes, which are removed; with it a drive gets a
 new epoch and roll first, then the second index takes the place of the first, which a crash at any moment leaves
-either whole or to be built anew. Nothing on the drive but superblock and roll is ever written.
+either whole or to be built anew. Nothing on a drive but superblock and roll is ever written.
 
-It doesn't mend records: a payload that is bad stays so, and is a miss.
+It doesn't mend records: a payload that is bad stays so, and is a miss. It doesn't look into drives that were left out
+when the store was last open: all that is on them is voided when they come back.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
-from kvstore.storage.folder import DRIVE_NAME, INDEX_NAME, FolderLock, open_drive_in, sync_folder
+from kvstore.storage.bay import FolderBay
+from kvstore.storage.drive_set import count_drives, read_set
+from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
 from kvstore.storage.manifests import Manifests
+from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, rebuild
 from kvstore.storage.roll import Roll
-from kvstore.storage.superblock import read_superblock
 from kvstore.storage.volume import Volume
 from kvstore.wire.record import SUPERBLOCK_COPIES, Superblock, parse_superblock, record_bytes
 from nic_offload.checksum import crc32c
@@ -34,16 +37,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.storage.disk import Disk, DiskFactory, Progress
+    from kvstore.storage.bay import Bay
+    from kvstore.storage.disk import Disk, Progress
     from kvstore.storage.index import Entry, Name
 
 __all__ = ["Report", "check", "run"]
 
 T = TypeVar("T")
 N = TypeVar("N", bound="tuple[bytes, ...]")
-
-_SECOND_NAME: Final = "index.fsck"
-_FIRST_NAME: Final = "index.old"
 
 _DAMAGE: Final = {  # what is wrong, and whether a new index mends it
     "copies of the superblock that are damaged": True,
@@ -57,6 +58,7 @@ _DAMAGE: Final = {  # what is wrong, and whether a new index mends it
     "generations in the index without their block": True,
     "sessions that the index has otherwise": True,
     "counts of references that are wrong": True,
+    "drives that cannot be used": False,
     "payloads that fail their CRC": False,
     "payloads that cannot be read": False,
 }
@@ -66,6 +68,7 @@ _NOTES: Final = (
     "chunks",
     "records left by a killed process, to be voided",
     "blocks that a session names and that are gone",
+    "drives that were left out, to be voided",
 )
 
 
@@ -83,6 +86,13 @@ class Report:
         self.counts[what] += count
         if example:
             self.examples.setdefault(what, example)
+
+    def include(self, other: Report) -> None:
+        """Take in what was found on one drive."""
+        self.counts.update(other.counts)
+        for what, example in other.examples.items():
+            self.examples.setdefault(what, example)
+        self.repaired = self.repaired or other.repaired
 
     @property
     def damage(self) -> list[str]:
@@ -110,7 +120,7 @@ def run(data: Path, *, repair: bool, payloads: bool) -> int:
     verdict = "repaired" if report.repaired else "nothing is wrong"
     if report.left:
         mendable = any(_DAMAGE[what] for what in report.left)
-        verdict = "damaged; --repair mends the index" if mendable else "damaged; those blocks will be misses"
+        verdict = "damaged; --repair mends the index" if mendable else "damaged; what is lost will be misses"
     print("\n".join([*report.lines(), f"{data}: {verdict}"]))  # noqa: T201 - what the command is for
     return 2 if report.left else 0
 
@@ -120,43 +130,121 @@ def check(
     *,
     repair: bool = False,
     payloads: bool = False,
-    disk_factory: DiskFactory = open_drive_in,
+    bay: Bay | None = None,
     boot_id: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Check a folder; with `repair`, put an index made from the drive in the place of one that is wrong."""
+    """Check a folder; with `repair`, put indexes made from the drives in the place of those that are wrong."""
     if not data.is_dir():
         raise ConfigError(f"There is no data folder {data}.")
-    if disk_factory is open_drive_in and not (data / DRIVE_NAME).exists():
+    if bay is None and not FolderBay(data, None).linked():
         raise ConfigError(f"There is no drive in {data}.")
+    report = Report()
     with ExitStack() as last:
         lock = FolderLock(data)
         last.callback(lock.release)
-        disk = disk_factory(data, None)
-        last.callback(disk.close)
-        superblock = read_superblock(disk)
-        last.callback(shutil.rmtree, data / _SECOND_NAME, ignore_errors=True)
-        second = Index.empty(data / _SECOND_NAME, superblock.capacity_bytes)
-        last.callback(second.abandon)
-        highest = rebuild(disk, superblock, second, progress)
-        report = Report()
-        _check_drive(disk, superblock, report)
+        drives = [
+            _Checked(data, lock, number, disk, superblock, progress, last)
+            for number, disk, superblock in _usable(data, bay or FolderBay(data, None), report, last)
+        ]
         boot = boot_id or kernel_boot_id()
-        first = Index.trusted(data / INDEX_NAME, superblock, boot, lock.note, readonly=True)
-        if first is None:
-            report.add("index that cannot be believed")
-        else:
-            try:
-                _compare(first, second, superblock, report)
-            finally:
-                first.abandon()
-        _count(second, report)
-        if payloads:
-            _check_payloads(disk, second, report)
-        if repair and any(_DAMAGE[what] for what in report.damage):
-            _swap(data, Volume(disk, superblock), second, highest, boot)
-            report.repaired = True
+        for drive in drives:
+            drive.compare(boot)
+            drive.count([one.second for one in drives])
+            if payloads:
+                _check_payloads(drive.disk, drive.second, drive.report)
+        for drive in drives:
+            if repair and any(_DAMAGE[what] for what in drive.report.damage):
+                drive.swap(boot)
+            report.include(drive.report)
     return report
+
+
+def _usable(data: Path, bay: Bay, report: Report, last: ExitStack) -> list[tuple[int, Disk, Superblock]]:
+    """Give the drives that an opening would believe; report the others. If there is none, raise what is wrong."""
+    disks, found = find_drives(bay, last)
+    drive_set = read_set(data)
+    count = count_drives(found, drive_set)
+    usable = []
+    for number in range(count):
+        outcome = found.get(number, StorageError(f"The folder has no drive-{number}.kv."))
+        if isinstance(outcome, Superblock):
+            if drive_set is not None and outcome.set_number < drive_set.number:
+                report.add("drives that were left out, to be voided", f"drive {number}")
+            else:
+                usable.append((number, disks[number], outcome))
+            continue
+        error = outcome or Corrupt("It is blank: it was never formatted, or its formatting was cut short.")
+        if count == 1:
+            raise error
+        report.add("drives that cannot be used", f"drive {number}: {error}")
+    return usable
+
+
+class _Checked:
+    """One drive, and the index that was made from it."""
+
+    def __init__(
+        self,
+        data: Path,
+        lock: FolderLock,
+        number: int,
+        disk: Disk,
+        superblock: Superblock,
+        progress: Progress | None,
+        last: ExitStack,
+    ) -> None:
+        self.disk = disk
+        self.report = Report()
+        self._data = data
+        self._number = number
+        self._superblock = superblock
+        self._note = lock.place(number).note
+        self._first_path = index_path(data, number)
+        self._second_path = data / f"fsck-{number}"
+        last.callback(shutil.rmtree, self._second_path, ignore_errors=True)
+        self.second = Index.empty(self._second_path, superblock.capacity_bytes)
+        last.callback(self.second.abandon)
+        self._highest = rebuild(disk, superblock, self.second, progress)
+
+    def compare(self, boot_id: str) -> None:
+        """Hold the folder's index against the drive."""
+        _check_drive(self.disk, self._superblock, self.report)
+        first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
+        if first is None:
+            self.report.add("index that cannot be believed", f"index-{self._number}")
+            return
+        try:
+            _compare(first, self.second, self._superblock, self.report)
+        finally:
+            first.abandon()
+
+    def count(self, everywhere: list[Index]) -> None:
+        """Say how much there is; a block that a session names may be on any drive."""
+        manifests = Manifests(self.second)
+        self.report.add("blocks", count=len(self.second))
+        self.report.add("sessions", count=sum(1 for _ in manifests.all()))
+        self.report.add("chunks", count=sum(1 for _ in manifests.all_chunks()))
+        for name, _ in manifests.all_references():
+            if all(index.lookup([name])[0] is None for index in everywhere):
+                self.report.add("blocks that a session names and that are gone", name[1].hex())
+
+    def swap(self, boot_id: str) -> None:
+        """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
+        volume = Volume(self.disk, self._superblock)
+        live, _ = extents_around(self.second, self._superblock)
+        volume.skip_generations(self._highest)
+        volume.begin_epoch(live)
+        volume.end_epoch()
+        self.second.close_clean(volume.superblock, boot_id)
+        old = self._data / f"old-{self._number}"
+        shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self._first_path.rename(old)
+        self._second_path.rename(self._first_path)
+        sync_folder(self._data)
+        shutil.rmtree(old, ignore_errors=True)
+        self.report.repaired = True
 
 
 def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
@@ -236,16 +324,6 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     report.counts["counts of references that are wrong"] += len(wanted) + len(naming)
 
 
-def _count(index: Index, report: Report) -> None:
-    manifests = Manifests(index)
-    report.add("blocks", count=len(index))
-    report.add("sessions", count=sum(1 for _ in manifests.all()))
-    report.add("chunks", count=sum(1 for _ in manifests.all_chunks()))
-    for name, _ in manifests.all_references():
-        if index.lookup([name])[0] is None:
-            report.add("blocks that a session names and that are gone", name[1].hex())
-
-
 def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
     for (_, key), entry in index.entries():
         size = record_bytes(entry.length) - HEADER_BYTES
@@ -256,21 +334,6 @@ def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
             continue
         if crc32c(memoryview(payload)[: entry.length]) != entry.crc32c:
             report.add("payloads that fail their CRC", key.hex())
-
-
-def _swap(data: Path, volume: Volume, second: Index, highest: int, boot_id: str) -> None:
-    """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
-    live, _ = extents_around(second, volume.superblock)
-    volume.skip_generations(highest)
-    volume.begin_epoch(live)
-    volume.end_epoch()
-    second.close_clean(volume.superblock, boot_id)
-    shutil.rmtree(data / _FIRST_NAME, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        (data / INDEX_NAME).rename(data / _FIRST_NAME)
-    (data / _SECOND_NAME).rename(data / INDEX_NAME)
-    sync_folder(data)
-    shutil.rmtree(data / _FIRST_NAME, ignore_errors=True)
 
 
 def _joined(

@@ -2,7 +2,7 @@
 
 Always holds: a block is handed out only with a header that is exactly the one that the index and the
 request name, tag included; an extent is pinned from the look-up to the end of the read, so nothing new
-can be written there.
+can be written there, and the block has a guard for as long, so it is not evicted for room.
 
 It doesn't check payloads; see `GetDone` for whose duty that is.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.items import GetDone, GetItem, GetsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.wire.record import HEADER_USED_BYTES, Flaw, Header, Kind, record_bytes
@@ -26,19 +27,12 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Index
+    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
 
 
-__all__ = ["Gets", "Quarantine", "mismatch"]
-
-
-class Quarantine(Protocol):
-    """Who forgets a block that failed a check."""
-
-    def __call__(self, tenant: bytes, key: bytes, generation: int, *, wipe: bool) -> None:
-        """Forget it, if it still has this generation."""
-        ...
+__all__ = ["Gets", "mismatch"]
 
 
 class Gets:
@@ -50,16 +44,15 @@ class Gets:
         index: Index,
         extents: Extents,
         traffic: Traffic,
-        *,
+        keeping: Keeping,
         clock: Clock,
-        quarantine: Quarantine,
     ) -> None:
         self._codec = codec
         self._index = index
         self._extents = extents
         self._traffic = traffic
         self._clock = clock
-        self._quarantine = quarantine
+        self._keeping = keeping
         self.outbox: Outbox[GetDone] = Outbox()
 
     def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
@@ -67,14 +60,17 @@ class Gets:
         now_ms = self._clock.wall_ms()
         stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        reading = []
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
-                self._miss(item, done, MissReason.UNKNOWN)
+                self.outbox.add(done, GetDone(item.tag, self._keeping.miss((item.tenant, item.key))))
             elif (miss := mismatch(item, entry, now_ms)) is not None:
                 self._miss(item, done, *miss)
             else:
                 self._extents.pin(entry.offset // PAGE_BYTES)
                 self._traffic.add(_Read(self, item, done, entry))
+                reading.append(entry.generation)
+        self._keeping.guard(reading, Guard.PIN)
 
     def refuse(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Report gets that there is no room for."""
@@ -86,6 +82,7 @@ class Gets:
         """Take the result of a read."""
         item, entry = read.item, read.entry
         self._extents.unpin(entry.offset // PAGE_BYTES)
+        self._keeping.unguard([entry.generation], Guard.PIN)
         if result < 0:
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
             return
@@ -95,7 +92,8 @@ class Gets:
             self.outbox.add(read.done, hit)
         else:
             # Another record's good header is not ours to wipe.
-            self._quarantine(item.tenant, item.key, entry.generation, wipe=isinstance(found, Flaw))
+            name = (item.tenant, item.key)
+            self._keeping.quarantine(name, entry.generation, wipe=isinstance(found, Flaw))
             self._miss(item, read.done, MissReason.CORRUPT, "the header on the drive is not this block's")
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:

@@ -1,6 +1,6 @@
 """The index: (tenant, key) -> where the block lies, and generation -> which block, in LMDB. A cache of the drive.
 
-It is trusted at opening only if it says the same store and the same epoch as the superblock, and was
+It is trusted at opening only if it says the same drive and the same epoch as the superblock, and was
 either closed cleanly or written under this very boot of the kernel, whose page cache survives a killed
 process, with every commit that the folder's lock file has noted. Otherwise it is thrown away and built anew.
 
@@ -24,10 +24,13 @@ import os
 import shutil
 import struct
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import lmdb
+import numpy as np
+from numpy.lib.recfunctions import repack_fields
 
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
@@ -37,7 +40,9 @@ from kvstore.wire.record import record_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvstore.storage.folder import FolderLock
+    from numpy.typing import NDArray
+
+    from kvstore.storage.folder import NotePlace
     from kvstore.wire.record import Superblock
 
     Name = tuple[bytes, bytes]
@@ -49,10 +54,23 @@ T = TypeVar("T")
 
 _ENTRY: Final = struct.Struct("<QIIQQ16s")
 _EXPIRES: Final = struct.Struct("<24xQ16x")
+_BORN: Final = struct.Struct("<16xQ24x")  # generation
+_ROW: Final = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("crc32c", "<u4"),
+        ("generation", "<u8"),
+        ("expires_ms", "<u8"),
+        ("fingerprint", "V16"),
+    ]
+)
+_LIFE: Final = ["offset", "length", "generation", "expires_ms"]
+_LIVES_AT_ONCE: Final = 1 << 16
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
 _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
-_META: Final = struct.Struct("<16sQ?36s")  # store uuid, epoch, clean, boot id
+_META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
 _META_KEY: Final = b"store"
 _MAP_BYTES_MIN: Final = 64 << 20
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
@@ -61,6 +79,7 @@ _PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
 _GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
 
+assert _ENTRY.size == _BORN.size == _ROW.itemsize
 assert _OWNER.size == 48 + _PLACE.size
 
 
@@ -87,7 +106,7 @@ class Index:
         self._folder = folder
         self._map_bytes = max(_MAP_BYTES_MIN, capacity_bytes // _CAPACITY_PER_MAP_BYTE)
         self._readonly = readonly
-        self._lock: FolderLock | None = None  # where commits are noted, from the epoch's beginning on
+        self._notes: NotePlace | None = None  # where commits are noted, from the epoch's beginning on
         self._noted = (b"", 0)
         self.was_clean = False
         self._covered_bytes = 0
@@ -121,10 +140,10 @@ class Index:
         folder.mkdir(mode=0o700)
         return cls(folder, capacity_bytes)
 
-    def begin_epoch(self, superblock: Superblock, boot_id: str, lock: FolderLock) -> None:
+    def begin_epoch(self, superblock: Superblock, boot_id: str, notes: NotePlace) -> None:
         """Say which epoch this index belongs to. The superblock has to be durable with it already."""
-        self._lock = lock
-        self._noted = (superblock.store_uuid, superblock.epoch)
+        self._notes = notes
+        self._noted = (superblock.drive_uuid, superblock.epoch)
         self._put_meta(superblock, boot_id, clean=False)
 
     def close_clean(self, superblock: Superblock, boot_id: str) -> None:
@@ -168,6 +187,19 @@ class Index:
         except lmdb.Error as error:
             raise self._unreadable(error) from error
         return len(keys)
+
+    def missing(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> list[bytes]:
+        """Give those of these keys that are not stored, or over, in their order."""
+        missing = []
+        try:
+            with self._env.begin(db=self.blocks, buffers=True) as transaction:
+                for key in keys:
+                    row = transaction.get(tenant + key)
+                    if row is None or 0 < _EXPIRES.unpack(row)[0] <= now_ms:
+                        missing.append(key)
+        except lmdb.Error as error:
+            raise self._unreadable(error) from error
+        return missing
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Tell which block has each generation."""
@@ -216,6 +248,22 @@ class Index:
                 (number,) = _GENERATION.unpack(generation)
                 yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
 
+    def lives(self) -> NDArray[Any]:
+        """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
+        parts = [repack_fields(np.empty(0, _ROW)[_LIFE])]
+        with self._env.begin(buffers=True) as transaction:
+            rows = transaction.cursor(self.blocks).iternext(keys=False)
+            while part := b"".join(islice(rows, _LIVES_AT_ONCE)):
+                parts.append(repack_fields(np.frombuffer(part, _ROW)[_LIFE]))
+        return np.concatenate(parts)
+
+    def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
+        """Tell which generation each block has, 0 if there is none."""
+        names = [tenant + key for key in keys]
+        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
+            found = dict(cursor.getmulti(names))
+        return [_BORN.unpack(found[name])[0] if name in found else 0 for name in names]
+
     def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""
         packed: list[int] = []
@@ -256,8 +304,8 @@ class Index:
                 raise StorageError(f"The index in {self._folder} could not be written: {error}.") from error
             else:
                 self._cover()
-                if self._lock is not None:
-                    self._lock.write_note(CommitNote(*self._noted, commit))
+                if self._notes is not None:
+                    self._notes.write_note(CommitNote(*self._noted, commit))
                 return result
         raise StorageError(f"The index in {self._folder} does not fit into {self._map_bytes} bytes.")
 
@@ -340,19 +388,19 @@ class Index:
             meta = transaction.get(_META_KEY)
         if meta is None:
             return False
-        store_uuid, epoch, clean, boot = _META.unpack(meta)
-        if (store_uuid, epoch) != (superblock.store_uuid, superblock.epoch):
+        drive_uuid, epoch, clean, boot = _META.unpack(meta)
+        if (drive_uuid, epoch) != (superblock.drive_uuid, superblock.epoch):
             return False
         self.was_clean = bool(clean)
         if self.was_clean:
             return True
         # A process may die between a commit and its note, so the index may be further, by one.
         commits = self._env.info()["last_txnid"]
-        known = (note.store_uuid, note.epoch) == (store_uuid, epoch) and commits >= note.commit
+        known = (note.drive_uuid, note.epoch) == (drive_uuid, epoch) and commits >= note.commit
         return known and boot == boot_id.encode()
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
-        meta = _META.pack(superblock.store_uuid, superblock.epoch, clean, boot_id.encode())
+        meta = _META.pack(superblock.drive_uuid, superblock.epoch, clean, boot_id.encode())
         self.write(lambda transaction: transaction.put(_META_KEY, meta, db=self._meta))
 
 

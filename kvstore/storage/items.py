@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import StorageError
     from kvstore.miss import Miss
+    from kvstore.storage.eviction import items as eviction
     from kvstore.storage.index import Name
     from kvstore.storage.manifests import SessionName
 
@@ -21,6 +22,7 @@ __all__ = [
     "DeleteDone",
     "DeleteItem",
     "DeletesDone",
+    "DriveState",
     "GetDone",
     "GetItem",
     "GetsDone",
@@ -148,14 +150,16 @@ GetsDone = Callable[[Sequence[GetDone]], None]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Where the store stands."""
+    """Where a drive stands, or the store: then it is the sum, and true of what is true of any drive."""
 
     capacity_bytes: int
     free_bytes: int
     blocks: int
     quarantined: int
     quarantined_bytes: int
+    eviction: eviction.Statistics
     puts_pending: int
+    waiting_for_room: int
     gets_pending: int
     deletes_pending: int
     sessions_pending: int
@@ -166,3 +170,12 @@ class Statistics:
     syncs: int
     takes_puts: bool
     rebuilt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DriveState:
+    """How one drive is doing; without statistics it was left out of this opening."""
+
+    number: int
+    statistics: Statistics | None
+    failure: str = ""  # why it takes no more writes, or is not here

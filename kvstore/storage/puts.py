@@ -26,6 +26,7 @@ from kvstore.limits import (
     PAGE_BYTES,
     TENANT_BYTES,
 )
+from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.index import Index, Name
-    from kvstore.storage.wipes import Wipes
+    from kvstore.storage.keeping import Keeping
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import HeaderCodec
 
@@ -49,10 +50,10 @@ _HeaderPage: Final = ctypes.c_char * HEADER_BYTES
 class Puts:
     """All puts that have not been reported yet."""
 
-    def __init__(self, writes: Writes, wipes: Wipes, index: Index, clock: Clock) -> None:
+    def __init__(self, writes: Writes, index: Index, keeping: Keeping, clock: Clock) -> None:
         self._writes = writes
-        self._wipes = wipes
         self._index = index
+        self._keeping = keeping
         self._clock = clock
         self._by_name: dict[Name, _Write] = {}  # accepted and not published
         self.outbox: Outbox[PutDone] = Outbox()
@@ -72,6 +73,7 @@ class Puts:
                 self._by_name[item.tenant, item.key] = write
                 self._writes.add(write)
             else:
+                self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
@@ -86,11 +88,13 @@ class Puts:
         writes = [record for record in records if isinstance(record, _Write)]
         replacing = [write for write in writes if write.replaces is not None]
         before = self._index.lookup([write.name for write in replacing])
-        self._index.publish((write.name, write.entry()) for write in writes)
+        blocks = [(write.name, write.entry()) for write in writes]
+        self._index.publish(blocks)
         for write, old in zip(replacing, before, strict=True):
             # Gone if it was deleted or quarantined meanwhile; then that has seen to its extent.
             if old is not None and old == write.replaces:
-                self._wipes.free([(old.offset, old.length)])
+                self._keeping.let_go([(write.name, old)], Reason.SUPERSEDED)
+        self._keeping.published(blocks)
 
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a block and the later puts of its name."""
@@ -111,9 +115,18 @@ class Puts:
                 item, done, StorageError("The key is stored already, with another length or layout.")
             )
         elif item.durability is Durability.SYNCED and entry.generation > self._writes.synced_generation:
-            self._writes.after_sync(lambda error: self._report(item, done, error))
+            self._report_when_synced(item, done, entry.generation)
         else:
             self._report(item, done, None)
+
+    def _report_when_synced(self, item: PutItem, done: PutsDone, generation: int) -> None:
+        self._keeping.guard([generation], Guard.WRITE)
+
+        def synced(error: StorageError | None) -> None:
+            self._keeping.unguard([generation], Guard.WRITE)
+            self._report(item, done, error)
+
+        self._writes.after_sync(synced)
 
     def _report(self, item: PutItem, done: PutsDone, error: StorageError | None) -> None:
         self.outbox.add(done, PutDone(item.tag, error, max(item.durability, Durability.WRITTEN)))

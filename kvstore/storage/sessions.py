@@ -4,7 +4,12 @@ Always holds: the steps of one session are done one after the other; a manifest 
 and its chunks are whole on the drive, in the order rule, and after the blocks that it names; what it replaces is
 wiped only when it has been synced, or when the session itself goes.
 
-It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more.
+- `holds` is true of a name for as long as any record of it may be on the drive, even one that power loss would bring
+  back, except where a removal was reported that need not survive power loss. So a store that keeps the steps of a
+  session on the drive that holds it never has a session on two drives.
+
+It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more; of those it
+deletes what is on its own drive.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.durability import Durability
 from kvstore.errors import ReadOnly, StorageError
@@ -26,6 +32,7 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
+from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import SessionDone, SessionStep
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
@@ -37,31 +44,51 @@ from nic_offload.checksum import crc32c
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.storage.deletes import Deletes
-    from kvstore.storage.index import Index
+    from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import SessionItem, SessionsDone
+    from kvstore.storage.keeping import Keeping
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import HeaderCodec
 
-__all__ = ["Sessions"]
+__all__ = ["Neighbour", "Sessions"]
 
 _NO_FINGERPRINT: Final = bytes(FINGERPRINT_BYTES)
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
+
+
+class Neighbour(Protocol):
+    """Another drive of the store, as far as sessions are concerned."""
+
+    manifests: Manifests
+    keeping: Keeping
+
+    def lookup(self, keys: Sequence[Name]) -> list[Entry | None]:
+        """Tell which blocks it has."""
+        ...
 
 
 class Sessions:
     """All steps that have not been reported yet."""
 
     def __init__(
-        self, writes: Writes, wipes: Wipes, index: Index, manifests: Manifests, deletes: Deletes
+        self,
+        writes: Writes,
+        wipes: Wipes,
+        index: Index,
+        manifests: Manifests,
+        keeping: Keeping,
+        *,
+        others: Sequence[Neighbour],
     ) -> None:
         self._writes = writes
         self._wipes = wipes
         self._index = index
         self._manifests = manifests
-        self._deletes = deletes
+        self._keeping = keeping
+        self._others = others
+        self._doubtful: set[SessionName] = set()  # not in the index, but a record may be on the drive
         self._steps: dict[SessionName, deque[_Step]] = {}  # the first of each is under way
         self._replaced: dict[SessionName, list[Place]] = {}  # to be wiped when what replaced them is synced
         self.outbox: Outbox[SessionDone] = Outbox()
@@ -74,6 +101,10 @@ class Sessions:
             waiting.append(_Step(item, done))
             if len(waiting) == 1:
                 self._begin(waiting[0])
+
+    def holds(self, name: SessionName) -> bool:
+        """Tell whether a session is here, or a step of it under way, or something left of it on the drive."""
+        return name in self._steps or name in self._doubtful or self._manifests.get(name) is not None
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
         """Put manifests into the index, each with its chunks in one transaction."""
@@ -89,10 +120,28 @@ class Sessions:
         step.left -= 1  # each of its records ends once
         step.error = step.error or error
         if step.left == 0:
-            if step.error is not None and self._writes.stopped is None:
-                written = [one for one in step.records if one.result is not None]  # the others found no room
-                self._wipes.free((one.offset, len(one.payload)) for one in written)
+            if step.error is not None:
+                self._void(step)
             self._end(step)
+
+    def _void(self, step: _Step) -> None:
+        """Take what a failed step has written off the drive again, if the drive still does such things."""
+        name = step.item.name
+        written = [one for one in step.records if one.result is not None]  # the others found no room
+        if self._writes.stopped is not None or written:
+            self._doubtful.add(name)
+        if self._writes.stopped is not None or not written:
+            return
+
+        def wiped(error: StorageError | None) -> None:
+            if error is None:
+                self._writes.after_sync(synced, unhurried=True)
+
+        def synced(error: StorageError | None) -> None:
+            if error is None:
+                self._doubtful.discard(name)
+
+        self._wipes.free(((one.offset, len(one.payload)) for one in written), wiped)
 
     def _begin(self, step: _Step) -> None:
         try:
@@ -111,19 +160,19 @@ class Sessions:
         """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
         if item.step is SessionStep.APPEND:
-            if None in self._index.lookup([(name.tenant, key) for key in item.keys]):
-                raise StorageError("A session names only blocks that are stored; one of these is not.")
+            self._refuse_unknown([(name.tenant, key) for key in item.keys])
             stored = self._manifests.get(name)
             manifest = stored.manifest if stored else Manifest(name.user, name.session, (), ())
             return _longer(manifest, item.keys)
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
-        if source is None or stored is None or source.tenant != name.tenant:
-            raise StorageError("There is no such session.")
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
             raise StorageError("There is a session of this name already.")
-        if not 0 <= item.blocks <= stored.manifest.blocks:
-            raise StorageError(f"The session has {stored.manifest.blocks} blocks, fewer than {item.blocks}.")
+        if source is None or source.tenant != name.tenant:
+            raise StorageError("There is no such session.")
+        if stored is None:
+            return self._copied(source, item)
+        _refuse_longer(item.blocks, stored.manifest.blocks)
         whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
         chunks = stored.manifest.chunks
         tail = (
@@ -132,6 +181,32 @@ class Sessions:
             else stored.manifest.tail
         )
         return Manifest(name.user, name.session, chunks[:whole], tail[:rest]), []
+
+    def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+        """Fork what is on another drive: the chunks are written here as well."""
+        for other in self._others if item.step is SessionStep.FORK else ():
+            keys = other.manifests.keys(source)
+            if keys is not None:
+                _refuse_longer(item.blocks, len(keys))
+                empty = Manifest(item.name.user, item.name.session, (), ())
+                return _longer(empty, keys[: item.blocks])
+        raise StorageError("There is no such session.")
+
+    def _refuse_unknown(self, names: list[Name]) -> None:
+        having: list[Index | Neighbour] = [self._index, *self._others]
+        for drive in having:
+            names = [name for name, entry in zip(names, drive.lookup(names), strict=True) if entry is None]
+            if not names:
+                return
+        raise StorageError("A session names only blocks that are stored; one of these is not.")
+
+    def _unreferenced(self, changed: Changed) -> Changed:
+        """Leave out of what a change has set free the blocks that sessions on other drives name."""
+        names = changed.unreferenced
+        for other in self._others:
+            counts = other.manifests.references(names)
+            names = [name for name, count in zip(names, counts, strict=True) if not count]
+        return changed._replace(unreferenced=names)
 
     def _write(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> None:
         step.manifest, payloads = wanted
@@ -158,8 +233,22 @@ class Sessions:
         except StorageError as error:
             step.error = error
             return
-        step.changed = changed
+        self._tell(step.item, step.manifest.blocks)
         self._free_when_synced(step.item.name, changed.freed)
+        with suppress(StorageError):  # another drive's index: the step is done, and says less than it could
+            step.changed = self._unreferenced(changed)
+
+    def _tell(self, item: SessionItem, blocks: int) -> None:
+        """Let the eviction know, on every drive, which blocks the session has now."""
+        keys = self._manifests.keys(item.name) or () if item.step is SessionStep.FORK else item.keys
+        for keeping in self._all_keeping():
+            if item.step is SessionStep.TRUNCATE:
+                keeping.cut(item.name, blocks)
+            else:
+                keeping.joined(item.name, keys, blocks - len(keys))
+
+    def _all_keeping(self) -> list[Keeping]:
+        return [self._keeping, *(other.keeping for other in self._others)]
 
     def _free_when_synced(self, name: SessionName, places: list[Place]) -> None:
         if not places:
@@ -180,15 +269,19 @@ class Sessions:
     def _remove(self, step: _Step) -> None:
         name = step.item.name
         try:
-            step.changed = changed = self._manifests.replace(name, None, {})
+            changed = self._manifests.replace(name, None, {})
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             raise
+        for keeping in self._all_keeping():
+            keeping.removed(name)
+        self._doubtful.add(name)
         # Older manifests of this name must not outlive it, synced or not.
         places = self._replaced.pop(name, []) + changed.freed
         self._wipes.free((place.offset, place.length) for place in places)
+        step.changed = self._unreferenced(changed)
         if step.item.delete_blocks:
-            self._deletes.drop(changed.unreferenced)
+            self._keeping.drop(step.changed.unreferenced, Reason.DELETED)
 
         def wiped(error: StorageError | None) -> None:
             step.error = error
@@ -210,6 +303,8 @@ class Sessions:
             self._steps.pop(step.item.name, None)
 
     def _report(self, step: _Step, error: StorageError | None) -> None:
+        if step.item.step is SessionStep.REMOVE and error is None:
+            self._doubtful.discard(step.item.name)
         blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
         done = SessionDone(step.item.tag, error, blocks, step.changed.unreferenced)
         self.outbox.add(step.done, done)
@@ -283,6 +378,11 @@ def _address(memory: mmap.mmap) -> int:
 def _refuse(item: SessionItem) -> None:
     if tuple(map(len, item.name)) != _NAME_SIZES or any(len(key) != KEY_BYTES for key in item.keys):
         raise StorageError("A tenant, a user, a session or a key has the wrong size.")
+
+
+def _refuse_longer(wanted: int, blocks: int) -> None:
+    if not 0 <= wanted <= blocks:
+        raise StorageError(f"The session has {blocks} blocks, fewer than {wanted}.")
 
 
 def _longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[bytes]]:

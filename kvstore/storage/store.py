@@ -1,61 +1,60 @@
-"""The store: blocks and sessions in and out of one drive, for one thread, without asyncio.
+"""The store: blocks and sessions in and out of one drive or several, for one thread, without asyncio.
 
 The node's loop calls `put` and `get`, watches `fileno()` for reading and calls `poll()` when it is
 readable. Callbacks are called from `poll` (and from `close`, which polls) and from nowhere else; they may
 call the store again.
 
-Always holds: what is reported as kept is kept as the durability says; what is handed out has a checked
-header and a CRC to check (see `GetDone`); memory of a slot is not touched after its report; everything
-accepted is reported.
+Each drive (`kvstore.storage.drive`) has its own index, superblock and queue, and promises what it promises by itself.
+What is added here is where things go: a name has an order of drives (`kvstore.storage.placement`), the first of which
+is its home.
 
-It doesn't choose what to evict: a full drive is NoSpace until somebody names what may go. It knows no
-connections, leases or tenants' rights.
+Always holds:
+
+- A block is looked for at home first, then on the other drives in order, and counts as missing when none has it. It is
+  put where it is already, or else on the first drive in order that takes writes; so too if it is on a failed drive that
+  will never make it as durable as is asked.
+- A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
+- A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
+  first drive in their user's order that takes writes. What lies on a drive that has failed can be read, not changed.
+- A drive that fails takes the puts that were on their way to it with it, and nothing else.
+- With one drive, calls are handed on as they are.
+
+Nothing spans two drives in one transaction. A crash while a session is removed with its blocks may leave those that lie
+on other drives than the session's: blocks that nothing names, as they are after any eviction of a session.
 """
 
 from __future__ import annotations
 
 import os
 import select
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from hashlib import blake2b
+from contextlib import ExitStack
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import Corrupt, Overloaded, ProtocolError, ReadOnly, StorageError
-from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
-    DELETES_QUEUED_MAX,
-    HEADER_BYTES,
-    PAGE_BYTES,
-    SESSIONS_QUEUED_MAX,
-    STORE_QUEUED_MAX,
-)
-from kvstore.miss import Miss, MissReason
-from kvstore.storage.deletes import Deletes
-from kvstore.storage.folder import INDEX_NAME, FolderLock, open_drive_in
-from kvstore.storage.gets import Gets
-from kvstore.storage.index import Index, kernel_boot_id
-from kvstore.storage.items import GetDone, Statistics
-from kvstore.storage.manifests import Manifests
-from kvstore.storage.puts import Puts
-from kvstore.storage.recovery import extents_around, rebuild
-from kvstore.storage.sessions import Sessions
-from kvstore.storage.superblock import EPOCH_FORMATTED, open_superblock
-from kvstore.storage.traffic import Traffic
-from kvstore.storage.volume import Volume
-from kvstore.storage.wipes import Wipes
-from kvstore.storage.writes import Writes
-from kvstore.wire.record import record_bytes
-from nic_offload.checksum import crc32c_at
+from kvstore.durability import Durability
+from kvstore.errors import Overloaded, StorageError
+from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BLOCKS_MAX
+from kvstore.storage.bay import FolderBay
+from kvstore.storage.drive import check_batch, check_steps
+from kvstore.storage.everywhere import AllManifests, Deletions, SessionSteps
+from kvstore.storage.eviction.items import together
+from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.folder import FolderLock
+from kvstore.storage.items import DriveState, GetDone, Statistics
+from kvstore.storage.opening import open_drives
+from kvstore.storage.placement import Placement
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.storage.disk import DiskFactory, Progress
-    from kvstore.storage.extents import Extents
+    from kvstore.config import DriveSpec
+    from kvstore.storage.bay import Bay
+    from kvstore.storage.disk import Progress
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.eviction.items import Guard, Refusal
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.items import (
         DeleteItem,
@@ -67,42 +66,38 @@ if TYPE_CHECKING:
         SessionItem,
         SessionsDone,
     )
-    from kvstore.storage.outbox import Outbox
+    from kvstore.storage.keeping import Explanation, Held
+    from kvstore.storage.manifests import Manifests, SessionName
 
 __all__ = ["Store"]
+
+_ANY = ("takes_puts", "rebuilt")
 
 
 class Store(Handle):
     """An open data folder."""
 
-    def __init__(self, lock: FolderLock, volume: Volume, opened: _OpenedIndex, clock: Clock) -> None:
-        """Take over open parts; `Store.open` makes them."""
-        index = opened.index
+    def __init__(self, lock: FolderLock, drives: Sequence[Drive], away: Sequence[int], clock: Clock) -> None:
+        """Take over open drives; `Store.open` makes them."""
         self._lock = lock
-        self._volume = volume
-        self._index = index
-        self._boot_id = opened.boot_id
-        self._extents = opened.extents
-        self._traffic = Traffic(volume.disk)
         self._clock = clock
-        self._writes = Writes(volume, self._extents, self._traffic)
-        self._wipes = Wipes(self._writes, self._extents, self._traffic)
-        self._puts = Puts(self._writes, self._wipes, index, clock)
-        self._deletes = Deletes(self._writes, self._wipes, index, self._puts)
-        self.manifests = Manifests(index)
-        self._sessions = Sessions(self._writes, self._wipes, index, self.manifests, self._deletes)
-        self._gets = Gets(
-            volume.codec, index, self._extents, self._traffic, clock=clock, quarantine=self.quarantine
+        self.drives = tuple(drives)
+        self._only = drives[0] if len(drives) == 1 else None
+        self._away = away
+        self._by_number = {drive.number: drive for drive in drives}
+        self._placement = Placement([(drive.uuid, drive.capacity_bytes) for drive in drives])
+        self._deletions = Deletions(self.drives)
+        self._steps = SessionSteps(self.drives, self._placement)
+        self.manifests: Manifests | AllManifests = (
+            drives[0].manifests if len(drives) == 1 else AllManifests(drives)
         )
-        self._outboxes: tuple[Outbox[Any], ...] = (
-            self._puts.outbox,
-            self._gets.outbox,
-            self._deletes.outbox,
-            self._sessions.outbox,
-        )
-        self._rebuilt = opened.rebuilt
-        self._quarantined = 0
-        self._quarantined_bytes = 0
+        for drive in drives:
+            drive.others.extend(other for other in drives if other is not drive)
+            for other in drives:
+                drive.keeping.restore_sessions(other.manifests)
+        self._ready = select.epoll()
+        for drive in drives:
+            self._ready.register(drive.fileno(), select.EPOLLIN)
         self._closed = False
 
     @classmethod
@@ -112,239 +107,311 @@ class Store(Handle):
         *,
         capacity_bytes: int | None,
         clock: Clock,
-        disk_factory: DiskFactory = open_drive_in,
+        drives: Sequence[DriveSpec] = (),
+        without: Collection[int] = (),
+        bay: Bay | None = None,
         progress: Progress | None = None,
         boot_id: str | None = None,
+        policy: str = POLICY_DEFAULT,
     ) -> Store:
-        """Open a data folder, making its drive if there is none and its index if it can't be believed."""
+        """Open a data folder: making a drive if it has none, taking those on that are given, leaving out `without`."""
         with ExitStack() as undo:
             lock = FolderLock(data)
             undo.callback(lock.release)
-            disk = disk_factory(data, capacity_bytes)
-            undo.callback(disk.close)
-            volume = Volume(disk, open_superblock(disk, clock, progress))
-            opened = _open_index(data, lock, volume, boot_id or kernel_boot_id(), progress)
-            store = cls(lock, volume, opened, clock)
+            bay = bay or FolderBay(data, capacity_bytes, drives)
+            opened, away = open_drives(
+                data,
+                lock,
+                bay,
+                clock=clock,
+                without=without,
+                progress=progress,
+                boot_id=boot_id,
+                policy=policy,
+            )
+            store = cls(lock, opened, away, clock)
             undo.pop_all()
         return store
 
     @property
     def name(self) -> str:
         """Tell the store's own name: the beginning of its uuid."""
-        return self._volume.superblock.store_uuid.hex()[:12]
+        return self.drives[0].store_uuid.hex()[:12]
 
     @property
     def salt(self) -> bytes:
         """Give a secret of the store that never leaves the node, for the names of tenants."""
-        return blake2b(key=self._volume.superblock.secret, person=b"tkv tenant salt").digest()
+        return self.drives[0].salt
 
     def put(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if the queue has no room."""
-        self._check(items)
-        if self._puts.outbox.promised + len(items) > STORE_QUEUED_MAX:
-            raise Overloaded("The store has as many puts to do as it accepts.")
-        self._puts.accept(items, done)
-        self._set_off()
+        """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if a drive's queue has no room."""
+        if self._only is not None:
+            self._only.put(items, done)
+            return
+        check_batch(items)
+        by_drive = self._puts_by_drive(items)
+        if any(len(some) > drive.puts_left for drive, some in by_drive.items()):
+            raise Overloaded("A drive has as many puts to do as it accepts.")
+        for drive, some in by_drive.items():
+            drive.put(some, done)
 
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Read blocks into slots; `done` gets each one's end, a miss BUSY if the queue has no room."""
-        self._check(items)
-        if self._gets.outbox.promised + len(items) > STORE_QUEUED_MAX:
-            self._gets.refuse(items, done)
-        else:
-            self._gets.accept(items, done)
-        self._set_off()
+        """Read blocks into slots; `done` gets each one's end, a miss BUSY if a drive's queue has no room."""
+        if self._only is not None:
+            self._only.get(items, done)
+            return
+        check_batch(items)
+        names = [(item.tenant, item.key) for item in items]
+        by_drive: dict[Drive, list[GetItem]] = {}
+        for item, name, (drive, _) in zip(items, names, self._find(names), strict=True):
+            by_drive.setdefault(drive or self._in_order(name)[0], []).append(item)
+        for drive, some in by_drive.items():
+            drive.get(some, done)
 
     def delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
         """Forget blocks for good; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
-        self._check(items)
-        if self._deletes.outbox.promised + len(items) > DELETES_QUEUED_MAX:
-            raise Overloaded("The store has as many deletions to do as it accepts.")
-        self._deletes.accept(items, done)
-        self._set_off()
+        if self._only is not None:
+            self._only.delete(items, done)
+            return
+        check_batch(items)
+        self._deletions.accept(items, done)
 
     def evict(self, generations: Sequence[int]) -> int:
         """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
 
         They are free when nobody reads them and their headers are wiped; nobody is told.
         """
-        self._check(generations)
-        names = [name for name in self._index.names_of(generations) if name is not None]
-        gone = self._deletes.drop(names)
-        self._set_off()
-        return sum(record_bytes(entry.length) for entry in gone if entry is not None)
+        return sum(drive.evict(some) for drive, some in self._by_drive(generations).items())
 
     def change_sessions(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
         """Do steps of sessions; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
-        self._check(items)
-        if any(len(item.keys) > BATCH_BLOCKS_MAX for item in items):
-            raise ProtocolError(f"A session is appended at most {BATCH_BLOCKS_MAX} blocks at a time.")
-        if self._sessions.outbox.promised + len(items) > SESSIONS_QUEUED_MAX:
-            raise Overloaded("The store has as many changes of sessions to do as it accepts.")
-        self._sessions.accept(items, done)
-        self._set_off()
+        if self._only is not None:
+            self._only.change_sessions(items, done)
+            return
+        check_steps(items)
+        self._steps.accept(items, done)
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
         """Tell how many of these keys, from the first on, are stored without a gap."""
-        self._check(keys)
-        return self._index.prefix(tenant, keys, self._clock.wall_ms())
+        if self._only is not None:
+            return self._only.prefix(tenant, keys)
+        check_batch(keys)
+        for first in range(0, len(keys), PREFIX_STEP_BLOCKS):
+            step = keys[first : first + PREFIX_STEP_BLOCKS]
+            missing = self._missing(tenant, step)
+            if missing:
+                return first + next(at for at, key in enumerate(step) if key in missing)
+        return len(keys)
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Tell which block has each generation."""
-        return self._index.names_of(generations)
+        if self._only is not None:
+            return self._only.names_of(generations)
+        drives = map(self._drive_of, generations)
+        return [
+            None if drive is None else drive.names_of([generation])[0]
+            for drive, generation in zip(drives, generations, strict=True)
+        ]
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
         """Tell of each (tenant, key) what the index has; expired blocks are told too."""
-        return self._index.lookup(keys)
+        if self._only is not None:
+            return self._only.lookup(keys)
+        return [entry for _, entry in self._find(keys)]
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
         """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
-        if done.miss is not None:
-            return done
-        if crc32c_at(item.slot_address + HEADER_BYTES, done.length) == done.crc32c:
-            return done
-        self.quarantine(item.tenant, item.key, done.generation)
-        return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"))
+        drive = self._only or self._drive_of(done.generation)
+        return done if drive is None else drive.verify_payload(item, done)
 
-    def quarantine(self, tenant: bytes, key: bytes, generation: int, *, wipe: bool = True) -> None:
-        """Forget a block that failed a check. Its extent is not used again until the store is opened anew.
+    def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
+        """Forget a block that failed a check. Its extent is not used again until the store is opened anew."""
+        drive = self._only or self._drive_of(generation)
+        if drive is not None:
+            drive.quarantine(tenant, key, generation)
 
-        Its header is wiped: it may be good, and would come back after a later deletion of the name.
-        """
-        name = (tenant, key)
-        entry = self._index.lookup([name])[0]
-        if entry is None or entry.generation != generation:
-            return  # a newer one has taken its place, or it has been forgotten
-        try:
-            self._index.remove([name])
-        except StorageError as error:  # the block will be checked, and missed, again
-            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
-            return
-        if wipe:
-            self._wipes.free([(entry.offset, entry.length)], reusable=False)
-        self._quarantined += 1
-        self._quarantined_bytes += record_bytes(entry.length)
+    def used(self, generations: Sequence[int]) -> None:
+        """Note that blocks were got from memory, so that the store keeps them as if it had been asked."""
+        for drive, some in self._by_drive(generations).items():
+            drive.used(some)
+
+    def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
+        """Keep blocks from being evicted, each once more, as long as the process lives; None if not stored."""
+        if self._only is not None:
+            return self._only.hold(names, guard)
+        check_batch(names)
+        held: list[Held | None] = [None] * len(names)
+        places: dict[Drive, list[int]] = {}
+        for at, (drive, _) in enumerate(self._find(names)):
+            if drive is not None:
+                places.setdefault(drive, []).append(at)
+        for drive, some in places.items():
+            for at, one in zip(some, drive.hold([names[at] for at in some], guard), strict=True):
+                held[at] = one
+        return held
+
+    def release(self, held: Sequence[Held], guard: Guard) -> None:
+        """Let blocks go again that were held with this guard."""
+        of_generation = {one.generation: one for one in held}
+        for drive, some in self._by_drive([one.generation for one in held]).items():
+            drive.release([of_generation[generation] for generation in some], guard)
+
+    def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
+        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        refusals = [drive.protect(session, blocks) for drive in self.drives]
+        refusal = next(filter(None, refusals), None)
+        if refusal is not None:
+            self.unprotect(session)
+        return refusal
+
+    def unprotect(self, session: SessionName) -> Refusal | None:
+        """Let a session's blocks go again; NOT_HELD if it was not protected."""
+        refusals = [drive.unprotect(session) for drive in self.drives]
+        return next(filter(None, refusals), None)
+
+    def explain(self, tenant: bytes, key: bytes) -> Explanation:
+        """Tell where a block is, or why it is gone."""
+        told = [drive.explain(tenant, key) for drive in self._in_order((tenant, key))]
+        return max(told, key=lambda one: (one.stored, one.gone.at_ms if one.gone is not None else -1))
 
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
-        self._traffic.poll()
-        self._writes.settle_finished()
-        self._wipes.settle_finished()
-        self._writes.sync_if_awaited()
-        self._traffic.pump()  # the sync that has become due, and what has been freed
+        if self._only is not None:
+            self._only.poll()
+            return
         try:
-            for outbox in self._outboxes:
-                outbox.deliver()
+            for drive in self.drives:
+                drive.poll()
+            self._deletions.outbox.deliver()
+            self._steps.outbox.deliver()
         finally:
-            self._wake_if_reports_wait()
+            if (
+                self._deletions.outbox or self._steps.outbox
+            ):  # a callback raised, and others have not been called
+                os.eventfd_write(self.drives[0].fileno(), 1)
 
     def fileno(self) -> int:
         """Give the descriptor that is readable when `poll` has something to do."""
-        return self._volume.disk.fileno()
+        return self._only.fileno() if self._only is not None else self._ready.fileno()
 
     def statistics(self) -> Statistics:
         """Tell where the store stands."""
-        return Statistics(
-            capacity_bytes=self._volume.superblock.capacity_bytes,
-            free_bytes=self._extents.free_pages * PAGE_BYTES,
-            blocks=len(self._index),
-            quarantined=self._quarantined,
-            quarantined_bytes=self._quarantined_bytes,
-            puts_pending=self._puts.outbox.promised,
-            gets_pending=self._gets.outbox.promised,
-            deletes_pending=self._deletes.outbox.promised,
-            sessions_pending=self._sessions.outbox.promised,
-            wipes_pending=self._wipes.pending,
-            drive_queued=self._traffic.queued,
-            drive_in_flight=self._traffic.in_flight,
-            drive_in_flight_bytes=self._traffic.in_flight_bytes,
-            syncs=self._writes.syncs,
-            takes_puts=self._writes.stopped is None,
-            rebuilt=self._rebuilt,
-        )
+        each = [drive.statistics() for drive in self.drives]
+        if len(each) == 1:
+            return each[0]
+        total: dict[str, Any] = {
+            field.name: (any if field.name in _ANY else sum)(getattr(one, field.name) for one in each)
+            for field in fields(Statistics)
+            if field.name != "eviction"
+        }
+        total["eviction"] = together([one.eviction for one in each])
+        total["deletes_pending"] = self._deletions.outbox.promised  # not once for each drive
+        total["sessions_pending"] = self._steps.outbox.promised
+        return Statistics(**total)
+
+    def drive_states(self) -> list[DriveState]:
+        """Tell how each drive is doing, those left out included."""
+        states = [
+            DriveState(drive.number, drive.statistics(), str(drive.failure or "")) for drive in self.drives
+        ]
+        states += [
+            DriveState(number, None, "It was left out when the node was started.") for number in self._away
+        ]
+        return sorted(states, key=lambda state: state.number)
 
     def close(self) -> None:
-        """Finish what was accepted, make it durable, and mark the index clean if the drive never failed."""
+        """Finish what was accepted, make it durable, and mark each index clean whose drive never failed."""
         if self._closed:
             return
         self._closed = True
         with ExitStack() as last:
             last.callback(self._lock.release)
-            last.callback(self._volume.disk.close)
-            last.callback(self._index.abandon)
+            last.callback(self._ready.close)
+            for drive in self.drives:
+                last.callback(drive.close)
             self._drain()
-            if self._writes.stopped is None:
-                self._volume.end_epoch()  # the sync in it takes in all blocks as well
-                self._index.close_clean(self._volume.superblock, self._boot_id)
-
-    def _set_off(self) -> None:
-        self._wipes.settle_finished()
-        self._writes.sync_if_awaited()
-        self._traffic.pump()
-        self._wake_if_reports_wait()
-
-    def _wake_if_reports_wait(self) -> None:
-        # Reports are only given from `poll`, so those that need no drive have to bring it about.
-        if any(self._outboxes):
-            os.eventfd_write(self.fileno(), 1)
 
     def _drain(self) -> None:
-        ready = select.poll()
-        ready.register(self.fileno(), select.POLLIN)
-        while self._is_busy():
-            self._writes.sync_if_awaited(at_once=True)
-            self._traffic.pump()
-            if not (self._traffic.in_flight or any(self._outboxes)):
+        """Finish what goes from one drive to another."""
+        while self._deletions.outbox.promised or self._steps.outbox.promised:
+            if not any(drive.is_busy for drive in self.drives):
                 raise StorageError("The store lost track of what it accepted, after an earlier exception.")
-            ready.poll()
+            self._ready.poll()
             self.poll()
 
-    def _is_busy(self) -> bool:
-        if any(outbox.promised for outbox in self._outboxes):
-            return True
-        return self._wipes.pending > 0 or self._writes.unhurried > 0
+    def _puts_by_drive(self, items: Sequence[PutItem]) -> dict[Drive, list[PutItem]]:
+        names = [(item.tenant, item.key) for item in items]
+        now_ms = self._clock.wall_ms()
+        by_drive: dict[Drive, list[PutItem]] = {}
+        for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
+            if holder is not None and (holder.takes_puts or _will_do(item, holder, entry, now_ms)):
+                by_drive.setdefault(holder, []).append(item)
+                continue
+            order = self._in_order(name)
+            drive = next((one for one in order if one.takes_puts), order[0])
+            by_drive.setdefault(drive, []).append(item)
+        return by_drive
 
-    def _check(self, items: Sequence[object]) -> None:
-        if self._closed:
-            raise StorageError("The store is closed.")
-        if len(items) > BATCH_BLOCKS_MAX:
-            raise ProtocolError(f"A batch has at most {BATCH_BLOCKS_MAX} blocks; this one has {len(items)}.")
+    def _find(self, names: Sequence[Name]) -> list[tuple[Drive | None, Entry | None]]:
+        """Find blocks, each at home first; one that is over only counts where no drive has it otherwise."""
+        now_ms = self._clock.wall_ms()
+        order = self._placement.order
+        orders = [order(tenant, key) for tenant, key in names]
+        found: list[tuple[Drive | None, Entry | None]] = [(None, None)] * len(names)
+        left: Sequence[int] = range(len(names))
+        for turn in range(len(self.drives)):
+            by_drive: dict[int, list[int]] = {}
+            for at in left:
+                by_drive.setdefault(orders[at][turn], []).append(at)
+            left = []
+            for where, places in by_drive.items():
+                drive = self.drives[where]
+                entries = drive.lookup([names[at] for at in places])
+                for at, entry in zip(places, entries, strict=True):
+                    if entry is None:
+                        left.append(at)
+                    elif not _is_over(entry, now_ms):
+                        found[at] = drive, entry
+                    else:
+                        left.append(at)
+                        if found[at][0] is None:
+                            found[at] = drive, entry
+            if not left:
+                break
+        return found
+
+    def _missing(self, tenant: bytes, keys: Sequence[bytes]) -> set[bytes]:
+        """Tell which keys no drive has, having asked each one's home first."""
+        order = self._placement.order
+        by_home: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_home.setdefault(order(tenant, key)[0], []).append(key)
+        left = [key for where, some in by_home.items() for key in self.drives[where].missing(tenant, some)]
+        for drive in self.drives:
+            if left:
+                left = drive.missing(tenant, left)
+        return set(left)
+
+    def _in_order(self, name: Name) -> list[Drive]:
+        return [self.drives[where] for where in self._placement.order(*name)]
+
+    def _by_drive(self, generations: Sequence[int]) -> dict[Drive, list[int]]:
+        by_drive: dict[Drive, list[int]] = {}
+        for generation in generations:
+            if (drive := self._drive_of(generation)) is not None:
+                by_drive.setdefault(drive, []).append(generation)
+        return by_drive
+
+    def _drive_of(self, generation: int) -> Drive | None:
+        return self._by_number.get(generation // GENERATIONS_PER_DRIVE)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenedIndex:
-    """An index that agrees with the drive, and what follows from it."""
-
-    index: Index
-    extents: Extents
-    boot_id: str
-    rebuilt: bool
+def _will_do(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
+    """Tell whether what a failed drive has is as good as the put that is asked for."""
+    if entry is None or _is_over(entry, now_ms):
+        return False
+    return item.durability < Durability.SYNCED or failed.has_synced(entry.generation)
 
 
-def _open_index(
-    data: Path, lock: FolderLock, volume: Volume, boot_id: str, progress: Progress | None
-) -> _OpenedIndex:
-    """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
-    folder = data / INDEX_NAME
-    index = Index.trusted(folder, volume.superblock, boot_id, lock.note)
-    live, extents = None, None
-    with ExitStack() as undo:
-        if index is not None:
-            undo.callback(index.abandon)
-            with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
-                live, extents = extents_around(index, volume.superblock)
-        blank = volume.superblock.epoch == EPOCH_FORMATTED
-        rebuilt = (index is None or extents is None) and not blank
-        if index is None or extents is None:
-            undo.close()
-            index = Index.empty(folder, volume.superblock.capacity_bytes)
-            undo.callback(index.abandon)
-            if rebuilt:
-                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
-            live, extents = extents_around(index, volume.superblock)
-        assert live is not None
-        clean = blank or (index.was_clean and not rebuilt)
-        volume.begin_epoch(None if clean else live)
-        index.begin_epoch(volume.superblock, boot_id, lock)
-        undo.pop_all()
-    return _OpenedIndex(index, extents, boot_id, rebuilt)
+def _is_over(entry: Entry | None, now_ms: int) -> bool:
+    return entry is not None and 0 < entry.expires_ms <= now_ms

@@ -1,4 +1,4 @@
-"""The superblock on a drive: reading it, formatting a new drive, and counting openings.
+"""The superblock on a drive: reading it, formatting a new drive, and voiding all that is on one.
 
 Always holds: at every moment of a rewrite one of the two copies is whole, and the newer whole one counts;
 a drive that holds anything at all in its first mebibyte is never formatted over; formatting writes the
@@ -12,12 +12,13 @@ nor in the background, and pay for their first round of writes.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import Corrupt, StorageError, WrongVersion
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_MAX,
     DRIVE_CAPACITY_BYTES_MIN,
+    GENERATIONS_PER_DRIVE,
     PAGE_BYTES,
     ZERO_FILL_BYTES_MAX,
 )
@@ -34,27 +35,24 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.disk import Disk, Progress
 
-__all__ = ["EPOCH_FORMATTED", "open_superblock", "read_superblock", "write_superblock"]
+__all__ = ["EPOCH_FORMATTED", "Membership", "find_superblock", "format_drive", "renewed", "write_superblock"]
 
 EPOCH_FORMATTED: Final = 1  # the first opening makes it 2 before any record is written
 _FILL_BYTES: Final = 1 << 20
 _BLANK_BYTES: Final = 1 << 20
 
 
-def open_superblock(disk: Disk, clock: Clock, progress: Progress | None = None) -> Superblock:
-    """Read a drive's superblock, formatting the drive first if it is blank."""
-    return _read(disk) or _format(disk, clock, progress)
+class Membership(NamedTuple):
+    """What a new drive is to belong to."""
+
+    store_uuid: bytes
+    secret: bytes
+    set_number: int
+    set_drives: int
 
 
-def read_superblock(disk: Disk) -> Superblock:
-    """Read a drive's superblock and write nothing."""
-    superblock = _read(disk)
-    if superblock is None:
-        raise Corrupt("The drive is blank: it was never formatted, or its formatting was cut short.")
-    return superblock
-
-
-def _read(disk: Disk) -> Superblock | None:
+def find_superblock(disk: Disk) -> Superblock | None:
+    """Read a drive's superblock; None if the drive is blank: never formatted, or not to the end."""
     if disk.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
         raise StorageError(
             f"The drive has {disk.capacity_bytes} bytes, fewer than the "
@@ -108,23 +106,39 @@ def _unreadable(pages: list[bytes]) -> StorageError:
     )
 
 
-def _format(disk: Disk, clock: Clock, progress: Progress | None) -> Superblock:
+def format_drive(
+    disk: Disk, number: int, membership: Membership, clock: Clock, progress: Progress | None = None
+) -> Superblock:
+    """Format a blank drive as one of a store."""
     _fill(disk, progress)
     superblock = Superblock(
-        store_uuid=os.urandom(16),
+        store_uuid=membership.store_uuid,
         drive_uuid=os.urandom(16),
-        drive_index=0,
-        secret=os.urandom(32),
+        drive_index=number,
+        secret=membership.secret,
         capacity_bytes=disk.capacity_bytes,
         epoch=EPOCH_FORMATTED,
         created_ms=clock.wall_ms(),
-        generation_ceiling=1,
+        generation_ceiling=number * GENERATIONS_PER_DRIVE + 1,
+        roll_generation=0,
+        roll_copy=0,
+        roll_crc32c=0,
+        set_number=membership.set_number,
+        set_drives=membership.set_drives,
+    )
+    write_superblock(disk, superblock)
+    return superblock
+
+
+def renewed(superblock: Superblock) -> Superblock:
+    """Give the superblock that voids every record on its drive: their tags are of a drive that was."""
+    return superblock._replace(
+        drive_uuid=os.urandom(16),
+        epoch=superblock.epoch + 1,
         roll_generation=0,
         roll_copy=0,
         roll_crc32c=0,
     )
-    write_superblock(disk, superblock)
-    return superblock
 
 
 def _fill(disk: Disk, progress: Progress | None) -> None:

@@ -1,7 +1,7 @@
 """The Disk that production uses: a preallocated file or a raw block device, O_DIRECT, through io_uring.
 
 Always holds: every transfer bypasses the page cache, so what has completed is out of this process's reach
-and a crash of the process cannot take it back; nothing is in flight after `close`.
+and a crash of the process cannot take it back; nothing is in flight after `close`; a drive is open once.
 
 It doesn't zero-fill: the first write into an unwritten extent of a preallocated file costs about a quarter
 of its speed (`kvstore.storage.superblock` fills drives of moderate size when it formats them).
@@ -10,6 +10,7 @@ of its speed (`kvstore.storage.superblock` fills drives of moderate size when it
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -46,12 +47,14 @@ class UringDisk:
         self._path = path
         self._depth = queue_depth
         self._fd = _open_direct(path)
+        self._lock_fd = -1
         try:
+            self._lock_fd = _locked(path)
             self._is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
             self._capacity_bytes = os.lseek(self._fd, 0, os.SEEK_END) // PAGE_BYTES * PAGE_BYTES
             self._ring = _open_ring(self._fd, queue_depth)
         except BaseException:
-            os.close(self._fd)
+            self._close_files()
             raise
         self._event_fd = int(lib.store_ring_event_fd(self._ring))
         self._ops = ffi.new("struct store_op[]", queue_depth)
@@ -127,8 +130,13 @@ class UringDisk:
             lib.store_ring_wait(self._ring)
             self.reap()
         lib.store_ring_close(self._ring)
-        os.close(self._fd)
+        self._close_files()
         self._bounce.close()
+
+    def _close_files(self) -> None:
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
 
     def _next_data(self, start: int) -> tuple[int, int]:
         if not self._is_file:
@@ -169,6 +177,17 @@ def _open_direct(path: Path) -> int:
                 "put the data folder on ext4 or xfs, or use a block device."
             ) from error
         raise StorageError(f"The drive {path} could not be opened: {error.strerror}.") from error
+
+
+def _locked(path: Path) -> int:
+    # A file of its own: the ring holds on to the one that it works on for a while after a process has died.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise StorageError(f"The drive {path} is in use: another process has it.") from error
+    return fd
 
 
 def _open_ring(file_fd: int, depth: int) -> object:

@@ -1,7 +1,8 @@
 """An open drive, and what its superblock keeps: openings, generations, and which roll counts.
 
-Always holds: a generation is given once in the whole life of a store, whatever crashes, because they are
-reserved in the superblock, durably, by the billion before the first of them is used.
+Always holds: a generation is given once in the whole life of a store, whatever crashes, because each drive has
+a range of them to itself, and they are reserved in its superblock, durably, by the billion before the first of
+them is used.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ReadOnly
-from kvstore.limits import GENERATION_MAX
+from kvstore.limits import GENERATIONS_PER_DRIVE
 from kvstore.storage.roll import write_roll
 from kvstore.storage.superblock import write_superblock
 from kvstore.wire.record import HeaderCodec
@@ -72,11 +73,12 @@ class Volume:
     def _reserve(self, generation: int) -> None:
         ceiling = self._ceiling_above(generation)
         if generation >= ceiling:
-            raise ReadOnly("The store has used up all generations and takes no more puts.")
+            raise ReadOnly("The drive has used up all its generations and takes no more puts.")
         self._write(self.superblock._replace(generation_ceiling=ceiling))  # waits for the drive, very rarely
 
     def _ceiling_above(self, generation: int) -> int:
-        return min(generation + _RESERVED_AT_ONCE, GENERATION_MAX + 1)
+        own_until = (self.superblock.drive_index + 1) * GENERATIONS_PER_DRIVE
+        return min(generation + _RESERVED_AT_ONCE, own_until)
 
     def _next_epoch(self, generation_ceiling: int) -> None:
         epoch = self.superblock.epoch + 1

@@ -45,6 +45,7 @@ class Wipes:
         self._waiting: deque[_Wipe | Wiped] = deque()
         self._pinned: list[_Wipe] = []  # of those that wait, the ones that the drive doesn't have yet
         self.pending = 0
+        self.pending_pages = 0  # that will be free
 
     def free(
         self, records: Iterable[tuple[int, int]], then: Wiped | None = None, *, reusable: bool = True
@@ -55,6 +56,7 @@ class Wipes:
             self._waiting.append(wipe)
             self._begin_or_park(wipe)
             self.pending += 1
+            self.pending_pages += wipe.pages
         if then is not None:
             self._waiting.append(then)
 
@@ -74,6 +76,7 @@ class Wipes:
                 first(self._writes.stopped)
                 continue
             self.pending -= 1
+            self.pending_pages -= first.pages
             if first.result is not None and first.result >= 0 and first.pages:
                 self._extents.release(first.offset // PAGE_BYTES, first.pages)
 

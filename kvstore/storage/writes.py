@@ -8,6 +8,8 @@ Always holds:
   anew.
 - A failed sync or write is never retried.
 - A sync stands for what had ended when it began, and for nothing else.
+- A record that finds no room waits, and all that come after it wait behind it, until `resume` finds room or
+  `refuse_first` says that there will be none. So what comes free meanwhile is not taken bit by bit by smaller ones.
 
 It doesn't know what records are for: their owners publish and report them.
 """
@@ -90,6 +92,9 @@ class Writes:
         self._awaiting: list[AfterSync] = []
         self._unhurried: list[AfterSync] = []
         self._sync: _Sync | None = None
+        self._waiting: deque[RecordWrite] = deque()  # for room
+        self._resumed: RecordWrite | None = None  # had waited, and is queued again
+        self.queued_pages = 0  # of all that have no place yet
         self._published_generation = self.synced_generation = volume.last_generation  # opening has synced
         self._failed_generation = GENERATION_MAX + 1  # none at or above it will be reported as kept
         self.stopped: StorageError | None = None
@@ -105,9 +110,32 @@ class Writes:
         """Tell whether nothing will ever be synced again."""
         return self._failed_generation == 0
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for room."""
+        return len(self._waiting)
+
+    @property
+    def first_waiting(self) -> RecordWrite | None:
+        """The record that has to find room next."""
+        return self._waiting[0] if self._waiting else None
+
     def add(self, record: RecordWrite) -> None:
         """Queue a record."""
+        self.queued_pages += record.size_bytes // PAGE_BYTES
         self._traffic.add(record)
+
+    def resume(self) -> None:
+        """Queue the record that has waited longest, before all others, if there is room for it now."""
+        if not self._waiting or self._resumed is not None:
+            return
+        if self._waiting[0].size_bytes <= self._extents.longest * PAGE_BYTES:
+            self._resumed = self._waiting.popleft()
+            self._traffic.add_first(self._resumed)
+
+    def refuse_first(self, error: StorageError) -> None:
+        """Say that there will be no room for the record that has waited longest."""
+        self._fail(self._waiting.popleft(), error)
 
     def settle_finished(self) -> None:
         """Publish and report what the drive has finished."""
@@ -140,14 +168,26 @@ class Writes:
 
     def begin(self, record: RecordWrite, tag: int) -> DiskOp | None:
         """Give a record its place, its generation and its header."""
+        was_resumed = record is self._resumed
+        if was_resumed:
+            self._resumed = None
         try:
             if self.stopped is not None:
                 raise self.stopped_again()
+            if self._waiting and not was_resumed:
+                self._waiting.append(record)
+                return None
+            page = self._extents.allocate(record.size_bytes // PAGE_BYTES)
+            if page is None:
+                self._waiting.appendleft(record)
+                return None
+            record.offset = page * PAGE_BYTES
             record.generation = self._take_generation()
-            record.offset = self._allocate(record.size_bytes)
         except StorageError as error:
-            record.owner.finish(record, error)
+            self._fail(record, error)
             return None
+        self.queued_pages -= record.size_bytes // PAGE_BYTES
+        self.resume()
         record.fill_in(self._volume.codec)
         self._begun.append(record)
         return DiskOp(DiskOpKind.WRITE, record.address, record.size_bytes, record.offset, tag)
@@ -213,11 +253,9 @@ class Writes:
             self.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             raise
 
-    def _allocate(self, size_bytes: int) -> int:
-        page = self._extents.allocate(size_bytes // PAGE_BYTES)
-        if page is None:
-            raise NoSpace(f"The drive has no free extent of {size_bytes} bytes.")
-        return page * PAGE_BYTES
+    def _fail(self, record: RecordWrite, error: StorageError) -> None:
+        self.queued_pages -= record.size_bytes // PAGE_BYTES
+        record.owner.finish(record, error)
 
 
 class _Sync:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b536c961d9d4aa90a5a0309ea299a822
+# Generated from proto sources with BLAKE2b f16aee9bbea54c520d52b54e550ea636
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -208,7 +208,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt")
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class StatusResponse(_message.Message):
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FOUND_FIELD_NUMBER: _ClassVar[int]
     INDEX_REBUILT_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     provider: str
@@ -229,4 +230,21 @@ class StatusResponse(_message.Message):
     connections: int
     corrupt_found: int
     index_rebuilt: bool
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ...) -> None: ...
+    drives: _containers.RepeatedCompositeFieldContainer[DriveStatus]
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ...) -> None: ...
+
+class DriveStatus(_message.Message):
+    __slots__ = ("number", "blocks", "capacity_bytes", "free_bytes", "takes_puts", "failure")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PUTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    blocks: int
+    capacity_bytes: int
+    free_bytes: int
+    takes_puts: bool
+    failure: str
+    def __init__(self, number: _Optional[int] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., takes_puts: bool = ..., failure: _Optional[str] = ...) -> None: ...

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
+    DRIVES_MAX,
     FINGERPRINT_BYTES,
     GENERATION_MAX,
     HEADER_BYTES,
@@ -54,14 +55,14 @@ __all__ = [
     "roll_offset",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SUPERBLOCK_COPIES = 2
 ROLL_COPIES = 2
 RECORD_MAGIC = b"TKVRECRD"
 
 _DRIVE_MAGIC = b"TKVDRIVE"
 _TAG_BYTES = 16
-_SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQII")
+_SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQIIQI")
 _CRC = struct.Struct("<I")
 _MAGIC_VERSION = struct.Struct("<8sI")
 _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
@@ -107,6 +108,8 @@ class Superblock(NamedTuple):
     roll_generation: int  # 0: there is no roll
     roll_copy: int
     roll_crc32c: int
+    set_number: int  # of the last set of drives that this one was part of
+    set_drives: int  # how many drives the store had then, those left out included
 
 
 class Header(NamedTuple):
@@ -158,6 +161,8 @@ def pack_superblock(superblock: Superblock) -> bytes:
         superblock.roll_generation,
         superblock.roll_copy,
         superblock.roll_crc32c,
+        superblock.set_number,
+        superblock.set_drives,
     )
     return (fixed + _CRC.pack(crc32c(fixed))).ljust(PAGE_BYTES, b"\0")
 
@@ -174,9 +179,13 @@ def parse_superblock(page: bytes) -> Superblock | Flaw:
     if _CRC.unpack_from(page, _SUPERBLOCK.size)[0] != crc32c(page[: _SUPERBLOCK.size]):
         return Flaw.CHECK
     superblock = Superblock(store, drive, index, secret, *numbers)
-    if superblock.capacity_bytes % PAGE_BYTES or superblock.generation_ceiling > GENERATION_MAX + 1:
-        return Flaw.RANGE
-    return superblock if superblock.roll_copy < ROLL_COPIES else Flaw.RANGE
+    in_range = (
+        superblock.capacity_bytes % PAGE_BYTES == 0
+        and superblock.generation_ceiling <= GENERATION_MAX + 1
+        and superblock.roll_copy < ROLL_COPIES
+        and superblock.drive_index < superblock.set_drives <= DRIVES_MAX
+    )
+    return superblock if in_range else Flaw.RANGE
 
 
 def foreign_version(page: bytes) -> int | None:

@@ -1,8 +1,8 @@
 """Which blocks a tier holds, and which go when it is full; in an order that a policy keeps.
 
-The policy is the store's own object where it is named (`--policy package.module:Class`), because a simulator with
-an eviction of its own would only tell of itself. It is asked through the same calls as in the store:
-`admitted`, `inherited`, `touched`, `evicted`, `candidate`. `Lru` here is what there is when none is named.
+The policy is the store's own object (`lru`, `s3fifo`, or `package.module:Class`), because a simulator with an eviction
+of its own would only tell of itself. It is asked through the same calls as in the store: `admitted`, `inherited`,
+`touched`, `evicted`, `candidate`. `Lru` here stands in for the store's where the store is not installed.
 
 What always holds: no more blocks than the capacity, each in one row; a sequence is used from its tail to its
 head, and what new blocks follow on was used with them, so what goes first is the tail.
@@ -13,6 +13,7 @@ What it doesn't do: pins. A block that is being fetched was touched a moment ago
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
@@ -94,10 +95,19 @@ class Lru:
         return next(iter(self._rows), -1)
 
 
+# The store's own, by the names that its users know. They are asked for by name because the simulator imports
+# nothing of the store: it runs without it.
+STORE_POLICIES = {
+    "lru": "kvstore.storage.eviction.lru:Lru",
+    "s3fifo": "kvstore.storage.eviction.s3fifo:S3Fifo",
+}
+
+
 def policy_maker(name: str) -> Callable[[int], Policy]:
     """Find a policy by its name; the maker is given the capacity in pages, a page a block."""
-    if name == "lru":
+    if name == "lru" and not _is_there("kvstore.storage.eviction"):
         return lambda _: Lru()
+    name = STORE_POLICIES.get(name, name)
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -107,7 +117,7 @@ def policy_maker(name: str) -> Callable[[int], Policy]:
             if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
         )
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        accepted = "lru, or package.module:Class of one with the store's interface"
+        accepted = "lru, s3fifo, or package.module:Class of one with the store's interface"
         raise OutOfRange("--policy", f"{name!r} ({error})", "an eviction policy", accepted) from error
 
     def make(capacity_pages: int) -> Policy:
@@ -115,6 +125,13 @@ def policy_maker(name: str) -> Callable[[int], Policy]:
         return made
 
     return make
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 class Catalogue:

@@ -64,7 +64,7 @@ def tenants(tmp_path: Path) -> Path:
 @pytest.fixture
 def guarded(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
     more = ("--tenants", str(tenants), "--audit", str(tmp_path / "audit.jsonl"))
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more) as node:
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as node:
         yield node
 
 
@@ -311,7 +311,7 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
     tmp_path: Path, tenants: Path, pki: Path
 ) -> None:
     more = over_tls(pki, "--tenants", str(tenants))
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more) as node:
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as node:
         with (
             Client(node.target, token="acme", tls=Tls(pki / "ca.pem")) as client,
             FlagWords.create(1) as flags,
@@ -337,7 +337,7 @@ def test_certificates_of_clients_are_their_tokens(tmp_path: Path, tenants: Path,
     def shown(name: str) -> Tls:
         return Tls(pki / "ca.pem", pki / f"{name}.pem", pki / f"{name}.key")
 
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more) as node:
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as node:
         with Client(node.target, tls=shown("acme")) as client:
             assert client.put_inline(KEY, b"a") is Durability.WRITTEN
         with Client(node.target, tls=shown("acme"), tenant="zeta") as client, pytest.raises(TenantDenied):
@@ -392,7 +392,7 @@ def test_settings_that_cannot_be_used_end_the_node_with_a_sentence(
     tmp_path: Path, more: tuple[str, ...], why: str
 ) -> None:
     with pytest.raises(NodeUnavailable, match=why):
-        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, more=more)
+        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more)
 
 
 def test_a_client_whose_files_cannot_be_read_is_told_which(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -201,3 +202,14 @@ def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> N
             assert client.get(wanted, timeout_s=WAIT_S) == [Hit(block.key) for block in blocks]
             assert all(rig.is_exact(block) for block in blocks)
         rig.close()
+
+
+def test_a_block_whose_time_is_over_leaves_the_node_though_nobody_asks(rig: Rig) -> None:
+    expires_unix_ms = time.time_ns() // 1_000_000 + 300
+    assert rig.client.put_inline(rig.key(1), b"short-lived", expires_unix_ms=expires_unix_ms) is not None
+    deadline_s = time.monotonic() + WAIT_S
+    while rig.client.status().blocks:
+        assert time.monotonic() < deadline_s, "the block is still there"
+    outcome = rig.client.get_inline(rig.key(1), 11)
+    assert isinstance(outcome, Miss)
+    assert outcome.reason is MissReason.EXPIRED

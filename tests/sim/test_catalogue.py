@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.replay.catalogue import Catalogue, Lru, Steps, policy_maker
+from sim.replay.workload import Chats, chats
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:
@@ -132,6 +135,41 @@ def test_a_tier_without_room_holds_nothing() -> None:
     assert (len(tier), tier.prefix([1])) == (0, 0)
 
 
+def test_the_stores_own_policies_are_used_where_the_store_is() -> None:
+    assert type(policy_maker("lru")(9)).__module__ == "kvstore.storage.eviction.lru"
+    assert type(policy_maker("s3fifo")(9)).__module__ == "kvstore.storage.eviction.s3fifo"
+
+
+def test_without_the_store_an_lru_of_our_own_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in (
+        "kvstore",
+        "kvstore.storage",
+        "kvstore.storage.eviction",
+        "kvstore.storage.eviction.s3fifo",
+    ):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert type(policy_maker("lru")(9)) is Lru
+    with pytest.raises(
+        OutOfRange, match=r"--policy is .*; it takes an eviction policy, lru, s3fifo, or package"
+    ):
+        policy_maker("s3fifo")
+
+
+def test_the_stores_lru_and_ours_keep_the_same() -> None:
+    work = chats(Chats(sessions=150, seed=8))
+    found = []
+    for policy in (Lru(), policy_maker("lru")(100)):
+        tier = Catalogue(policy, 100)
+        hits = []
+        for request in work:
+            hits.append(tier.prefix(request.blocks))
+            tier.admit(request.blocks, hits[-1])
+        found.append((hits, tier.evicted))
+    assert found[0] == found[1]
+    assert found[0][1] > 100
+
+
 def test_a_policy_is_found_by_name_and_given_its_capacity_if_it_wants_one() -> None:
     made = policy_maker(f"{__name__}:Fifo")(7)
     assert isinstance(made, Fifo)
@@ -140,5 +178,7 @@ def test_a_policy_is_found_by_name_and_given_its_capacity_if_it_wants_one() -> N
 
 @pytest.mark.parametrize("name", ["", "mru", "no_such_module:X", f"{__name__}:NoSuch", "json:loads:x"])
 def test_what_is_no_policy_is_refused_by_name(name: str) -> None:
-    with pytest.raises(OutOfRange, match=r"--policy is .*; it takes an eviction policy, lru, or package"):
+    with pytest.raises(
+        OutOfRange, match=r"--policy is .*; it takes an eviction policy, lru, s3fifo, or package"
+    ):
         policy_maker(name)

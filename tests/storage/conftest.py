@@ -1,4 +1,4 @@
-"""Stores for tests: `fake` on a drive in memory, `real` on a file through io_uring."""
+"""Stores for tests: `fake` on a drive in memory, `pair` on two of them, `real` on a file through io_uring."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.storage.fakes import FakeDisk
+from tests.storage.pair import two
 from tests.storage.rig import Rig
 
 if TYPE_CHECKING:
@@ -27,4 +28,14 @@ def real(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path / "data")
     rig.open()
     yield rig
+    rig.store.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Rig]:
+    rig = two(tmp_path / "data")
+    rig.open()
+    yield rig
+    for disk in rig.disks:
+        disk.let_go()
     rig.store.close()

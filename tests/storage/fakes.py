@@ -18,9 +18,9 @@ from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, SECTOR_BYTES
 from kvstore.storage.disk import DiskDone, DiskOp, DiskOpKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-__all__ = ["SHORT", "FakeClock", "FakeDisk"]
+__all__ = ["SHORT", "FakeBay", "FakeClock", "FakeDisk"]
 
 SHORT = 1  # a fault: half of the transfer happens and is reported as such. Negative faults are errnos.
 _SECTORS = PAGE_BYTES // SECTOR_BYTES
@@ -195,6 +195,25 @@ class FakeDisk:
     def _silence_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
+
+
+class FakeBay:
+    """Drives in memory, by number; those that are away are errors."""
+
+    def __init__(self, disks: Sequence[FakeDisk], away: Collection[int] = ()) -> None:
+        self._disks = disks
+        self._away = away
+
+    def numbers(self) -> list[int]:
+        return list(range(len(self._disks)))
+
+    def open(self, number: int) -> FakeDisk:
+        if number in self._away:
+            raise StorageError("There is no such device.")
+        return self._disks[number]
+
+    def take_back(self) -> None:
+        """Nothing was made."""
 
 
 def _pages_of(offset: int, data: bytes) -> list[tuple[int, bytes]]:

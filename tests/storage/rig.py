@@ -1,4 +1,4 @@
-"""A store on a fake or a real drive, with slots, and calls that wait for their answers."""
+"""A store on fake or real drives, with slots, and calls that wait for their answers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from kvstore.storage.items import (
 from kvstore.storage.manifests import SessionName
 from kvstore.storage.store import Store
 from kvstore.wire.record import record_bytes
-from tests.storage.fakes import FakeClock, FakeDisk
+from tests.storage.fakes import FakeBay, FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.storage.disk import Disk
+    from kvstore.config import DriveSpec
+    from kvstore.storage.drive import Drive
+    from tests.storage.fakes import FakeDisk
 
 __all__ = ["FINGERPRINT", "TENANT", "USER", "Rig", "Slots", "key", "name"]
 
@@ -62,13 +64,23 @@ class Slots:
 
 
 class Rig:
-    def __init__(self, data: Path, disk: FakeDisk | None = None, slots: Slots | None = None) -> None:
+    def __init__(
+        self,
+        data: Path,
+        disk: FakeDisk | None = None,
+        slots: Slots | None = None,
+        *,
+        disks: Sequence[FakeDisk] = (),
+    ) -> None:
         self.data = data
-        self.disk = disk
+        self.disks = [disk] if disk is not None else list(disks)  # none: a real one
+        self.away: set[int] = set()  # drives that cannot be opened
+        self.specs: list[DriveSpec] = []  # of real drives
         self.slots = slots or Slots(64, 64 << 10)
         self.clock = FakeClock()
         self.boot_id = "0" * 36
         self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
+        self.policy = "lru"
         self.put_done: dict[int, PutDone] = {}
         self.get_done: dict[int, GetDone] = {}
         self.delete_done: dict[int, DeleteDone] = {}
@@ -78,35 +90,55 @@ class Rig:
         self._next_tag = 0
         self.store: Store
 
-    def open(self) -> Store:
-        if self.disk is None:
-            self.store = Store.open(
-                self.data, capacity_bytes=self.capacity_bytes, clock=self.clock, boot_id=self.boot_id
-            )
-        else:
-            disk: Disk = self.disk
-            self.store = Store.open(
-                self.data,
-                capacity_bytes=self.capacity_bytes,
-                clock=self.clock,
-                disk_factory=lambda _data, _capacity: disk,
-                boot_id=self.boot_id,
-            )
+    def open(self, *, without: Sequence[int] = ()) -> Store:
+        self.store = Store.open(
+            self.data,
+            capacity_bytes=self.capacity_bytes,
+            clock=self.clock,
+            drives=self.specs,
+            without=without,
+            bay=self.bay() if self.disks else None,
+            boot_id=self.boot_id,
+            policy=self.policy,
+        )
         return self.store
 
+    def bay(self) -> FakeBay:
+        return FakeBay(self.disks, self.away)
+
+    @property
+    def drive(self) -> Drive:
+        """The first one."""
+        return self.store.drives[0]
+
+    @property
+    def disk(self) -> FakeDisk | None:
+        """The first one, if it is a fake one."""
+        return self.disks[0] if self.disks else None
+
+    @disk.setter
+    def disk(self, disk: FakeDisk) -> None:
+        self.disks[0] = disk
+
     def kill(self) -> None:
-        """What SIGKILL does to everything but the drive."""
-        self.store._index.abandon()
+        """What SIGKILL does to everything but the drives."""
+        for drive in self.store.drives:
+            drive._index.abandon()
+            if not self.disks:
+                drive._volume.disk.close()
+        self.store._ready.close()
         self.store._lock.release()
-        if self.disk is None:
-            self.store._volume.disk.close()
         self._slot_of.clear()
 
     def power_loss(self, seed: int) -> None:
-        assert self.disk is not None
+        assert self.disks
         self.kill()
-        self.disk = self.disk.after_power_loss(seed)
+        self.disks = [disk.after_power_loss(seed + number) for number, disk in enumerate(self.disks)]
         self.boot_id = f"{seed:036d}"
+
+    def home(self, number: int) -> int:
+        """The position of the drive where a block belongs."""
+        return self.store._placement.order(TENANT, key(number))[0]
 
     def start_put(
         self,
@@ -209,6 +241,16 @@ class Rig:
         self.settle()
         done = self.store.verify_payload(item, self.get_done[tag])
         return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
+
+    def get_miss(self, number: int) -> bool:
+        """Whether a get of it is a miss."""
+        return self.get(number)[0].miss is not None
+
+    def change_session(self, item: SessionItem) -> SessionDone:
+        """Do a step of any session."""
+        tag = self._take_tag()
+        self.store.change_sessions([item._replace(tag=tag)], self._sessions_done)
+        return self._settled(tag)
 
     def start_get(
         self, number: int, *, tenant: bytes = TENANT, fingerprint: bytes = FINGERPRINT, length: int = 0

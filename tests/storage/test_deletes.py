@@ -29,7 +29,7 @@ def disk_of(rig: Rig) -> FakeDisk:
 
 
 def reopened_without_index(rig: Rig) -> None:
-    shutil.rmtree(rig.data / "index")
+    shutil.rmtree(rig.data / "index-0")
     rig.open()
     assert rig.store.statistics().rebuilt
 
@@ -136,7 +136,7 @@ def test_another_records_header_is_not_wiped_by_a_quarantine(fake: Rig) -> None:
     entry, other = fake.store.lookup([(TENANT, key(1)), (TENANT, key(2))])
     assert entry is not None
     assert other is not None
-    fake.store._index.publish([((TENANT, key(1)), entry._replace(offset=other.offset))])
+    fake.drive._index.publish([((TENANT, key(1)), entry._replace(offset=other.offset))])
     assert fake.get(1)[0].miss is not None
     assert fake.get(2)[1] == b"two"
 
@@ -269,13 +269,13 @@ def test_the_prefix_ends_at_the_first_hole(fake: Rig, hole: int | None) -> None:
     fake.put(0, b"a template")
     template = fake.store.lookup([(TENANT, key(0))])[0]
     assert template is not None
-    fake.store._index.publish(
+    fake.drive._index.publish(
         ((TENANT, one), template._replace(generation=10**6 + number)) for number, one in enumerate(entry_keys)
     )
     assert fake.store.prefix(TENANT, entry_keys) == 1000
     assert fake.store.prefix(b"somebody--else!!", entry_keys) == 0
     if hole is not None:
-        fake.store._index.remove([(TENANT, key(hole))])
+        fake.drive._index.remove([(TENANT, key(hole))])
         assert fake.store.prefix(TENANT, entry_keys) == hole
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.clock import SystemClock
+from kvstore.config import DriveSpec
 from kvstore.errors import ConfigError, Corrupt, StorageError
-from kvstore.storage.folder import use_device
 from kvstore.storage.store import Store
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def device(tmp_path: Path) -> Iterator[Path]:
 
 
 def open_over(data: Path, device: Path) -> Store:
-    use_device(data, device)
-    return Store.open(data, capacity_bytes=None, clock=SystemClock())
+    return Store.open(data, capacity_bytes=None, clock=SystemClock(), drives=[DriveSpec(device)])
 
 
 def test_a_device_is_formatted_once_and_known_again(tmp_path: Path, device: Path) -> None:
@@ -64,15 +63,19 @@ def test_two_folders_do_not_share_a_device(tmp_path: Path, device: Path) -> None
         open_over(tmp_path / "other", device)
 
 
-def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.write_bytes(bytes(10))
-    with pytest.raises(ConfigError, match="not a block device"):
-        use_device(tmp_path / "node", plain)
+def test_what_is_neither_file_nor_device_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="neither a file nor a block device"):
+        open_over(tmp_path / "node", folder)
 
 
-def test_a_folder_keeps_the_drive_it_has(tmp_path: Path, device: Path) -> None:
+def test_a_device_that_is_given_to_a_folder_with_a_drive_becomes_its_second(
+    tmp_path: Path, device: Path
+) -> None:
     with Store.open(tmp_path / "node", capacity_bytes=SIZE, clock=SystemClock()):
         pass
-    with pytest.raises(ConfigError, match="has a drive already"):
-        use_device(tmp_path / "node", device)
+    for _ in range(2):
+        with open_over(tmp_path / "node", device) as store:
+            assert [state.number for state in store.drive_states()] == [0, 1]
+            assert store.statistics().capacity_bytes == 2 * SIZE

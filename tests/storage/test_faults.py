@@ -179,7 +179,7 @@ def test_a_good_record_in_the_wrong_place_is_corrupt(
     other = fake.store.lookup([other_name])[0]  # type: ignore[list-item]
     assert other is not None
     mixed = entry._replace(offset=other.offset, expires_ms=other.expires_ms, crc32c=other.crc32c)
-    fake.store._index.publish([((TENANT, key(1)), mixed)])
+    fake.drive._index.publish([((TENANT, key(1)), mixed)])
     done, _ = fake.get(1)
     assert done.miss is not None
     assert done.miss.reason is MissReason.CORRUPT
@@ -210,7 +210,7 @@ def test_200_flipped_bits_never_give_wrong_bytes(tmp_path: Path) -> None:
             assert got == payload or done.miss is not None
         rig.store.close()
         if not rebuilt:
-            shutil.rmtree(rig.data / "index")
+            shutil.rmtree(rig.data / "index-0")
             disk_of(rig).closed = False
             rig.disk = FakeDisk(disk_of(rig).pages)
             rig.open()
@@ -224,15 +224,15 @@ def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Pa
         rig.put(number, b"p" * 5000)
     offset, _ = rig.record_at(7)
     rig.store.close()
-    shutil.rmtree(rig.data / "index")
+    shutil.rmtree(rig.data / "index-0")
     rig.disk = FakeDisk(disk_of(rig).pages)
-    rig.disk.unreadable = {offset // PAGE_BYTES}
+    disk_of(rig).unreadable = {offset // PAGE_BYTES}
     rig.open()
     assert [number for number in range(20) if rig.get(number)[0].miss] == [7]
     rig.store.close()
-    shutil.rmtree(rig.data / "index")
-    rig.disk = FakeDisk(rig.disk.pages | dict.fromkeys(range(2000, 3200), b"\x01" * PAGE_BYTES))
-    rig.disk.unreadable = set(range(2000, 2000 + SCAN_UNREADABLE_PAGES_MAX + 1))
+    shutil.rmtree(rig.data / "index-0")
+    rig.disk = FakeDisk(disk_of(rig).pages | dict.fromkeys(range(2000, 3200), b"\x01" * PAGE_BYTES))
+    disk_of(rig).unreadable = set(range(2000, 2000 + SCAN_UNREADABLE_PAGES_MAX + 1))
     with pytest.raises(StorageError, match="cannot be read"):
         rig.open()
 
@@ -245,7 +245,7 @@ def test_a_damaged_header_costs_a_rebuild_its_record_only(tmp_path: Path) -> Non
             rig.put(number, b"p")
         disk_of(rig).flip(rig.record_at(2)[0] + bit // 8, 0)
         rig.store.close()
-        shutil.rmtree(rig.data / "index")
+        shutil.rmtree(rig.data / "index-0")
         rig.disk = FakeDisk(disk_of(rig).pages)
         rig.open()
         assert [number for number in range(5) if rig.get(number)[0].miss] == [2]
@@ -263,7 +263,7 @@ def test_a_header_inside_a_payload_is_not_taken_for_a_record(tmp_path: Path) -> 
     outer, _ = rig.record_at(2)
     disk_of(rig).flip(outer, 0)  # its header is lost, so the scan looks at the payload's pages
     rig.store.close()
-    shutil.rmtree(rig.data / "index")
+    shutil.rmtree(rig.data / "index-0")
     rig.disk = FakeDisk(disk_of(rig).pages)
     rig.open()
     assert rig.record_at(1)[0] == offset

@@ -53,7 +53,7 @@ def is_whole(rig: Rig) -> None:
 
 def tamper(rig: Rig, change: Callable[[Index], object]) -> None:
     """Change the index of a closed store behind its back."""
-    index = Index(rig.data / "index", 0)
+    index = Index(rig.data / "index-0", 0)
     change(index)
     index.abandon()
 
@@ -77,16 +77,16 @@ def test_what_a_killed_process_left_is_no_damage(filled: Rig) -> None:
 
 
 def _delete(rig: Rig) -> None:
-    shutil.rmtree(rig.data / "index")
+    shutil.rmtree(rig.data / "index-0")
 
 
 def _cut(rig: Rig) -> None:
-    path = rig.data / "index" / "data.mdb"
+    path = rig.data / "index-0" / "data.mdb"
     os.truncate(path, path.stat().st_size // 2 // PAGE_BYTES * PAGE_BYTES)
 
 
 def _garbage(rig: Rig) -> None:
-    poke(rig.data / "index" / "data.mdb", 0, b"\xff" * 8192)
+    poke(rig.data / "index-0" / "data.mdb", 0, b"\xff" * 8192)
 
 
 @pytest.mark.parametrize("harm", [_delete, _cut, _garbage])
@@ -101,14 +101,14 @@ def test_an_index_that_is_gone_or_broken_is_made_anew(filled: Rig, harm: Callabl
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> None:
-    shutil.copytree(filled.data / "index", filled.data / "yesterday")
+    shutil.copytree(filled.data / "index-0", filled.data / "yesterday")
     filled.put(200, b"today")
     if killed:
         filled.kill()
     else:
         filled.store.close()
-    shutil.rmtree(filled.data / "index")
-    (filled.data / "yesterday").rename(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
+    (filled.data / "yesterday").rename(filled.data / "index-0")
     assert check(filled.data, boot_id=BOOT).damage == ["index that cannot be believed"]
     assert check(filled.data, boot_id=BOOT, repair=True).repaired
     is_whole(filled)
@@ -229,7 +229,7 @@ def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
     filled.store.close()
     assert main(["fsck", str(filled.data)]) == 0
     assert "nothing is wrong" in capsys.readouterr().out
-    shutil.rmtree(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
     assert main(["fsck", str(filled.data)]) == 2
     assert "index that cannot be believed" in capsys.readouterr().out
     assert main(["fsck", str(filled.data), "--repair"]) == 0

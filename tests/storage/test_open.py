@@ -20,7 +20,12 @@ from kvstore.errors import (
     StorageError,
     WrongVersion,
 )
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, GENERATION_MAX, PAGE_BYTES
+from kvstore.limits import (
+    DRIVE_CAPACITY_BYTES_MAX,
+    DRIVE_CAPACITY_BYTES_MIN,
+    GENERATIONS_PER_DRIVE,
+    PAGE_BYTES,
+)
 from kvstore.storage.store import Store
 from kvstore.wire.record import roll_offset
 from tests.storage.fakes import FakeDisk
@@ -61,9 +66,9 @@ def test_a_folder_is_opened_by_one_at_a_time(filled: Rig) -> None:
 def test_a_drive_of_another_version_is_refused_and_left_alone(filled: Rig) -> None:
     filled.store.close()
     for copy in (0, PAGE_BYTES):
-        poke(drive_of(filled), copy + 8, b"\x03")
+        poke(drive_of(filled), copy + 8, b"\x02")
     before = drive_of(filled).read_bytes()
-    with pytest.raises(WrongVersion, match="version 3; this build reads version 2"):
+    with pytest.raises(WrongVersion, match="version 2; this build reads version 3"):
         filled.open()
     assert drive_of(filled).read_bytes() == before
 
@@ -176,12 +181,12 @@ def test_an_index_copied_from_a_running_store_and_brought_back_after_sigkill_is_
     filled: Rig, more: int
 ) -> None:
     """Within one boot and one epoch: the lock file knows how far the index had got."""
-    shutil.copytree(filled.data / "index", filled.data / "copy")
+    shutil.copytree(filled.data / "index-0", filled.data / "copy")
     for number in range(more):
         filled.put(3 + number, b"later")
     filled.kill()
-    shutil.rmtree(filled.data / "index")
-    (filled.data / "copy").rename(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
+    (filled.data / "copy").rename(filled.data / "index-0")
     blocks_survive(filled, rebuilt=more > 0)
     assert all(filled.get(3 + number)[1] == b"later" for number in range(more))
 
@@ -196,7 +201,7 @@ def test_without_the_note_of_its_commits_an_index_that_was_not_closed_is_rebuilt
 
 
 def test_a_commit_that_a_process_died_before_noting_is_no_reason_to_rebuild(filled: Rig) -> None:
-    lock = filled.store._lock
+    lock = filled.store._lock.place(0)
     note = lock.note
     filled.put(3, b"committed")
     lock.write_note(note)
@@ -213,7 +218,7 @@ def test_a_damaged_roll_voids_nothing(tmp_path: Path, *, flipped: bool) -> None:
     rig.put(2, b"two")
     rig.kill()
     rig.open()  # not clean: a roll is made
-    superblock = rig.store._volume.superblock
+    superblock = rig.drive._volume.superblock
     assert superblock.roll_generation > 1
     rig.store.close()
     assert rig.disk is not None
@@ -223,7 +228,7 @@ def test_a_damaged_roll_voids_nothing(tmp_path: Path, *, flipped: bool) -> None:
         rig.disk.flip(roll, 0)
     else:
         rig.disk.unreadable = {roll // PAGE_BYTES}
-    shutil.rmtree(rig.data / "index")
+    shutil.rmtree(rig.data / "index-0")
     blocks_survive(rig, rebuilt=True)
     rig.store.close()
 
@@ -235,7 +240,7 @@ def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_life_is(tmp_path
     rig.put(1, b"one" * 2000)
     rig.put(2, b"two")
     rig.kill()
-    shutil.rmtree(rig.data / "index")
+    shutil.rmtree(rig.data / "index-0")
     blocks_survive(rig, rebuilt=True)
     rig.store.close()
 
@@ -275,21 +280,21 @@ def test_a_clean_index_is_believed_in_another_boot(filled: Rig) -> None:
 
 def test_a_deleted_index_is_rebuilt(filled: Rig) -> None:
     filled.store.close()
-    shutil.rmtree(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
     blocks_survive(filled, rebuilt=True)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 4096, 8192, -4096])
 def test_an_index_cut_short_is_rebuilt(filled: Rig, keep: int) -> None:
     filled.store.close()
-    index = filled.data / "index" / "data.mdb"
+    index = filled.data / "index-0" / "data.mdb"
     os.truncate(index, keep if keep >= 0 else index.stat().st_size + keep)
     blocks_survive(filled, rebuilt=True)
 
 
 def test_an_index_of_garbage_is_rebuilt(filled: Rig) -> None:
     filled.store.close()
-    poke(filled.data / "index" / "data.mdb", 0, b"\xff" * 8192)
+    poke(filled.data / "index-0" / "data.mdb", 0, b"\xff" * 8192)
     blocks_survive(filled, rebuilt=True)
 
 
@@ -297,13 +302,13 @@ def test_an_index_of_garbage_is_rebuilt(filled: Rig) -> None:
 def test_an_index_from_yesterday_is_rebuilt(filled: Rig, *, running: bool) -> None:
     if not running:
         filled.store.close()
-    shutil.copytree(filled.data / "index", filled.data / "yesterday")
+    shutil.copytree(filled.data / "index-0", filled.data / "yesterday")
     if not running:
         filled.open()
     filled.put(3, b"today")
     filled.store.close()
-    shutil.rmtree(filled.data / "index")
-    (filled.data / "yesterday").rename(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
+    (filled.data / "yesterday").rename(filled.data / "index-0")
     blocks_survive(filled, rebuilt=True)
     assert filled.get(3)[1] == b"today"
 
@@ -312,8 +317,8 @@ def test_an_index_of_another_store_is_rebuilt(filled: Rig, tmp_path: Path) -> No
     other = Rig(tmp_path / "other")
     other.open().close()
     filled.store.close()
-    shutil.rmtree(filled.data / "index")
-    shutil.copytree(other.data / "index", filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
+    shutil.copytree(other.data / "index-0", filled.data / "index-0")
     blocks_survive(filled, rebuilt=True)
 
 
@@ -324,7 +329,7 @@ def test_generations_rise_over_openings_and_rebuilds(filled: Rig) -> None:
         generations.append(filled.get(number)[0].generation)
         filled.kill()
         if number % 2:
-            shutil.rmtree(filled.data / "index")
+            shutil.rmtree(filled.data / "index-0")
         filled.open()
     assert generations == sorted(set(generations))
 
@@ -356,7 +361,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives
         child.kill()
         acknowledged += [int(line) for line in child.stdout.read().splitlines()]
     if not index_survives:
-        shutil.rmtree(data / "index")
+        shutil.rmtree(data / "index-0")
     rig = Rig(data)
     rig.open()
     assert rig.store.statistics().rebuilt is not index_survives
@@ -365,18 +370,18 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives
     rig.store.close()
 
 
-def test_generations_are_reserved_anew_when_they_run_out_and_end_at_56_bits(filled: Rig) -> None:
-    volume = filled.store._volume
+def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives_own(filled: Rig) -> None:
+    volume = filled.drive._volume
     ceiling = volume.superblock.generation_ceiling
     volume.skip_generations(ceiling - 2)
     assert filled.put(10, b"last of its lot").error is None
     assert volume.superblock.generation_ceiling == ceiling
     assert filled.put(11, b"first of the next").error is None
     assert volume.superblock.generation_ceiling > ceiling
-    volume.skip_generations(GENERATION_MAX - 1)
+    volume.skip_generations(GENERATIONS_PER_DRIVE - 2)
     assert filled.put(12, b"the very last").error is None
     assert isinstance(filled.put(13, b"too many").error, ReadOnly)
-    assert filled.get(12)[0].generation == GENERATION_MAX
+    assert filled.get(12)[0].generation == GENERATIONS_PER_DRIVE - 1
 
 
 def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies(tmp_path: Path) -> None:
@@ -384,7 +389,7 @@ def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies
 
     def rebuilt_gives(expected: dict[int, bytes]) -> None:
         rig.store.close()
-        shutil.rmtree(rig.data / "index")
+        shutil.rmtree(rig.data / "index-0")
         assert rig.disk is not None
         rig.disk = FakeDisk(rig.disk.pages)
         rig.open()

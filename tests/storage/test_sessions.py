@@ -11,10 +11,11 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace, StorageError
 from kvstore.limits import PAGE_BYTES, SESSION_BLOCKS_MAX, SESSION_CHUNK_BLOCKS, UNSYNCED_FREES_MAX
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
-from tests.storage.fakes import FakeDisk
+from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, USER, Rig, key, name
 
 if TYPE_CHECKING:
@@ -42,23 +43,23 @@ def references(rig: Rig, *numbers: int) -> list[int]:
 
 
 def chunks(rig: Rig) -> list[int]:
-    return [count for *_, count in rig.store.manifests.all_chunks()]
+    return [count for *_, count in rig.drive.manifests.all_chunks()]
 
 
 def is_sound(rig: Rig) -> None:
     """Reopened from its index and from its drive alone, the store says the same, and a check finds nothing."""
-    before = list(rig.store.manifests.all())
+    before = list(rig.drive.manifests.all())
     for scanned in (False, True):
         rig.store.close()
         assert rig.disk is not None
         rig.disk = FakeDisk(rig.disk.pages)
         disk = FakeDisk(rig.disk.pages)
-        assert check(rig.data, disk_factory=lambda _data, _capacity: disk, boot_id=rig.boot_id).damage == []  # noqa: B023
+        assert check(rig.data, bay=FakeBay([disk]), boot_id=rig.boot_id).damage == []
         if scanned:
-            shutil.rmtree(rig.data / "index")
+            shutil.rmtree(rig.data / "index-0")
         rig.open()
         assert rig.store.statistics().rebuilt is scanned
-        assert list(rig.store.manifests.all()) == before
+        assert list(rig.drive.manifests.all()) == before
 
 
 @pytest.mark.parametrize("batch", [1, 7, 125, 126, 127, 300])
@@ -228,7 +229,7 @@ def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: Rig
     assert filled.disk is not None
     filled.kill()
     filled.disk = filled.disk.after_kill(1)
-    shutil.rmtree(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
     filled.open()
     assert filled.session(1) is None
 
@@ -237,11 +238,11 @@ def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: Rig)
     filled.append(1, range(100), Durability.SYNCED)
     filled.append(1, range(100, 140))
     assert filled.disk is not None
-    [(_, _, chunk, _)] = filled.store.manifests.all_chunks()
+    [(_, _, chunk, _)] = filled.drive.manifests.all_chunks()
     filled.disk.flip(chunk.offset + PAGE_BYTES, 0)
     filled.kill()
     filled.disk = filled.disk.after_kill(1)
-    shutil.rmtree(filled.data / "index")
+    shutil.rmtree(filled.data / "index-0")
     filled.open()
     assert filled.session(1) == list(range(100))
 
@@ -258,7 +259,8 @@ def test_a_step_whose_write_fails_is_an_error_and_the_session_stays(filled: Rig,
 @pytest.mark.parametrize("left_pages", [0, 1, 2, 3])
 def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: Rig, left_pages: int) -> None:
     filled.append(1, range(100), Durability.SYNCED)
-    extents = filled.store._extents
+    filled.store.hold([(TENANT, key(number)) for number in range(BLOCKS)], Guard.PROTECTED)
+    extents = filled.drive._extents
     taken = extents.allocate(extents.free_pages - left_pages)
     assert taken is not None
     assert isinstance(filled.append(1, range(100, 140)).error, NoSpace)

@@ -21,6 +21,7 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import MissReason
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.index import Index
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
 from kvstore.wire.record import record_bytes
@@ -134,11 +135,14 @@ def test_a_length_out_of_bounds_is_refused(fake: Rig, length: int) -> None:
     assert reason(fake, 1) is MissReason.UNKNOWN
 
 
-def test_a_full_drive_is_no_space_and_goes_on_serving(fake: Rig) -> None:
+def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake: Rig) -> None:
     payload = bytes(range(256)) * 200
     blocks = fake.store.statistics().free_bytes // record_bytes(len(payload))
     for number in range(blocks):
         assert fake.put(number, payload).error is None
+        fake.store.hold([(TENANT, key(number))], Guard.PROTECTED)  # the last ones went at once, to keep room
+    taken = fake.drive._extents.allocate(fake.drive._extents.longest - 2)
+    assert taken is not None
     assert isinstance(fake.put(blocks, payload).error, NoSpace)
     assert fake.get(0)[1] == payload
     assert fake.put(blocks + 1, b"small").error is None, "what still fits is taken"

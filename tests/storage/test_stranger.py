@@ -38,7 +38,7 @@ def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple
         message = drive_uuid + struct.pack("<Q", position) + header[:104]
         if (
             header[:8] == b"TKVRECRD"
-            and header[8:10] == b"\2\0"
+            and header[8:10] == b"\3\0"
             and header[104:120] == hashlib.blake2b(message, digest_size=16, key=secret).digest()
             and 1 <= length <= 64 << 20
         ):
@@ -72,7 +72,7 @@ def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple
 
 
 def is_superblock(page: bytes) -> bool:
-    return page[:12] == b"TKVDRIVE\2\0\0\0" and struct.unpack_from("<I", page, 128)[0] == crc32c(page[:128])
+    return page[:12] == b"TKVDRIVE\3\0\0\0" and struct.unpack_from("<I", page, 140)[0] == crc32c(page[:140])
 
 
 @pytest.mark.parametrize("rolled", [False, True])

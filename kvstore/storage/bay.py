@@ -1,0 +1,156 @@
+"""Where a store's drives come from: files and block devices, under names of their numbers in the data folder.
+
+`drive-0.kv` is a file of the folder, or a link to a file elsewhere or to a raw block device; so are those of higher
+numbers. A drive that is given for the first time gets its link here: under its own number if it has been formatted,
+else under the first one that is free.
+
+Always holds: a file that we make has its full size from the moment that it has its name; no link is made over another;
+a file is made only where a size was given with its name; what was linked for an opening that then fails is taken back.
+
+It formats nothing, and writes nothing to a drive (`kvstore.storage.drive_set` has the rules for that).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Protocol
+
+from kvstore.errors import ConfigError, NoSpace, StorageError
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, DRIVES_MAX, PAGE_BYTES
+from kvstore.storage.folder import drive_path, index_path, sync_folder
+from kvstore.storage.superblock import find_superblock
+from kvstore.storage.uring import UringDisk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore.config import DriveSpec
+    from kvstore.storage.disk import Disk
+
+__all__ = ["Bay", "FolderBay"]
+
+
+class Bay(Protocol):
+    """Opens drives by their numbers."""
+
+    def numbers(self) -> Sequence[int]:
+        """Tell which drives there are."""
+        ...
+
+    def open(self, number: int) -> Disk:
+        """Open one; StorageError if that cannot be."""
+        ...
+
+    def take_back(self) -> None:
+        """Forget what was made for an opening that has failed before anything came of it."""
+        ...
+
+
+class FolderBay:
+    """The drives of a data folder."""
+
+    def __init__(self, data: Path, capacity_bytes: int | None, drives: Sequence[DriveSpec] = ()) -> None:
+        self._data = data
+        self._capacity_bytes = capacity_bytes
+        self._specs = drives
+        self._made: list[Path] = []
+
+    def numbers(self) -> list[int]:
+        """Tell which drives there are, those that were asked for among them."""
+        for spec in self._specs:
+            self._adopt(spec)
+        linked = self.linked()
+        if not linked and not self._specs and not any(self._data.glob("index-*")):
+            _preallocate(drive_path(self._data, 0), self._capacity_bytes)
+            linked = [0]
+        return linked
+
+    def open(self, number: int) -> UringDisk:
+        """Open the drive that has this number."""
+        return UringDisk(drive_path(self._data, number))
+
+    def take_back(self) -> None:
+        """Remove the links that this opening made."""
+        for link in self._made:
+            link.unlink(missing_ok=True)
+        self._made.clear()
+
+    def linked(self) -> list[int]:
+        """Tell which drives the folder has names for."""
+        return [number for number in range(DRIVES_MAX) if os.path.lexists(drive_path(self._data, number))]
+
+    def _adopt(self, spec: DriveSpec) -> None:
+        path = spec.path.absolute()
+        linked = self.linked()
+        if any(drive_path(self._data, number).resolve() == path.resolve() for number in linked):
+            return
+        if not os.path.lexists(path):
+            if spec.capacity_bytes is None:  # it may have been meant to be a device
+                raise ConfigError(
+                    f"There is no {path}. To have a file made there, say its size: {path}:100GiB"
+                )
+            _preallocate(path, spec.capacity_bytes)
+        elif not (path.is_block_device() or path.is_file()):
+            raise ConfigError(f"{path} is neither a file nor a block device, so it cannot be a drive.")
+        number = self._number_on(path)
+        if number is None:
+            number = self._free_number()
+        elif number in linked:
+            raise ConfigError(
+                f"{path} is a drive {number}, and the folder {self._data} has another one of that number."
+            )
+        link = drive_path(self._data, number)
+        link.symlink_to(
+            path
+        )  # not what it resolves to: names below /dev/disk/by-id outlive a reboot, others may not
+        self._made.append(link)
+        sync_folder(self._data)
+
+    def _number_on(self, path: Path) -> int | None:
+        disk = UringDisk(path)
+        try:
+            superblock = find_superblock(disk)
+        finally:
+            disk.close()
+        return None if superblock is None else superblock.drive_index
+
+    def _free_number(self) -> int:
+        taken = set(self.linked())
+        for number in range(DRIVES_MAX):
+            if number not in taken and not index_path(self._data, number).exists():
+                return number
+        raise ConfigError(f"A store has at most {DRIVES_MAX} drives.")
+
+
+def _preallocate(path: Path, capacity_bytes: int | None) -> None:
+    if capacity_bytes is None:
+        raise ConfigError(f"There is no drive {path} and no capacity was given to make one with.")
+    if capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
+        raise ConfigError(
+            f"A drive has at least {DRIVE_CAPACITY_BYTES_MIN} bytes; {capacity_bytes} were asked for."
+        )
+    if capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
+        raise ConfigError(
+            f"A drive has at most {DRIVE_CAPACITY_BYTES_MAX} bytes; {capacity_bytes} were asked for."
+        )
+    part = path.with_name(f"{path.name}.part")  # a crash leaves this name, which is made anew
+    try:
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"The drive {path} could not be made: {error.strerror}.") from error
+    try:
+        os.posix_fallocate(fd, 0, capacity_bytes // PAGE_BYTES * PAGE_BYTES)
+        os.fsync(fd)
+    except OSError as error:
+        part.unlink()
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise NoSpace(
+                f"The file system of {path.parent} has no room for {capacity_bytes} bytes."
+            ) from error
+        raise StorageError(f"The drive {path} could not be made: {error.strerror}.") from error
+    finally:
+        os.close(fd)
+    part.rename(path)
+    sync_folder(path.parent)

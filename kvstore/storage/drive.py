@@ -1,0 +1,473 @@
+"""One drive of a store: blocks and sessions in and out of it, for one thread, without asyncio.
+
+The store calls `put` and `get`, watches `fileno()` for reading and calls `poll()` when it is readable. Callbacks
+are called from `poll` (and from `close`, which polls) and from nowhere else; they may call the store again.
+
+Always holds: what is reported as kept is kept as the durability says; what is handed out has a checked
+header and a CRC to check (see `GetDone`); memory of a slot is not touched after its report; everything
+accepted is reported.
+
+Room is made by eviction (`kvstore.storage.room`), in steps that `poll` does: it is to be called every `TIMER_TICK_MS`
+as well, so that blocks expire and waits end on a drive where nothing happens.
+
+Of the other drives of its store it asks only which blocks and sessions they have, and tells them of its sessions
+(`others`). It knows no connections, no leases of slots and no tenants' rights.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import Corrupt, Overloaded, ProtocolError, StorageError
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    DELETES_QUEUED_MAX,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    SESSION_BLOCKS_MAX,
+    SESSIONS_QUEUED_MAX,
+    STORE_QUEUED_MAX,
+)
+from kvstore.miss import Miss, MissReason
+from kvstore.storage.deletes import Deletes
+from kvstore.storage.eviction.items import Guard, Reason
+from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.gets import Gets
+from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.items import GetDone, Statistics
+from kvstore.storage.keeping import Explanation, Held, Keeping
+from kvstore.storage.manifests import Manifests
+from kvstore.storage.puts import Puts
+from kvstore.storage.recovery import extents_around, rebuild
+from kvstore.storage.room import Room
+from kvstore.storage.sessions import Sessions
+from kvstore.storage.superblock import EPOCH_FORMATTED
+from kvstore.storage.traffic import Traffic
+from kvstore.storage.wipes import Wipes
+from kvstore.storage.writes import Writes
+from kvstore.wire.record import record_bytes
+from nic_offload.checksum import crc32c_at
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore.clock import Clock
+    from kvstore.storage.disk import Progress
+    from kvstore.storage.eviction.items import Refusal
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.folder import NotePlace
+    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.items import (
+        DeleteItem,
+        DeletesDone,
+        GetItem,
+        GetsDone,
+        PutItem,
+        PutsDone,
+        SessionItem,
+        SessionsDone,
+    )
+    from kvstore.storage.manifests import SessionName
+    from kvstore.storage.outbox import Outbox
+    from kvstore.storage.volume import Volume
+    from kvstore.storage.wipes import Wiped
+
+__all__ = ["Drive", "check_batch", "check_steps"]
+
+
+class Drive(Handle):
+    """An open drive."""
+
+    def __init__(self, volume: Volume, opened: _OpenedIndex, clock: Clock, policy: str) -> None:
+        """Take over open parts; `Drive.open` makes them."""
+        index = opened.index
+        self.number = volume.superblock.drive_index
+        self.others: list[Drive] = []
+        self._volume = volume
+        self._index = index
+        self._boot_id = opened.boot_id
+        self._extents = opened.extents
+        self._traffic = Traffic(volume.disk)
+        self._clock = clock
+        self._writes = Writes(volume, self._extents, self._traffic)
+        self._wipes = Wipes(self._writes, self._extents, self._traffic)
+        self.manifests = Manifests(index)
+        self.keeping = keeping = Keeping(index, self._writes, self._wipes, volume.superblock, clock, policy)
+        self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
+        self._puts = Puts(self._writes, index, keeping, clock)
+        self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
+        self._sessions = Sessions(
+            self._writes, self._wipes, index, self.manifests, keeping, others=self.others
+        )
+        self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
+        self._outboxes: tuple[Outbox[Any], ...] = (
+            self._puts.outbox,
+            self._gets.outbox,
+            self._deletes.outbox,
+            self._sessions.outbox,
+        )
+        self._rebuilt = opened.rebuilt
+        self._closed = False
+        keeping.restore()
+
+    @classmethod
+    def open(
+        cls,
+        volume: Volume,
+        folder: Path,
+        notes: NotePlace,
+        *,
+        clock: Clock,
+        is_empty: bool = False,
+        progress: Progress | None = None,
+        boot_id: str | None = None,
+        policy: str = POLICY_DEFAULT,
+    ) -> Drive:
+        """Open a formatted drive, with a new index in this folder if the one there can't be believed.
+
+        A drive that is said to be empty has no valid record, so nothing is looked for. The drive's disk is closed
+        with it; if this fails, it is still the caller's.
+        """
+        opened = _open_index(folder, notes, volume, boot_id or kernel_boot_id(), progress, is_empty=is_empty)
+        with ExitStack() as undo:
+            undo.callback(opened.index.abandon)
+            drive = cls(volume, opened, clock, policy)
+            undo.pop_all()
+        return drive
+
+    @property
+    def store_uuid(self) -> bytes:
+        """Tell which store it belongs to."""
+        return self._volume.superblock.store_uuid
+
+    @property
+    def uuid(self) -> bytes:
+        """Tell the drive's own uuid."""
+        return self._volume.superblock.drive_uuid
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Tell how much of the drive is in use for records and what belongs to them."""
+        return self._volume.superblock.capacity_bytes
+
+    @property
+    def failure(self) -> StorageError | None:
+        """Why the drive takes no more writes, if it doesn't."""
+        return self._writes.stopped
+
+    @property
+    def takes_puts(self) -> bool:
+        """Tell whether it takes writes."""
+        return self._writes.stopped is None
+
+    def has_synced(self, generation: int) -> bool:
+        """Tell whether a block that is stored here survives power loss by now."""
+        return generation <= self._writes.synced_generation
+
+    @property
+    def puts_left(self) -> int:
+        """Tell how many puts it would accept now."""
+        return STORE_QUEUED_MAX - self._puts.outbox.promised
+
+    @property
+    def deletes_left(self) -> int:
+        """Tell how many deletions it would accept now."""
+        return DELETES_QUEUED_MAX - self._deletes.outbox.promised
+
+    @property
+    def sessions_left(self) -> int:
+        """Tell how many steps of sessions it would accept now."""
+        return SESSIONS_QUEUED_MAX - self._sessions.outbox.promised
+
+    @property
+    def salt(self) -> bytes:
+        """Give a secret of the store that never leaves the node, for the names of tenants."""
+        return blake2b(key=self._volume.superblock.secret, person=b"tkv tenant salt").digest()
+
+    def put(self, items: Sequence[PutItem], done: PutsDone) -> None:
+        """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if the queue has no room."""
+        self._check(items)
+        if len(items) > self.puts_left:
+            raise Overloaded("The drive has as many puts to do as it accepts.")
+        self._puts.accept(items, done)
+        self._set_off()
+
+    def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
+        """Read blocks into slots; `done` gets each one's end, a miss BUSY if the queue has no room."""
+        self._check(items)
+        if self._gets.outbox.promised + len(items) > STORE_QUEUED_MAX:
+            self._gets.refuse(items, done)
+        else:
+            self._gets.accept(items, done)
+        self._set_off()
+
+    def delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
+        """Forget blocks for good; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
+        self._check(items)
+        if len(items) > self.deletes_left:
+            raise Overloaded("The drive has as many deletions to do as it accepts.")
+        self._deletes.accept(items, done)
+        self._set_off()
+
+    def evict(self, generations: Sequence[int]) -> int:
+        """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
+
+        They are free when nobody reads them and their headers are wiped; nobody is told.
+        """
+        self._check(generations)
+        names = [name for name in self._index.names_of(generations) if name is not None]
+        gone = self.keeping.drop(names, Reason.CLEARED)
+        self._set_off()
+        return sum(record_bytes(entry.length) for entry in gone if entry is not None)
+
+    def drop(self, names: Sequence[Name], then: Wiped) -> None:
+        """Forget blocks for good, as a deletion does that has to be synced; `then` is called from `poll` or at once."""
+
+        def wiped(error: StorageError | None) -> None:
+            if error is None:
+                self._writes.after_sync(then)
+            else:
+                then(error)
+
+        try:
+            self.keeping.drop(names, Reason.DELETED)
+        except StorageError as error:
+            then(error)
+            return
+        self._wipes.free((), wiped)
+        self._set_off()
+
+    def holds_session(self, name: SessionName) -> bool:
+        """Tell whether a session is here, or may come to be, or may not have gone from the drive for good."""
+        return self._sessions.holds(name)
+
+    def change_sessions(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
+        """Do steps of sessions; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
+        self._check(items)
+        check_steps(items)
+        if len(items) > self.sessions_left:
+            raise Overloaded("The drive has as many changes of sessions to do as it accepts.")
+        self._sessions.accept(items, done)
+        self._set_off()
+
+    def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+        """Tell how many of these keys, from the first on, are stored without a gap."""
+        self._check(keys)
+        return self._index.prefix(tenant, keys, self._clock.wall_ms())
+
+    def missing(self, tenant: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        """Give those of these keys that are not stored here, in their order."""
+        return self._index.missing(tenant, keys, self._clock.wall_ms())
+
+    def names_of(self, generations: Sequence[int]) -> list[Name | None]:
+        """Tell which block has each generation."""
+        return self._index.names_of(generations)
+
+    def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
+        """Tell of each (tenant, key) what the index has; expired blocks are told too."""
+        return self._index.lookup(keys)
+
+    def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
+        """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
+        if done.miss is not None:
+            return done
+        if crc32c_at(item.slot_address + HEADER_BYTES, done.length) == done.crc32c:
+            return done
+        self.quarantine(item.tenant, item.key, done.generation)
+        return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"))
+
+    def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
+        """Forget a block that failed a check. Its extent is not used again until the store is opened anew.
+
+        Its header is wiped: it may be good, and would come back after a later deletion of the name.
+        """
+        self.keeping.quarantine((tenant, key), generation, wipe=True)
+        self._traffic.pump()  # whoever checked the payload need not call again soon
+
+    def used(self, generations: Sequence[int]) -> None:
+        """Note that blocks were got from memory, so that the drive keeps them as if it had been asked."""
+        self._check(generations)
+        self.keeping.used(generations)
+
+    def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
+        """Keep blocks from being evicted, each once more, as long as the process lives; None if not stored."""
+        self._check(names)
+        return self.keeping.hold(names, guard)
+
+    def release(self, held: Sequence[Held], guard: Guard) -> None:
+        """Let blocks go again that were held with this guard."""
+        self._check(held)
+        self.keeping.unguard([one.generation for one in held], guard)
+        self._room.look_again()
+        self._set_off()
+
+    def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
+        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        if not 1 <= blocks <= SESSION_BLOCKS_MAX:
+            raise ProtocolError(f"A session has 1 to {SESSION_BLOCKS_MAX} blocks to protect, not {blocks}.")
+        return self.keeping.protect(session, blocks)
+
+    def unprotect(self, session: SessionName) -> Refusal | None:
+        """Let a session's blocks go again; NOT_HELD if it was not protected."""
+        refusal = self.keeping.unprotect(session)
+        self._room.look_again()
+        self._set_off()
+        return refusal
+
+    def explain(self, tenant: bytes, key: bytes) -> Explanation:
+        """Tell where a block is, or why it is gone."""
+        return self.keeping.explain((tenant, key))
+
+    def poll(self) -> None:
+        """Do what has become possible, and call the callbacks of what has ended."""
+        self._traffic.poll()
+        self._writes.settle_finished()
+        self._wipes.settle_finished()
+        self._room.step()
+        self._writes.sync_if_awaited()
+        self._traffic.pump()  # the sync that has become due, and what has been freed
+        try:
+            for outbox in self._outboxes:
+                outbox.deliver()
+        finally:
+            self._wake_if_due()
+
+    def fileno(self) -> int:
+        """Give the descriptor that is readable when `poll` has something to do."""
+        return self._volume.disk.fileno()
+
+    def statistics(self) -> Statistics:
+        """Tell where the drive stands."""
+        return Statistics(
+            capacity_bytes=self.capacity_bytes,
+            free_bytes=self._extents.free_pages * PAGE_BYTES,
+            blocks=len(self._index),
+            quarantined=self.keeping.quarantined,
+            quarantined_bytes=self.keeping.quarantined_bytes,
+            eviction=self.keeping.core.statistics(),
+            puts_pending=self._puts.outbox.promised,
+            waiting_for_room=self._writes.waiting,
+            gets_pending=self._gets.outbox.promised,
+            deletes_pending=self._deletes.outbox.promised,
+            sessions_pending=self._sessions.outbox.promised,
+            wipes_pending=self._wipes.pending,
+            drive_queued=self._traffic.queued,
+            drive_in_flight=self._traffic.in_flight,
+            drive_in_flight_bytes=self._traffic.in_flight_bytes,
+            syncs=self._writes.syncs,
+            takes_puts=self.takes_puts,
+            rebuilt=self._rebuilt,
+        )
+
+    def close(self) -> None:
+        """Finish what was accepted, make it durable, and mark the index clean if the drive never failed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._room.close()
+        with ExitStack() as last:
+            last.callback(self._volume.disk.close)
+            last.callback(self._index.abandon)
+            self._set_off()
+            self._drain()
+            if self._writes.stopped is None:
+                self._volume.end_epoch()  # the sync in it takes in all blocks as well
+                self._index.close_clean(self._volume.superblock, self._boot_id)
+
+    def _set_off(self) -> None:
+        self._wipes.settle_finished()
+        self._writes.sync_if_awaited()
+        self._traffic.pump()
+        self._wake_if_due()
+
+    def _wake_if_due(self) -> None:
+        # Reports are given, and room is made, only from `poll`, so what needs no drive has to bring it about.
+        if any(self._outboxes) or self._room.is_due:
+            os.eventfd_write(self.fileno(), 1)
+
+    def _drain(self) -> None:
+        ready = select.poll()
+        ready.register(self.fileno(), select.POLLIN)
+        while self.is_busy:
+            self._writes.sync_if_awaited(at_once=True)
+            self._traffic.pump()
+            if not (self._traffic.in_flight or any(self._outboxes) or self._room.is_due):
+                raise StorageError("The drive lost track of what it accepted, after an earlier exception.")
+            ready.poll()
+            self.poll()
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether anything that was accepted has not ended."""
+        if any(outbox.promised for outbox in self._outboxes):
+            return True
+        return self._wipes.pending > 0 or self._writes.unhurried > 0
+
+    def _check(self, items: Sequence[object]) -> None:
+        if self._closed:
+            raise StorageError("The drive is closed.")
+        check_batch(items)
+
+
+def check_batch(items: Sequence[object]) -> None:
+    """Refuse a batch that is too large."""
+    if len(items) > BATCH_BLOCKS_MAX:
+        raise ProtocolError(f"A batch has at most {BATCH_BLOCKS_MAX} blocks; this one has {len(items)}.")
+
+
+def check_steps(items: Sequence[SessionItem]) -> None:
+    """Refuse steps of sessions that are too many, or too large."""
+    check_batch(items)
+    if any(len(item.keys) > BATCH_BLOCKS_MAX for item in items):
+        raise ProtocolError(f"A session is appended at most {BATCH_BLOCKS_MAX} blocks at a time.")
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedIndex:
+    """An index that agrees with the drive, and what follows from it."""
+
+    index: Index
+    extents: Extents
+    boot_id: str
+    rebuilt: bool
+
+
+def _open_index(
+    folder: Path,
+    notes: NotePlace,
+    volume: Volume,
+    boot_id: str,
+    progress: Progress | None,
+    *,
+    is_empty: bool,
+) -> _OpenedIndex:
+    """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
+    index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
+    live, extents = None, None
+    with ExitStack() as undo:
+        if index is not None:
+            undo.callback(index.abandon)
+            with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
+                live, extents = extents_around(index, volume.superblock)
+        blank = is_empty or volume.superblock.epoch == EPOCH_FORMATTED
+        rebuilt = (index is None or extents is None) and not blank
+        if index is None or extents is None:
+            undo.close()
+            index = Index.empty(folder, volume.superblock.capacity_bytes)
+            undo.callback(index.abandon)
+            if rebuilt:
+                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
+            live, extents = extents_around(index, volume.superblock)
+        assert live is not None
+        clean = blank or (index.was_clean and not rebuilt)
+        volume.begin_epoch(None if clean else live)
+        index.begin_epoch(volume.superblock, boot_id, notes)
+        undo.pop_all()
+    return _OpenedIndex(index, extents, boot_id, rebuilt)

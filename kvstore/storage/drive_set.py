@@ -1,0 +1,185 @@
+"""Which drives a store has, which of them are believed, and who says so.
+
+Each time that drives join, are left out or come back, the store begins a new *set*, with a number higher than that of
+every set before. The number stands on each drive that is part of it, and then, which makes it count, in a file of
+the data folder. A drive whose number is lower was left out of a set: it is *stale*.
+
+Always holds:
+
+- Nothing is accepted before the number of its set counts. So a drive that isn't stale has missed nothing; and what a
+  stale one holds may have been deleted, replaced or begun anew elsewhere meanwhile, so all of it is voided when it
+  comes back: that a deleted block never comes back needs no more than that.
+- No drive is left out without a person's word, or while the folder's file is missing: then only the drives can say
+  which of them is stale, and they can only do so when all are there.
+- A stale drive never goes on alone, and a blank one never takes the place of one that held blocks.
+
+It doesn't open, format or write drives: `plan` is pure, and the store does what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.errors import ConfigError, Corrupt, ForeignDrive, StorageError
+from kvstore.limits import DRIVES_MAX
+from kvstore.storage.folder import sync_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from kvstore.wire.record import Superblock
+
+__all__ = ["SET_NAME", "DriveSet", "Plan", "count_drives", "not_usable", "plan", "read_set", "write_set"]
+
+SET_NAME: Final = "kvstore.drives"
+
+
+class DriveSet(NamedTuple):
+    """What the folder's file says of the last set that counts."""
+
+    store_uuid: bytes
+    number: int
+    drives: int
+
+
+class Plan(NamedTuple):
+    """What to do with the drives that there are, by number."""
+
+    known: list[int]  # take as they are
+    stale: list[int]  # void, then take
+    blank: list[int]  # format, then take
+    drives: int  # how many the store has, those left out included
+    set_number: int
+    begins: bool  # whether that is a new set
+
+
+def read_set(data: Path) -> DriveSet | None:
+    """Read the folder's file; None if there is none or it is damaged."""
+    try:
+        said = json.loads((data / SET_NAME).read_text(encoding="utf-8"))
+        return DriveSet(bytes.fromhex(said["store"]), int(said["set"]), int(said["drives"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_set(data: Path, drive_set: DriveSet) -> None:
+    """Make a set count, durably. Its number has to be on all its drives already."""
+    part = data / f"{SET_NAME}.part"
+    said = {"store": drive_set.store_uuid.hex(), "set": drive_set.number, "drives": drive_set.drives}
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(said, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(data / SET_NAME)
+        sync_folder(data)
+    except OSError as error:
+        raise StorageError(f"The data folder {data} cannot be written: {error.strerror}.") from error
+
+
+def plan(
+    found: Mapping[int, Superblock | StorageError | None],
+    drive_set: DriveSet | None,
+    *,
+    indexes: Collection[int] = (),
+    without: Collection[int] = (),
+) -> Plan:
+    """Decide which drives to open. `found` is what each link leads to, None: blank; `indexes` are those there are."""
+    formatted = _formatted(found, without)
+    drives = count_drives(found, drive_set, indexes)
+    if drives > DRIVES_MAX:
+        raise ConfigError(f"A store has at most {DRIVES_MAX} drives; this one would have {drives}.")
+    _refuse_to_leave_out(without, drive_set, drives)
+    for number in range(drives):
+        if number not in without:
+            error = _fault(number, found, formatted, drive_set, indexes)
+            if error is not None:
+                raise not_usable(number, error, alone=drives == 1 or drive_set is None)
+    base = drive_set.number if drive_set else max((one.set_number for one in formatted.values()), default=0)
+    stale = [number for number, one in formatted.items() if one.set_number < base]
+    known = [number for number, one in formatted.items() if one.set_number >= base]
+    if not known and (formatted or without):
+        raise StorageError(
+            "None of the drives that were in use last is there; what the others hold may be out of date, and is"
+            " voided when they come back beside one of those."
+        )
+    blank = [number for number in sorted(found) if found[number] is None and number not in without]
+    highest = max([base, *(one.set_number for one in formatted.values())])
+    whole = len(known) == drives and drive_set is not None
+    same = all((one.set_number, one.set_drives) == (base, drives) for one in formatted.values())
+    begins = not (whole and same)
+    return Plan(known, stale, blank, drives, highest + 1 if begins else base, begins)
+
+
+def count_drives(
+    found: Mapping[int, Superblock | StorageError | None],
+    drive_set: DriveSet | None,
+    indexes: Collection[int] = (),
+) -> int:
+    """Tell how many drives the store has. What the file says counts: a drive may be of a set that never did."""
+    if drive_set is not None:
+        said = [drive_set.drives]
+    else:
+        formatted = (one for one in found.values() if one is not None and not isinstance(one, StorageError))
+        said = [one.set_drives for one in formatted]
+    return max([*said, *(number + 1 for number in (*found, *indexes))], default=0)
+
+
+def not_usable(number: int, error: StorageError, *, alone: bool) -> StorageError:
+    """Say which drive stops the opening, and how to go on without it if one can; the same kind of error."""
+    how = "" if alone else f" To go on without it: --without-drive {number}"
+    return type(error)(f"Drive {number} cannot be used. {error}{how}")
+
+
+def _formatted(
+    found: Mapping[int, Superblock | StorageError | None], without: Collection[int]
+) -> dict[int, Superblock]:
+    return {
+        number: one
+        for number, one in sorted(found.items())
+        if one is not None and not isinstance(one, StorageError) and number not in without
+    }
+
+
+def _refuse_to_leave_out(without: Collection[int], drive_set: DriveSet | None, drives: int) -> None:
+    for number in without:
+        if not 0 <= number < drives:
+            raise ConfigError(f"There is no drive {number} to leave out: the store has {drives}.")
+        if drive_set is None:
+            raise ConfigError(
+                f"Drive {number} cannot be left out: the folder has lost {SET_NAME}, which says which drives were in"
+                " use last. Bring all of them, once."
+            )
+
+
+def _fault(
+    number: int,
+    found: Mapping[int, Superblock | StorageError | None],
+    formatted: Mapping[int, Superblock],
+    drive_set: DriveSet | None,
+    indexes: Collection[int],
+) -> StorageError | None:
+    """Say what is wrong with a drive that should be here."""
+    if number not in found:
+        return StorageError(
+            f"It is gone: the folder has no drive-{number}.kv. Bring it back, or remove index-{number} and give a new"
+            " one."
+        )
+    outcome = found[number]
+    if outcome is None and number in indexes:
+        return Corrupt(
+            f"It is blank, and the folder has an index of what it held. Bring the drive back, or remove index-{number}"
+            " to begin with a new one in its place."
+        )
+    if outcome is None or isinstance(outcome, StorageError):
+        return outcome
+    store_uuid = drive_set.store_uuid if drive_set else next(iter(formatted.values())).store_uuid
+    if outcome.store_uuid != store_uuid:
+        ours, its = store_uuid.hex()[:12], outcome.store_uuid.hex()[:12]
+        return ForeignDrive(f"It belongs to the store {its}, and this is {ours}; it was left as it is.")
+    if outcome.drive_index != number:
+        return ForeignDrive(f"It is drive {outcome.drive_index} of this store, under the wrong name.")
+    return None

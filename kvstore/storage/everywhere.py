@@ -1,0 +1,176 @@
+"""What concerns all drives of a store at once: deletions, steps of sessions, and reading sessions.
+
+Always holds: a deletion is reported when every drive has reported it, with the first error if there was one; the steps
+of one session go to the drive that holds it, in order; a removal is synced before it is reported, so that nothing of a
+session is left when another drive takes its name; the blocks that go with a session are reported gone when they are
+gone from every drive.
+
+It isn't used by a store of one drive.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import Overloaded
+from kvstore.storage.items import DeleteDone, SessionDone, SessionStep
+from kvstore.storage.outbox import Outbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.errors import StorageError
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.index import Name
+    from kvstore.storage.items import DeleteItem, DeletesDone, SessionItem, SessionsDone
+    from kvstore.storage.manifests import SessionName
+    from kvstore.storage.placement import Placement
+
+__all__ = ["AllManifests", "Deletions", "SessionSteps"]
+
+
+class Deletions:
+    """All deletions that have not been reported yet."""
+
+    def __init__(self, drives: Sequence[Drive]) -> None:
+        self._drives = drives
+        self.outbox: Outbox[DeleteDone] = Outbox()
+
+    def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
+        """Have each drive delete them. Overloaded, and nothing done, if one has no room."""
+        if any(len(items) > drive.deletes_left for drive in self._drives):
+            raise Overloaded("A drive has as many deletions to do as it accepts.")
+        self.outbox.promised += len(items)
+        batch = _Deletions(self.outbox, items, done, len(self._drives))
+        numbered = [item._replace(tag=at) for at, item in enumerate(items)]
+        for drive in self._drives:
+            drive.delete(numbered, batch.heard)
+
+
+class _Deletions:
+    """One batch, until every drive has answered for each of it."""
+
+    def __init__(
+        self, outbox: Outbox[DeleteDone], items: Sequence[DeleteItem], done: DeletesDone, drives: int
+    ) -> None:
+        self._outbox = outbox
+        self._done = done
+        self._left = [drives] * len(items)
+        self._so_far = [DeleteDone(item.tag, None, found=False) for item in items]
+
+    def heard(self, answers: Sequence[DeleteDone]) -> None:
+        """Take what a drive says; its tags are positions in the batch."""
+        for at, error, found in answers:
+            so_far = self._so_far[at]
+            now = DeleteDone(so_far.tag, so_far.error or error, so_far.found or found)
+            self._so_far[at] = now
+            self._left[at] -= 1
+            if not self._left[at]:
+                self._outbox.add(self._done, now)
+
+
+class SessionSteps:
+    """All steps of sessions that have not been reported yet."""
+
+    def __init__(self, drives: Sequence[Drive], placement: Placement) -> None:
+        self._drives = drives
+        self._placement = placement
+        self.outbox: Outbox[SessionDone] = Outbox()
+
+    def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
+        """Have each step done where its session is. Overloaded, and nothing done, if a drive has no room."""
+        by_drive: dict[int, list[SessionItem]] = {}
+        for item in items:
+            by_drive.setdefault(self._where(item.name), []).append(item)
+        if any(len(some) > self._drives[where].sessions_left for where, some in by_drive.items()):
+            raise Overloaded("A drive has as many changes of sessions to do as it accepts.")
+        self.outbox.promised += len(items)
+        for where, some in by_drive.items():
+            drive = self._drives[where]
+            others = [one for one in self._drives if one is not drive]
+            numbered = [
+                item._replace(
+                    tag=at,
+                    durability=Durability.SYNCED if item.step is SessionStep.REMOVE else item.durability,
+                )
+                for at, item in enumerate(some)
+            ]
+            drive.change_sessions(numbered, _Steps(self.outbox, some, done, others).heard)
+
+    def _where(self, name: SessionName) -> int:
+        order = self._placement.order(name.tenant, name.user)
+        for where in order:
+            if self._drives[where].holds_session(name):
+                return where
+        return next((where for where in order if self._drives[where].takes_puts), order[0])
+
+
+class _Steps:
+    """The steps of one batch that one drive does."""
+
+    def __init__(
+        self,
+        outbox: Outbox[SessionDone],
+        items: Sequence[SessionItem],
+        done: SessionsDone,
+        others: Sequence[Drive],
+    ) -> None:
+        self._outbox = outbox
+        self._items = items
+        self._done = done
+        self._others = others
+
+    def heard(self, answers: Sequence[SessionDone]) -> None:
+        """Take what the drive says; its tags are positions among the items."""
+        for answer in answers:
+            item = self._items[answer.tag]
+            told = answer._replace(tag=item.tag)
+            if item.delete_blocks and answer.error is None and answer.unreferenced:
+                gone = self._gone(told)
+                for other in self._others:
+                    other.drop(answer.unreferenced, gone)
+            else:
+                self._outbox.add(self._done, told)
+
+    def _gone(self, told: SessionDone) -> Callable[[StorageError | None], None]:
+        """Report the step when the other drives have dropped its blocks as well."""
+        left, first = len(self._others), None
+
+        def gone(error: StorageError | None) -> None:
+            nonlocal left, first
+            left -= 1
+            first = first or error
+            if not left:
+                self._outbox.add(self._done, told._replace(error=first))
+
+        return gone
+
+
+class AllManifests:
+    """The sessions of all drives, to be read."""
+
+    def __init__(self, drives: Sequence[Drive]) -> None:
+        self._manifests = [drive.manifests for drive in drives]
+
+    def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
+        """Give a session's block keys, or some of them; None if there is no such session."""
+        for manifests in self._manifests:
+            keys = manifests.keys(name, first, until)
+            if keys is not None:
+                return keys
+        return None
+
+    def of_user(
+        self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000
+    ) -> list[tuple[bytes, int]]:
+        """List a user's sessions with how many blocks each names, in order, from behind `after` on."""
+        found = (manifests.of_user(tenant, user, after, limit) for manifests in self._manifests)
+        return sorted(chain.from_iterable(found))[:limit]
+
+    def references(self, names: Iterable[Name]) -> list[int]:
+        """Tell how many chunks and tails name each block."""
+        names = list(names)
+        counts = (manifests.references(names) for manifests in self._manifests)
+        return [sum(each) for each in zip(*counts, strict=True)]

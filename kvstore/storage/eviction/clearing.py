@@ -1,0 +1,103 @@
+"""Finds blocks whose going makes one free extent of a given length: for a put that is larger than any hole.
+
+Blocks of one size leave holes that fit the next one. Where sizes are mixed, what was used longest ago lies scattered,
+and a large put would let most of the drive go before its blocks happened to touch. So this looks where the least
+stands between holes that are large already.
+
+Always holds: what is found lies together with what is free, for the whole length, and nothing in it has a guard; a
+step looks at a bounded number of places.
+
+It moves nothing, and it asks nobody for how long a block has not been used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.limits import BLOCK_BYTES_MAX, EVICTION_STEPS_MAX, HEADER_BYTES, PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvstore.storage.eviction.ground import Ground
+    from kvstore.storage.extents import Extents
+
+__all__ = ["Clearing", "clearings"]
+
+_HOLES_TRIED: Final = 8
+_RECORD_PAGES_MAX: Final = (HEADER_BYTES + BLOCK_BYTES_MAX) // PAGE_BYTES
+
+
+class Clearing(NamedTuple):
+    """Blocks to go, in the order of the drive."""
+
+    generations: list[int]
+    pages: int  # of the blocks, without what is free
+
+
+class _Land:
+    """What can be asked about a place."""
+
+    def __init__(self, extents: Extents, ground: Ground, is_guarded: Callable[[int], bool]) -> None:
+        self._extents = extents
+        self._ground = ground
+        self._is_guarded = is_guarded
+        self.steps = 0
+
+    def look(self, page: int) -> tuple[int, int]:
+        """Give the pages of what begins here, and its generation, 0 if it is free; no pages if it has to stay."""
+        self.steps += 1
+        free = self._extents.free_at(page)
+        if free:
+            return free, 0
+        block = self._ground.at(page)
+        if block is None or self._is_guarded(block.generation):
+            return 0, 0
+        return block.pages, block.generation
+
+    def clearing(self, start: int, length: int, pages_max: int) -> Clearing | None:
+        """Try to clear from a place on; None if something has to stay, or more than `pages_max` would go."""
+        position, pages = start, 0
+        generations: list[int] = []
+        while position < start + length:
+            here, generation = self.look(position)
+            position += here
+            if generation:
+                generations.append(generation)
+                pages += here
+            if not here or pages > pages_max:
+                return None
+        return Clearing(generations, pages)
+
+
+def clearings(
+    extents: Extents, ground: Ground, is_guarded: Callable[[int], bool], length: int
+) -> Iterator[Clearing | None]:
+    """Look for a clearing, a step at a time: None means to go on looking, and the end that there is none."""
+    land = _Land(extents, ground, is_guarded)
+    best: Clearing | None = None
+    for start in extents.longest_starts(_HOLES_TRIED):
+        found = land.clearing(start, length, best.pages - 1 if best else length + _RECORD_PAGES_MAX)
+        best = found or best
+        if land.steps > EVICTION_STEPS_MAX:
+            land.steps = 0
+            yield None
+    if best is not None:
+        yield best
+        return
+    # The whole drive, from its beginning: there is one, or there is none anywhere.
+    first = position = extents.first_page
+    generations: list[tuple[int, int]] = []
+    while position < extents.until_page:
+        here, generation = land.look(position)
+        position += here or 1  # what has to stay has a length that nobody here knows
+        if not here:
+            first, generations = position, []
+        elif generation:
+            generations.append((generation, here))
+        if position - first >= length:
+            yield Clearing([one for one, _ in generations], sum(pages for _, pages in generations))
+            return
+        if land.steps > EVICTION_STEPS_MAX:
+            land.steps = 0
+            yield None

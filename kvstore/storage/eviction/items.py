@@ -1,0 +1,162 @@
+"""What goes into the eviction's core and what comes out of it: plain values, no behaviour."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Eviction",
+    "EvictionPlan",
+    "Guard",
+    "Mode",
+    "Reason",
+    "Record",
+    "Refusal",
+    "Statistics",
+    "Stuck",
+    "Tally",
+    "Watermarks",
+    "together",
+]
+
+
+class Record(NamedTuple):
+    """A stored block."""
+
+    generation: int  # its name here: unique for ever, 64 bits
+    pages: int
+    name64: int = (
+        0  # 64 bits of a digest of tenant and key, by which a policy knows it again; 0 if it need not
+    )
+    expires_ms: int = 0  # 0 = never
+    session: int = 0  # 64 bits; 0 = none
+    position: int = 0  # in the session, from 0
+
+
+class Guard(enum.IntEnum):
+    """What keeps a block from being evicted, from the one over soonest to the one that may last for ever."""
+
+    PIN = 0  # somebody reads it
+    WRITE = 1  # somebody writes it, or waits for it to be synced
+    LEASE = 2  # somebody was promised it for a time
+    PROTECTED = 3  # it must not be lost, nor made lossy
+
+
+class Reason(enum.IntEnum):
+    """Why a block is gone. The numbers never change their meaning: they end up in metrics and logs."""
+
+    SPACE = 1  # room was needed, and this one was the policy's choice
+    STRANDED = 2  # room was needed, and the block stood behind a gap in its only session
+    EXPIRED = 3  # its time to live was over
+    SUPERSEDED = 4  # a newer record has taken its name
+    DELETED = 5  # somebody said so
+    QUARANTINED = 6  # it failed a check
+    CLEARED = 7  # room was needed in one piece, and it stood there
+
+
+class Refusal(enum.Enum):
+    """Why something was not done. A value, not an error: others race with evictions and lose."""
+
+    UNKNOWN = "no such block is kept"
+    EXISTS = "this generation is kept already"
+    NOT_HELD = "the block has no such guard"
+    MOVED = "the block stands at another position in another session"
+    FULL = "a bound is met"
+
+
+class Mode(enum.IntEnum):
+    """How hard room is looked for."""
+
+    IDLE = 0  # there is enough
+    BACKGROUND = 1  # less than the low watermark was free, and less than the high one is
+    URGENT = 2  # a put waits for room
+
+
+class Stuck(enum.IntEnum):
+    """Why nothing more can be evicted though it should be: by the guard that is over soonest."""
+
+    EMPTY = 1  # no block is kept
+    PINNED = 2  # try again when a read ends
+    WRITING = 3  # try again when a write or a sync ends
+    LEASED = 4  # try again when a lease ends
+    PROTECTED = 5  # waiting won't help
+
+
+class Watermarks(NamedTuple):
+    """Free pages: below `low_pages` eviction begins, at `high_pages` it rests."""
+
+    low_pages: int
+    high_pages: int
+
+
+class Eviction(NamedTuple):
+    """A block that is gone."""
+
+    generation: int
+    pages: int
+    session: int  # the one it joined last, of those it stood in; 0 = none
+    position: int
+    reason: Reason
+    at_ms: int
+    idle_ms: int  # since its last use, or, if that was before it, since the start
+
+
+class EvictionPlan(NamedTuple):
+    """What goes now. The blocks are forgotten here already."""
+
+    mode: Mode
+    victims: list[Eviction]
+    pages: int  # of all victims together
+    more: bool  # a bound was met: plan again soon, at once if a put waits
+    stuck: Stuck | None
+
+
+class Tally(NamedTuple):
+    """How much went for one reason."""
+
+    blocks: int
+    pages: int
+
+
+class Statistics(NamedTuple):
+    """Where the core stands."""
+
+    policy: str
+    mode: Mode
+    blocks: int
+    pages: int
+    expiring: int  # blocks that have a time to live
+    sessions: int
+    session_links: int
+    protected_sessions: int
+    guarded: dict[Guard, int]  # blocks, by the longest-lasting guard they have
+    timers_lag: bool  # some blocks have expired and were not planned yet
+    gone: dict[Reason, Tally]
+    space_idle_ms: int  # how long the last block that went for room had not been used
+
+
+def together(each: Sequence[Statistics]) -> Statistics:
+    """Give where the cores of a store's drives stand as one. A session that has blocks on several counts once."""
+    return Statistics(
+        policy=each[0].policy,
+        mode=max(one.mode for one in each),
+        blocks=sum(one.blocks for one in each),
+        pages=sum(one.pages for one in each),
+        expiring=sum(one.expiring for one in each),
+        sessions=max(one.sessions for one in each),
+        session_links=sum(one.session_links for one in each),
+        protected_sessions=max(one.protected_sessions for one in each),
+        guarded={guard: sum(one.guarded[guard] for one in each) for guard in each[0].guarded},
+        timers_lag=any(one.timers_lag for one in each),
+        gone={
+            reason: Tally(
+                sum(one.gone[reason].blocks for one in each), sum(one.gone[reason].pages for one in each)
+            )
+            for reason in each[0].gone
+        },
+        space_idle_ms=min((one.space_idle_ms for one in each if one.space_idle_ms), default=0),
+    )

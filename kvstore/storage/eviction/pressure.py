@@ -1,0 +1,47 @@
+"""When room is made, and how much: two watermarks and the put that waits.
+
+Always holds: below the low watermark it wants room until the high one is reached, and above it rests until
+the low one is passed; while a put waits, it wants at least that put's pages each time it is asked, because
+what is free may lie in pieces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstore.storage.eviction.items import Mode, Watermarks
+
+__all__ = ["Goal", "Pressure"]
+
+
+class Goal(NamedTuple):
+    """What is wanted now."""
+
+    mode: Mode
+    pages: int
+
+
+class Pressure:
+    """The hysteresis between the two watermarks."""
+
+    __slots__ = ("_draining", "_marks", "mode")
+
+    def __init__(self, marks: Watermarks) -> None:
+        assert 0 <= marks.low_pages <= marks.high_pages
+        self._marks = marks
+        self._draining = False
+        self.mode = Mode.IDLE
+
+    def judge(self, free_pages: int, demand_pages: int, waiting_pages: int) -> Goal:
+        """Say what is wanted, given what is free, what puts under way will take, and what one waits for."""
+        left = free_pages - demand_pages
+        if left < self._marks.low_pages:
+            self._draining = True
+        elif left >= self._marks.high_pages:
+            self._draining = False
+        pages = self._marks.high_pages - left if self._draining else 0
+        if waiting_pages:
+            self.mode = Mode.URGENT
+            return Goal(self.mode, max(pages, waiting_pages))
+        self.mode = Mode.BACKGROUND if self._draining else Mode.IDLE
+        return Goal(self.mode, pages)

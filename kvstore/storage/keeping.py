@@ -1,0 +1,312 @@
+"""Which blocks the drive keeps: every way in and out of the index is told to the eviction's core here.
+
+Always holds:
+
+- The core knows exactly the blocks that are in the index, from the opening on, and the ground where each lies.
+- A block is guarded while a get reads it, and while a put of it waits for a sync; to be asked for is to be used.
+- Whatever leaves the index leaves it with a reason, which the last ones can be asked for.
+- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that comes back
+  takes its place again, if the session it stood in last has a gap there.
+
+It decides nothing: the core does, and `kvstore.storage.room` asks it. Guards last as long as the process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from contextlib import suppress
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import ReadOnly, StorageError
+from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES
+from kvstore.miss import Miss, MissReason
+from kvstore.storage.eviction.evictor import Evictor
+from kvstore.storage.eviction.ground import Ground
+from kvstore.storage.eviction.history import History
+from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
+from kvstore.storage.eviction.policies import new_policy
+from kvstore.wire.record import record_bytes, records_begin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore.clock import Clock
+    from kvstore.storage.eviction.items import Eviction, Refusal
+    from kvstore.storage.index import Entry, Index, Name
+    from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.wipes import Wipes
+    from kvstore.storage.writes import Writes
+    from kvstore.wire.record import Superblock
+
+__all__ = ["Explanation", "Held", "Keeping", "watermarks"]
+
+_LOW_FRACTION: Final = 64  # one in so many pages, but no more than
+_LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
+_FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
+_SAID: Final = {
+    Reason.SPACE: "evicted for room",
+    Reason.STRANDED: "evicted for room, since its session had a gap before it",
+    Reason.CLEARED: "evicted for room that had to be in one piece",
+    Reason.EXPIRED: "removed when its time to live was over",
+    Reason.SUPERSEDED: "replaced by a newer one",
+    Reason.DELETED: "deleted",
+    Reason.QUARANTINED: "forgotten because it failed a check",
+}
+
+
+class Held(NamedTuple):
+    """A block that somebody guards: what to release."""
+
+    name: Name
+    generation: int
+
+
+class Explanation(NamedTuple):
+    """Where a block is, or where it went."""
+
+    stored: bool  # it can be got, unless its time is over or it fails a check
+    gone: Eviction | None  # the last one of its name that went, if that is remembered
+    now_ms: int
+
+    def __str__(self) -> str:
+        """Say it in one sentence."""
+        if self.stored:
+            return "The block is stored."
+        if self.gone is None:
+            return "The block was never stored here, or it went too long ago to be remembered."
+        since_s, idle_s = (self.now_ms - self.gone.at_ms) / 1000, self.gone.idle_ms / 1000
+        return f"The block was {_SAID[self.gone.reason]} {since_s:.1f} s ago, after {idle_s:.1f} s without a use."
+
+
+def watermarks(capacity_pages: int) -> Watermarks:
+    """Give how much of a drive is kept free, so that puts need not wait."""
+    low = min(capacity_pages // _LOW_FRACTION, _LOW_PAGES_MAX)
+    return Watermarks(low, 2 * low)
+
+
+class Keeping:
+    """The eviction's core of one drive, told what happens on it."""
+
+    def __init__(
+        self,
+        index: Index,
+        writes: Writes,
+        wipes: Wipes,
+        superblock: Superblock,
+        clock: Clock,
+        policy: str,
+    ) -> None:
+        first, until = records_begin(superblock.capacity_bytes), superblock.capacity_bytes
+        pages = (until - first) // PAGE_BYTES
+        self._index = index
+        self._writes = writes
+        self._wipes = wipes
+        self._clock = clock
+        self._secret = superblock.secret
+        self.marks = watermarks(pages)
+        self.core = Evictor(
+            new_policy(policy, pages), self.marks, capacity_pages=pages, now_ms=clock.wall_ms()
+        )
+        self.ground = Ground(pages)
+        self._history = History(EVICTIONS_REMEMBERED)
+        self.quarantined = 0
+        self.quarantined_bytes = 0
+
+    # Ways in.
+
+    def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
+        """Note blocks that are in the index now."""
+        records = [
+            Record(entry.generation, _pages(entry), self._digest(*name), entry.expires_ms)
+            for name, entry in blocks
+        ]
+        now_ms = self._clock.wall_ms()
+        refused = self.core.admitted(records, now_ms)
+        assert not refused, "a generation is published once"
+        for name, entry in blocks:
+            self.ground.put(entry.offset // PAGE_BYTES, _pages(entry), entry.generation)
+            before = self._history.of(name)
+            if before is not None and before.session and self.core.lacks(before.session, before.position):
+                self.core.joined([entry.generation], before.session, before.position, now_ms)
+
+    # Ways out.
+
+    def drop(self, names: Sequence[Name], reason: Reason) -> list[Entry | None]:
+        """Take blocks out of the index, then wipe and free them; give what they were."""
+        if self._writes.stopped is not None:
+            raise self._writes.stopped_again()
+        gone = self._forget(names)
+        self.let_go(((name, entry) for name, entry in zip(names, gone, strict=True) if entry), reason)
+        return gone
+
+    def let_go(self, blocks: Iterable[tuple[Name, Entry]], reason: Reason, *, wipe: bool = True) -> None:
+        """Wipe and free blocks that the index does not have any more; if they can't be trusted, don't free them."""
+        now_ms = self._clock.wall_ms()
+        reusable = reason is not Reason.QUARANTINED
+        for name, entry in blocks:
+            for told in self.core.gone([entry.generation], reason, now_ms):
+                self._history.add(name, told)
+            self._leave_ground(entry, reusable=reusable, wipe=wipe)
+
+    def evict(self, victims: Sequence[Eviction]) -> None:
+        """Drop blocks that the core has forgotten already. If the index fails, the store has stopped."""
+        if not victims:
+            return
+        try:
+            known = self._index.names_of([victim.generation for victim in victims])
+            names = [name for name in known if name is not None]
+            assert len(names) == len(victims), "the core and the index know different blocks"
+            gone = self._forget(names)
+        except StorageError as error:
+            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            return
+        for name, victim, entry in zip(names, victims, gone, strict=True):
+            assert entry is not None
+            self._history.add(name, victim)
+            self._leave_ground(entry)
+
+    def clear(self, generations: Sequence[int]) -> None:
+        """Drop blocks that stand where room is needed, but for those that have got a guard meanwhile."""
+        free = [one for one in generations if not self.core.is_guarded(one)]
+        with suppress(StorageError):  # then the store has stopped
+            names = [name for name in self._index.names_of(free) if name is not None]
+            self.drop(names, Reason.CLEARED)
+
+    def quarantine(self, name: Name, generation: int, *, wipe: bool) -> None:
+        """Forget a block that failed a check. Its extent is not used again until the store is opened anew."""
+        entry = self._index.lookup([name])[0]
+        if entry is None or entry.generation != generation:
+            return  # a newer one has taken its place, or it has been forgotten
+        try:
+            self._forget([name])
+        except StorageError:  # the block will be checked, and missed, again
+            return
+        self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
+        self.quarantined += 1
+        self.quarantined_bytes += record_bytes(entry.length)
+
+    def _forget(self, names: Sequence[Name]) -> list[Entry | None]:
+        try:
+            return self._index.remove(names)
+        except StorageError as error:
+            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            raise
+
+    def _leave_ground(self, entry: Entry, *, reusable: bool = True, wipe: bool = True) -> None:
+        self.ground.take(entry.offset // PAGE_BYTES)
+        if wipe:
+            self._wipes.free([(entry.offset, entry.length)], reusable=reusable)
+
+    # Uses and guards.
+
+    def used(self, generations: Sequence[int]) -> None:
+        """Note that blocks were asked for, and got from wherever."""
+        self.core.touched(generations, self._clock.wall_ms())
+
+    def guard(self, generations: Sequence[int], guard: Guard) -> None:
+        """Guard blocks on the store's own behalf."""
+        self.core.hold(generations, guard)
+
+    def unguard(self, generations: Sequence[int], guard: Guard) -> None:
+        """Take that back; a block that is gone has lost its guards."""
+        self.core.release(generations, guard, self._clock.wall_ms())
+
+    def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
+        """Guard blocks; None for each that is not stored, or has too many guards."""
+        entries = self._index.lookup(names)
+        refused = self.core.hold([entry.generation for entry in entries if entry], guard)
+        return [
+            Held(name, entry.generation) if entry and entry.generation not in refused else None
+            for name, entry in zip(names, entries, strict=True)
+        ]
+
+    def has_passing_guards(self) -> bool:
+        """Tell whether any block has a guard that is to end by and by."""
+        guarded = self.core.statistics().guarded
+        return any(blocks for guard, blocks in guarded.items() if guard is not Guard.PROTECTED)
+
+    def protect(self, name: SessionName, blocks: int) -> Refusal | None:
+        """Let nothing of a session's first blocks go, until it is unprotected."""
+        return self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+
+    def unprotect(self, name: SessionName) -> Refusal | None:
+        """Let a session's blocks go again."""
+        return self.core.unprotect_session(self._digest(*name), self._clock.wall_ms())
+
+    # Sessions.
+
+    def joined(self, name: SessionName, keys: Sequence[bytes], first_position: int) -> None:
+        """Note that a session names blocks, from a position on; those that are not stored leave gaps."""
+        session, now_ms = self._digest(*name), self._clock.wall_ms()
+        generations = self._index.generations_of(name.tenant, keys)  # 0, of those not stored, is nobody's
+        self.core.joined(generations, session, first_position, now_ms)
+
+    def cut(self, name: SessionName, blocks: int) -> None:
+        """Note that a session has no more than so many blocks."""
+        self.core.left(self._digest(*name), blocks, self._clock.wall_ms())
+
+    def removed(self, name: SessionName) -> None:
+        """Note that a session is gone, and its protection with it."""
+        self.unprotect(name)
+        self.cut(name, 0)
+
+    # What is asked.
+
+    def explain(self, name: Name) -> Explanation:
+        """Tell where a block is, or went."""
+        stored = self._index.lookup([name])[0] is not None
+        return Explanation(stored, self._history.of(name), self._clock.wall_ms())
+
+    def miss(self, name: Name) -> Miss:
+        """Give the miss of a block that is not in the index."""
+        gone = self._history.of(name)
+        if gone is None:
+            return Miss(MissReason.UNKNOWN)
+        if gone.reason in _FOR_ROOM:
+            reason = MissReason.EVICTED
+        else:
+            reason = MissReason.EXPIRED if gone.reason is Reason.EXPIRED else MissReason.UNKNOWN
+        return Miss(reason, f"it was {_SAID[gone.reason]}")
+
+    # The opening.
+
+    def restore(self) -> None:
+        """Fill the core from the index, oldest first."""
+        lives = self._index.lives()
+        lives = lives[np.argsort(lives["generation"])]
+        generations = _column("Q", lives["generation"])
+        pages = HEADER_BYTES // PAGE_BYTES - (-lives["length"].astype(np.int64) // PAGE_BYTES)
+        self.core.restore(generations, _column("I", pages), lives["expires_ms"].tolist())
+        starts = lives["offset"] // PAGE_BYTES
+        order = np.argsort(starts)
+        self.ground.put_all(
+            _column("Q", starts[order]), _column("H", pages[order]), _column("Q", lives["generation"][order])
+        )
+
+    def restore_sessions(self, manifests: Manifests) -> None:
+        """Note who stands where in the sessions of a drive, this one or another of its store."""
+        for name, _ in manifests.all():
+            with suppress(
+                StorageError
+            ):  # a session that contradicts itself is for fsck; its blocks stand alone
+                self.joined(name, manifests.keys(name) or (), 0)
+
+    def _digest(self, *parts: bytes) -> int:
+        """Give 64 bits for a name, never 0; keyed, so that nobody can make two names meet."""
+        digest = blake2b(b"".join(parts), digest_size=8, key=self._secret).digest()
+        return int.from_bytes(digest, "little") or 1
+
+
+def _pages(entry: Entry) -> int:
+    return record_bytes(entry.length) // PAGE_BYTES
+
+
+def _column(code: str, numbers: NDArray[Any]) -> array[int]:
+    column = array(code)
+    column.frombytes(numbers.astype(f"u{column.itemsize}").tobytes())
+    return column

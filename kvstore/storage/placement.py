@@ -1,0 +1,62 @@
+"""Which drive a name belongs to: weighted rendezvous hashing.
+
+Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids: the first one is the
+lot's home, the next is where it goes when the first can't take it, and so on.
+
+Always holds:
+
+- The order of two drives in a lot depends on nothing but those two. So a drive that is added moves only the lots that
+  it takes, and one that is left out moves only those that it had.
+- Of all lots each drive is the home of a share in proportion to its weight, within what 8,192 draws leave to chance.
+
+It balances and doesn't defend: whoever may choose keys can choose those of one lot.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from hashlib import shake_128
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Placement", "lots_of"]
+
+_LOT_BITS: Final = 13
+_LOT_SHIFT: Final = 32 - _LOT_BITS
+_DRAWS: Final = struct.Struct(f"<{1 << _LOT_BITS}Q")
+_LOG_OF_ALL: Final = 64 * math.log(2)
+
+
+class Placement:
+    """The orders of some drives, by their positions in the sequence that was given."""
+
+    __slots__ = ("_orders",)
+    _orders: list[tuple[int, ...]]
+
+    def __init__(self, drives: Sequence[tuple[bytes, int]]) -> None:
+        """Take each drive's uuid and weight."""
+        if len(drives) == 1:
+            self._orders = [(0,)] * (1 << _LOT_BITS)
+            return
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # few orders are shared by many lots
+        lots = zip(*(lots_of(uuid, weight) for uuid, weight in drives), strict=True)
+        positions = range(len(drives))
+        self._orders = []
+        for scores in lots:
+            order = tuple(sorted(positions, key=scores.__getitem__))
+            self._orders.append(known.setdefault(order, order))
+
+    def order(self, tenant: bytes, name: bytes) -> tuple[int, ...]:
+        """Give the drives for a name, its home first."""
+        return self._orders[crc32(tenant + name) >> _LOT_SHIFT]
+
+
+def lots_of(uuid: bytes, weight: int) -> list[float]:
+    """Give a drive's time of arrival at each lot, the earliest of which is home: exponential, its rate the weight."""
+    draws = _DRAWS.unpack(shake_128(uuid).digest(_DRAWS.size))
+    log = math.log
+    return [(_LOG_OF_ALL - log(draw + 1)) / weight for draw in draws]

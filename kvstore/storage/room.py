@@ -1,0 +1,192 @@
+"""Makes room: evicts what the core plans, in bounded steps between other work, and looks after puts that wait.
+
+A put that finds no room waits for what is on its way to become free. If that is not enough, first as many pages go as
+it has, in the policy's order; if these do not lie together, those go that stand in one place (see `clearing`). Then it
+finds room, since nobody else may allocate meanwhile.
+
+Always holds: each wait ends. A put is refused, with the reason in a sentence, when nothing more may go, at once if
+waiting would not help and after `ROOM_WAIT_MS_MAX` if a guard is in the way; a refused put has cost no more blocks than
+would have made its room twice. Expired blocks go though nobody waits.
+
+It doesn't order the puts (`kvstore.storage.writes` does) and does not choose (`kvstore.storage.eviction` does).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import NoSpace
+from kvstore.limits import EVICTION_URGENT_BLOCKS, PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
+from kvstore.storage.eviction.clearing import clearings
+from kvstore.storage.eviction.items import Stuck
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.clock import Clock
+    from kvstore.storage.eviction.clearing import Clearing
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.traffic import Traffic
+    from kvstore.storage.wipes import Wipes
+    from kvstore.storage.writes import RecordWrite, Writes
+
+__all__ = ["Room"]
+
+_WHY: Final = {
+    Stuck.EMPTY: "no block is stored that could go",
+    Stuck.PINNED: "all blocks that could go are being read",
+    Stuck.WRITING: "all blocks that could go wait for a sync",
+    Stuck.LEASED: "all blocks that could go are leased",
+    Stuck.PROTECTED: "all blocks that could go are protected",
+}
+_FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # nobody will end these by and by
+
+
+class _Search:
+    """What has been done for the put that waits first."""
+
+    def __init__(self, record: RecordWrite, since_ns: int, sought_pages: int) -> None:
+        self.record = record
+        self.since_ns = since_ns
+        self.pages = record.size_bytes // PAGE_BYTES
+        self.sought_pages = sought_pages  # still to go in the policy's order
+        self.clearings: Iterator[Clearing | None] | None = None
+        self.look_again_ns = since_ns
+        self.to_clear: list[int] = []
+
+
+class Room:
+    """The room on one drive."""
+
+    def __init__(
+        self, extents: Extents, traffic: Traffic, writes: Writes, wipes: Wipes, keeping: Keeping, clock: Clock
+    ) -> None:
+        self._extents = extents
+        self._traffic = traffic
+        self._writes = writes
+        self._wipes = wipes
+        self._keeping = keeping
+        self._clock = clock
+        self._search: _Search | None = None
+        self._since_ns: int | None = None  # when the first of those that were refused in a row began to wait
+        self._more = False
+        self._most_pages = extents.until_page - extents.first_page
+        self._scattered_pages = self._most_pages + 1  # records as large as this found no place of late
+        self._closing = False
+
+    @property
+    def is_due(self) -> bool:
+        """Tell whether there is something to do that no drive brings about."""
+        first = self._writes.first_waiting
+        return self._more or (
+            first is not None and (self._search is None or self._search.record is not first)
+        )
+
+    def look_again(self) -> None:
+        """Do a step soon: guards have ended."""
+        self._more = True
+        if self._search is not None:
+            self._search.look_again_ns = self._search.since_ns
+
+    def close(self) -> None:
+        """Let nobody wait for guards any more: they will not end."""
+        self._closing = self._more = True
+
+    def step(self) -> None:
+        """Do what can be done now, within bounds."""
+        self._more = False
+        if self._writes.stopped is not None:
+            while self._writes.waiting:
+                self._writes.refuse_first(self._writes.stopped_again())
+            return
+        self._writes.resume()
+        search = self._searching()
+        stuck = self._evict(search)
+        if search is None or self._more:
+            return
+        if search.sought_pages > 0 and stuck is not None:
+            self._wait_or_refuse(search, _WHY[stuck], for_good=stuck in _FOR_GOOD)
+        elif not self._wipes.pending:
+            self._clear(search)
+
+    def _searching(self) -> _Search | None:
+        """Give what has been done for the put that waits first, if one does."""
+        first = self._writes.first_waiting
+        found_room = self._search is not None and self._search.record is not first
+        if found_room or first is None:
+            self._search = self._since_ns = None
+        if first is not None and self._search is None:
+            pages = first.size_bytes // PAGE_BYTES
+            sought = 0 if pages >= self._scattered_pages else max(0, pages - self._wipes.pending_pages)
+            since_ns = self._clock.monotonic_ns() if self._since_ns is None else self._since_ns
+            self._search = _Search(first, since_ns, sought)
+        if self._search is not None:
+            self._writes.sync_if_awaited(at_once=True)  # what sessions have replaced comes free with it
+        return self._search
+
+    def _evict(self, search: _Search | None) -> Stuck | None:
+        if search is not None and search.pages > self._most_pages:
+            return None  # nothing is to go for what can't be kept
+        free_pages = self._extents.free_pages + self._wipes.pending_pages
+        plan = self._keeping.core.plan(
+            free_pages=free_pages,
+            demand_pages=min(self._writes.queued_pages, self._keeping.marks.high_pages),
+            waiting_pages=max(0, search.sought_pages) if search is not None else 0,
+            now_ms=self._clock.wall_ms(),
+        )
+        self._keeping.evict(plan.victims)
+        if search is not None:
+            search.sought_pages -= plan.pages
+        self._more = plan.more
+        return plan.stuck
+
+    def _clear(self, search: _Search) -> None:
+        """Let go what stands in one place."""
+        if search.pages > self._most_pages:
+            self._refuse(search, f"it has {self._most_pages * PAGE_BYTES} bytes in all")
+        elif search.to_clear or self._find(search):
+            now, later = search.to_clear[:EVICTION_URGENT_BLOCKS], search.to_clear[EVICTION_URGENT_BLOCKS:]
+            search.to_clear = later
+            self._keeping.clear(now)
+            self._more = True
+
+    def _find(self, search: _Search) -> bool:
+        """Look for a place, a step at a time; tell whether one has been found."""
+        now_ns = self._clock.monotonic_ns()
+        if search.clearings is None and now_ns >= search.look_again_ns:
+            core = self._keeping.core
+            search.clearings = clearings(self._extents, self._keeping.ground, core.is_guarded, search.pages)
+        if search.clearings is not None:
+            try:
+                found = next(search.clearings)
+            except StopIteration:
+                search.clearings = None
+                search.look_again_ns = now_ns + TIMER_TICK_MS * 1_000_000
+            else:
+                self._more = True
+                if found is not None:
+                    search.clearings = None
+                    search.to_clear = found.generations
+                    self._scattered_pages = max(self._scattered_pages, search.pages + 1)
+                return found is not None
+        self._scattered_pages = min(self._scattered_pages, search.pages)
+        self._wait_or_refuse(
+            search,
+            "too much that has a guard, or is a session's own record, lies between what could go",
+            for_good=not self._keeping.has_passing_guards(),
+        )
+        return False
+
+    def _wait_or_refuse(self, search: _Search, why: str, *, for_good: bool) -> None:
+        idle = not (self._traffic.in_flight or self._traffic.queued)
+        waited_ms = (self._clock.monotonic_ns() - search.since_ns) // 1_000_000
+        if waited_ms >= ROOM_WAIT_MS_MAX or (idle and (for_good or self._closing)):
+            self._refuse(search, why)
+
+    def _refuse(self, search: _Search, why: str) -> None:
+        self._search, self._since_ns = None, search.since_ns
+        self._writes.refuse_first(
+            NoSpace(f"The drive has no room for {search.record.size_bytes} bytes: {why}.")
+        )
+        self._more = self._writes.waiting > 0

@@ -1,0 +1,50 @@
+"""A store of two drives in memory, and where things lie in it."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import TENANT, USER, Rig, key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["fail", "holders", "homed", "two", "user_drive"]
+
+
+def two(data: Path, seed: int = 0) -> Rig:
+    return Rig(data, disks=[FakeDisk(seed=seed), FakeDisk(seed=seed + 1)])
+
+
+def homed(rig: Rig, position: int, count: int = 1, start: int = 1000) -> list[int]:
+    """Numbers of blocks that belong on this drive."""
+    found: list[int] = []
+    while len(found) < count:
+        if rig.home(start) == position:
+            found.append(start)
+        start += 1
+    return found
+
+
+def holders(rig: Rig, number: int) -> list[int]:
+    """The drives that have a block."""
+    return [
+        position
+        for position, drive in enumerate(rig.store.drives)
+        if drive.lookup([(TENANT, key(number))])[0] is not None
+    ]
+
+
+def user_drive(rig: Rig) -> int:
+    """The drive on which our user's sessions belong."""
+    return rig.store._placement.order(TENANT, USER)[0]
+
+
+def fail(rig: Rig, position: int, fault: int = -errno.EIO) -> None:
+    """Let a drive's next write fail, and bring one about."""
+    disk = rig.disks[position]
+    disk.faults = {disk.operations: fault}
+    assert rig.put(homed(rig, position, start=90_000)[0], b"x").error is not None
+    assert not rig.store.drives[position].takes_puts

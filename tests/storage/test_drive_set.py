@@ -1,0 +1,588 @@
+"""Drives that are added, away, back, foreign, blank or broken: which of them a store believes, and what it forgets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.config import DriveSpec
+from kvstore.durability import Durability
+from kvstore.errors import ConfigError, Corrupt, ForeignDrive, StorageError, WrongVersion
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, DRIVES_MAX, PAGE_BYTES
+from kvstore.storage.drive_set import SET_NAME, DriveSet, plan, read_set, write_set
+from kvstore.storage.fsck import check
+from kvstore.wire.record import Superblock
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLOCKS = 40
+STORE = b"\xa1" * 16
+PAYLOADS = {number: b"payload of %d" % number for number in range(BLOCKS)}
+
+
+def superblock(number: int, set_number: int, drives: int, store: bytes = STORE) -> Superblock:
+    return Superblock(
+        store, bytes([number]) * 16, number, b"s" * 32, 16 << 20, 5, 0, 1, 0, 0, 0, set_number, drives
+    )
+
+
+def fresh(disks: list[FakeDisk]) -> list[FakeDisk]:
+    """The same drives, for another opening."""
+    return [FakeDisk(disk.pages, capacity=disk.capacity_bytes) for disk in disks]
+
+
+def reopened(rig: Rig, *, without: tuple[int, ...] = ()) -> None:
+    rig.store.close()
+    opened(rig, without=without)
+
+
+def opened(rig: Rig, *, without: tuple[int, ...] = ()) -> None:
+    rig.disks = fresh(rig.disks)
+    rig.away = set(without)
+    rig.open(without=without)
+
+
+def refused(rig: Rig, kind: type[Exception], match: str, *, without: tuple[int, ...] = ()) -> None:
+    """An opening that fails leaves everything as it is."""
+    before = [dict(disk.pages) for disk in rig.disks]
+    rig.disks = fresh(rig.disks)
+    with pytest.raises(kind, match=match) as caught:
+        rig.open(without=without)
+    assert type(caught.value) is kind
+    assert [disk.pages for disk in rig.disks] == before
+    rig.disks = fresh(rig.disks)
+
+
+def stored(rig: Rig) -> set[int]:
+    """Which blocks are there, each exact."""
+    found = set()
+    for number, payload in PAYLOADS.items():
+        done, got = rig.get(number)
+        if done.miss is None:
+            assert got == payload
+            found.add(number)
+    return found
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """A store of two drives with blocks on both, a session, and its set's number 1."""
+    rig = Rig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
+    rig.open()
+    for number, payload in PAYLOADS.items():
+        rig.put(number, payload)
+    rig.append(1, range(BLOCKS))
+    yield rig
+    rig.store.close()
+
+
+def on(rig: Rig, position: int) -> set[int]:
+    return {number for number in PAYLOADS if rig.home(number) == position}
+
+
+def a_drive_away(rig: Rig, away: int) -> set[int]:
+    """Open without it, and delete a block of its and one of the other's; give the other's that are left."""
+    theirs, ours = on(rig, away), on(rig, 1 - away)
+    rig.store.close()
+    rig.disks = fresh(rig.disks)
+    rig.away = {away}
+    with pytest.raises(StorageError, match=f"--without-drive {away}"):
+        rig.open()
+    opened(rig, without=(away,))
+    assert stored(rig) == ours
+    for number in (min(theirs), min(ours)):
+        assert rig.delete(number).error is None
+    return ours - {min(ours)}
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_without_a_drive_its_blocks_are_misses_and_the_others_hits(rig: Rig, away: int) -> None:
+    left = a_drive_away(rig, away)
+    assert stored(rig) == left
+    states = rig.store.drive_states()
+    assert [state.statistics is None for state in states] == [number == away for number in (0, 1)]
+    assert "left out" in states[away].failure
+    assert rig.put(BLOCKS + 1, b"x").error is None
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_drive_that_was_away_comes_back_empty_so_nothing_deleted_comes_back(
+    rig: Rig, away: int, *, rebuilt: bool
+) -> None:
+    """All of it is voided: it doesn't know what was deleted, replaced or begun anew without it."""
+    theirs = on(rig, away)
+    left = a_drive_away(rig, away)
+    elsewhere = min(theirs - {min(theirs)})
+    rig.put(elsewhere, PAYLOADS[elsewhere])
+    reopened(rig)
+    if rebuilt:
+        rig.store.close()
+        for number in (0, 1):
+            shutil.rmtree(rig.data / f"index-{number}")
+        opened(rig)
+        assert rig.store.statistics().rebuilt
+    assert stored(rig) == left | {elsewhere}
+    assert rig.store.drives[away].statistics().blocks == 0
+    for number in theirs - {elsewhere}:
+        assert rig.put(number, PAYLOADS[number]).error is None
+    assert rig.store.drives[away].statistics().blocks > 0
+    reopened(rig)
+    assert not rig.store.statistics().rebuilt
+    assert stored(rig) == left | theirs
+
+
+def test_a_session_begun_anew_while_its_drive_was_away_is_the_one_that_counts(rig: Rig) -> None:
+    away = rig.store._placement.order(b"tenant-of-tests!", b"a-user-of-tests!")[0]
+    a_drive_away(rig, away)
+    number = min(stored(rig))
+    assert rig.session(1) is None
+    assert rig.append(1, [number]).error is None
+    reopened(rig)
+    assert rig.session(1) == [number]
+    assert rig.append(1, [number]).blocks == 2
+
+
+def test_what_a_drive_that_comes_back_held_is_void_though_the_power_goes_at_any_write(tmp_path: Path) -> None:
+    """A fault at each write of the opening that takes it back, on either drive, and power loss."""
+    for position in (0, 1):
+        for number in range(12):
+            case = Rig(tmp_path / f"{position}-{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
+            case.open()
+            for one, payload in PAYLOADS.items():
+                case.put(one, payload, Durability.SYNCED)
+            left = a_drive_away(case, 1)
+            case.store.close()
+            case.away = set()
+            case.disks = fresh(case.disks)
+            disk = case.disks[position]
+            disk.fault_from = (number, -errno.EIO)
+            try:
+                case.open()
+            except StorageError:
+                pass
+            else:
+                case.kill()
+            case.disks = [one.after_power_loss(number) for one in case.disks]
+            case.boot_id = f"{number + 1:036d}"
+            case.open()
+            assert stored(case) == left
+            case.store.close()
+
+
+def test_nothing_is_lost_when_leaving_a_drive_out_fails_at_any_write(tmp_path: Path) -> None:
+    """The set without it never counted, so it has missed nothing."""
+    failed = 0
+    for number in range(12):
+        case = Rig(tmp_path / f"{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
+        case.open()
+        for one, payload in PAYLOADS.items():
+            case.put(one, payload, Durability.SYNCED)
+        case.store.close()
+        case.disks = fresh(case.disks)
+        case.disks[0].fault_from = (number, -errno.EIO)
+        before = read_set(case.data)
+        try:
+            case.open(without=(1,))
+        except StorageError:
+            failed += 1
+        else:
+            case.kill()
+        counts = read_set(case.data) != before
+        case.disks = [one.after_power_loss(number) for one in case.disks]
+        case.boot_id = f"{number + 1:036d}"
+        case.open()
+        assert stored(case) == (_held_by(case, 0) if counts else set(PAYLOADS))
+        assert (case.store.drives[1].statistics().blocks == 0) is counts
+        case.store.close()
+    assert failed > 4
+
+
+def _held_by(rig: Rig, position: int) -> set[int]:
+    names = [(b"tenant-of-tests!", number.to_bytes(32, "little")) for number in PAYLOADS]
+    entries = rig.store.drives[position].lookup(names)
+    return {number for number, entry in zip(PAYLOADS, entries, strict=True) if entry is not None}
+
+
+def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig: Rig) -> None:
+    rig.store.close()
+    (rig.data / SET_NAME).unlink()
+    refused(rig, ConfigError, "Bring all of them", without=(1,))
+    opened(rig)
+    assert stored(rig) == set(PAYLOADS)
+    assert read_set(rig.data) is not None
+
+
+def test_without_the_folders_file_the_drives_say_which_of_them_is_stale(rig: Rig) -> None:
+    left = a_drive_away(rig, 1)
+    rig.store.close()
+    (rig.data / SET_NAME).write_text("{half a li")
+    opened(rig)
+    assert stored(rig) == left
+
+
+def test_a_stale_drive_does_not_go_on_alone(rig: Rig) -> None:
+    left = a_drive_away(rig, 1)
+    rig.store.close()
+    rig.away = {0}
+    refused(rig, StorageError, "None of the drives that were in use last", without=(0,))
+    rig.away = set()
+    opened(rig)
+    assert stored(rig) == left
+
+
+def test_a_drive_that_can_be_opened_is_left_out_all_the_same_if_so_asked(rig: Rig) -> None:
+    ours = on(rig, 0)
+    rig.store.close()
+    rig.disks = fresh(rig.disks)
+    rig.open(without=(1,))
+    assert stored(rig) == ours
+    assert rig.disks[1].operations == 0, "it is not even looked at"
+
+
+@pytest.mark.parametrize("number", [2, -1])
+def test_a_drive_that_the_store_has_not_cannot_be_left_out(rig: Rig, number: int) -> None:
+    rig.store.close()
+    refused(rig, ConfigError, f"There is no drive {number} to leave out", without=(number,))
+    opened(rig)
+
+
+def test_a_drive_of_another_store_is_refused(rig: Rig, tmp_path: Path) -> None:
+    other = Rig(tmp_path / "other", disks=[FakeDisk(), FakeDisk()])
+    other.open().close()
+    rig.store.close()
+    ours = rig.disks[1]
+    rig.disks[1] = other.disks[1]
+    refused(rig, ForeignDrive, "Drive 1 cannot be used. It belongs to the store")
+    opened(rig, without=(1,))
+    rig.store.close()
+    rig.disks[1] = ours
+    rig.away = set()
+    opened(rig)
+
+
+def test_drives_under_each_others_names_are_refused(rig: Rig) -> None:
+    rig.store.close()
+    rig.disks.reverse()
+    refused(rig, ForeignDrive, "under the wrong name")
+    rig.disks.reverse()
+    opened(rig)
+    assert stored(rig) == set(PAYLOADS)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_drive_with_a_damaged_superblock_stops_nothing_but_itself(rig: Rig, number: int) -> None:
+    ours = on(rig, 1 - number)
+    rig.store.close()
+    for copy in (0, 1):
+        rig.disks[number].pages[copy] = b"garbage!" * 512
+    refused(rig, Corrupt, f"Drive {number} cannot be used.*--without-drive {number}")
+    opened(rig, without=(number,))
+    assert stored(rig) == ours
+
+
+def test_a_drive_of_another_version_is_named(rig: Rig) -> None:
+    rig.store.close()
+    for copy in (0, 1):
+        page = bytearray(rig.disks[1].pages[copy])
+        page[8] = 99
+        rig.disks[1].pages[copy] = bytes(page)
+    refused(rig, WrongVersion, "Drive 1 cannot be used. The drive has format version 99")
+    opened(rig, without=(1,))
+
+
+def test_a_drive_that_has_become_blank_is_not_formatted_unless_its_index_is_removed(rig: Rig) -> None:
+    ours = on(rig, 0)
+    rig.store.close()
+    rig.disks[1] = FakeDisk()
+    refused(rig, Corrupt, "It is blank, and the folder has an index")
+    shutil.rmtree(rig.data / "index-1")
+    opened(rig)
+    assert stored(rig) == ours
+    assert len(rig.store.drives) == 2
+
+
+def test_a_drive_that_fails_while_it_is_opened_is_named(rig: Rig) -> None:
+    rig.kill()
+    rig.disks = fresh(rig.disks)
+    rig.disks[1].fault_from = (2, -errno.EIO)  # behind the reading of its superblock
+    with pytest.raises(StorageError, match="Drive 1 cannot be used"):
+        rig.open()
+    opened(rig, without=(1,))
+
+
+def test_a_drive_is_added_and_takes_its_share_of_what_comes(rig: Rig) -> None:
+    rig.store.close()
+    rig.disks.append(FakeDisk(seed=2))
+    opened(rig)
+    assert stored(rig) == set(PAYLOADS), "blocks that belong on the new drive now are found where they are"
+    assert rig.session(1) == list(range(BLOCKS))
+    moved = on(rig, 2)
+    assert moved
+    for number in moved:
+        assert rig.put(number, PAYLOADS[number]).error is None
+    assert rig.store.drives[2].statistics().blocks == 0, "and are not put a second time"
+    for number in range(1000, 1000 + BLOCKS):
+        rig.put(number, b"x")
+    assert rig.store.drives[2].statistics().blocks == sum(
+        rig.home(number) == 2 for number in range(1000, 1000 + BLOCKS)
+    )
+    for number in moved:
+        assert rig.delete(number).found
+    reopened(rig)
+    assert stored(rig) == set(PAYLOADS) - moved
+    assert not rig.store.statistics().rebuilt
+
+
+def test_adding_a_drive_that_fails_at_any_write_loses_nothing(tmp_path: Path) -> None:
+    for position in (0, 1):
+        for number in range(8):
+            case = Rig(tmp_path / f"{position}-{number}", FakeDisk())
+            case.open()
+            for one, payload in PAYLOADS.items():
+                case.put(one, payload, Durability.SYNCED)
+            case.store.close()
+            case.disks = [*fresh(case.disks), FakeDisk(seed=2)]
+            case.disks[position].fault_from = (number, -errno.EIO)
+            try:
+                case.open()
+            except StorageError:
+                pass
+            else:
+                case.kill()
+            case.disks = [one.after_power_loss(number) for one in case.disks]
+            case.boot_id = f"{number + 1:036d}"
+            case.open()
+            assert stored(case) == set(PAYLOADS)
+            case.store.close()
+
+
+def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: Rig) -> None:
+    left = a_drive_away(rig, 1)
+    rig.store.close()
+    rig.disks = fresh(rig.disks)
+    rig.away = set()
+    report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id)
+    assert report.damage == []
+    assert report.counts["drives that were left out, to be voided"] == 1
+    assert report.counts["blocks"] == len(left)
+    rig.disks = fresh(rig.disks)
+    rig.open()
+
+
+# --- the rules by themselves
+
+
+def test_a_whole_set_is_taken_as_it_is() -> None:
+    found = {number: superblock(number, 7, 2) for number in (0, 1)}
+    assert plan(found, DriveSet(STORE, 7, 2), indexes=[0, 1]) == ([0, 1], [], [], 2, 7, False)
+
+
+def test_a_set_whose_beginning_was_cut_short_is_begun_again_with_a_higher_number() -> None:
+    found = {0: superblock(0, 8, 2), 1: superblock(1, 7, 2)}
+    assert plan(found, DriveSet(STORE, 7, 2)) == ([0, 1], [], [], 2, 9, True)
+
+
+def test_a_drive_behind_the_set_that_counts_is_stale() -> None:
+    found = {0: superblock(0, 8, 2), 1: superblock(1, 7, 2)}
+    assert plan(found, DriveSet(STORE, 8, 2)) == ([0], [1], [], 2, 9, True)
+    assert plan(found, None) == ([0], [1], [], 2, 9, True)
+
+
+def test_a_drive_that_nobody_misses_by_name_is_still_known_to_be_gone() -> None:
+    with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is gone"):
+        plan({0: superblock(0, 7, 2)}, None)
+    with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is gone"):
+        plan({0: superblock(0, 7, 1)}, DriveSet(STORE, 7, 1), indexes=[0, 1])
+    with pytest.raises(StorageError, match=r"Drive 0 cannot be used\. It is gone"):
+        plan({1: superblock(1, 7, 2)}, DriveSet(STORE, 7, 2))
+
+
+def test_a_store_has_no_more_drives_than_its_generations_are_for() -> None:
+    with pytest.raises(ConfigError, match=f"at most {DRIVES_MAX}"):
+        plan(dict.fromkeys(range(DRIVES_MAX + 1)), None)
+    assert plan(dict.fromkeys(range(DRIVES_MAX)), None).blank == list(range(DRIVES_MAX))
+
+
+def test_the_folders_file_comes_back_as_it_was_and_damage_to_it_is_none_at_all(tmp_path: Path) -> None:
+    assert read_set(tmp_path) is None
+    written = DriveSet(STORE, 12, 3)
+    write_set(tmp_path, written)
+    assert read_set(tmp_path) == written
+    assert json.loads((tmp_path / SET_NAME).read_text())["drives"] == 3
+    for damage in ("", "[]", "{}", '{"store": 5, "set": 1, "drives": 1}', '{"store": "zz", "set": 1}'):
+        (tmp_path / SET_NAME).write_text(damage)
+        assert read_set(tmp_path) is None
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_set(tmp_path / "nowhere", written)
+
+
+# --- real files
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Rig]:
+    """A store over two files that lie elsewhere."""
+    rig = Rig(tmp_path / "data")
+    rig.specs = [DriveSpec(tmp_path / f"{name}.kv", DRIVE_CAPACITY_BYTES_MIN) for name in "ab"]
+    rig.open()
+    for number, payload in PAYLOADS.items():
+        rig.put(number, payload)
+    yield rig
+    rig.store.close()
+
+
+def test_drives_that_were_given_once_are_known_from_then_on(files: Rig) -> None:
+    files.store.close()
+    files.open()
+    assert len(files.store.drives) == 2
+    files.store.close()
+    files.specs = []
+    files.open()
+    assert stored(files) == set(PAYLOADS)
+    assert [(files.data / f"drive-{number}.kv").readlink().name for number in (0, 1)] == ["a.kv", "b.kv"]
+
+
+def test_a_link_keeps_the_name_that_was_given(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data")
+    rig.specs = [DriveSpec(tmp_path / "a.kv", DRIVE_CAPACITY_BYTES_MIN)]
+    rig.open().close()
+    (tmp_path / "by-id").symlink_to(tmp_path / "a.kv")
+    rig.specs = [DriveSpec(tmp_path / "by-id")]
+    rig.open().close()
+    assert [link.name for link in rig.data.glob("drive-*")] == ["drive-0.kv"], "the same one by another name"
+    rig.data = tmp_path / "another"
+    rig.open().close()
+    assert (rig.data / "drive-0.kv").readlink() == tmp_path / "by-id"
+
+
+def test_a_new_folder_knows_the_drives_by_what_they_say(files: Rig, tmp_path: Path) -> None:
+    files.store.close()
+    files.data = tmp_path / "another"
+    files.specs.reverse()
+    files.open()
+    assert stored(files) == set(PAYLOADS)
+    assert (files.data / "drive-0.kv").readlink().name == "a.kv"
+
+
+def test_a_third_file_is_made_and_added(files: Rig, tmp_path: Path) -> None:
+    files.store.close()
+    files.specs = [DriveSpec(tmp_path / "c.kv", 2 * DRIVE_CAPACITY_BYTES_MIN)]
+    files.open()
+    assert stored(files) == set(PAYLOADS)
+    assert files.store.statistics().capacity_bytes == 4 * DRIVE_CAPACITY_BYTES_MIN
+    assert 0.4 < len(on(files, 2)) / BLOCKS + 0.5 < 1.4
+
+
+def test_a_file_with_something_in_it_is_not_formatted_nor_linked(files: Rig, tmp_path: Path) -> None:
+    files.store.close()
+    thesis = tmp_path / "thesis"
+    thesis.write_bytes(bytes(65536) + b"years of work" + bytes(DRIVE_CAPACITY_BYTES_MIN))
+    before = thesis.read_bytes()
+    known, files.specs = files.specs, [DriveSpec(thesis)]
+    with pytest.raises(Corrupt, match="holds something else"):
+        files.open()
+    assert thesis.read_bytes() == before
+    files.specs = known
+    files.open()
+    assert len(files.store.drives) == 2
+
+
+def test_a_drive_of_another_store_is_not_linked(files: Rig, tmp_path: Path) -> None:
+    other = Rig(tmp_path / "other")
+    other.specs = [DriveSpec(tmp_path / f"{name}.kv", DRIVE_CAPACITY_BYTES_MIN) for name in "xyz"]
+    other.open().close()
+    files.store.close()
+    known = files.specs
+    files.specs = [*known, other.specs[2]]
+    with pytest.raises(ForeignDrive):
+        files.open()
+    assert not (files.data / "drive-2.kv").is_symlink()
+    files.specs = [*known, other.specs[1]]
+    with pytest.raises(ConfigError, match="has another one of that number"):
+        files.open()
+    files.specs = known
+    files.open()
+    other.open().close()
+
+
+def test_a_file_is_not_the_drive_of_two_nodes(files: Rig, tmp_path: Path) -> None:
+    other = Rig(tmp_path / "other")
+    other.specs = files.specs
+    with pytest.raises(StorageError, match="is in use"):
+        other.open()
+    assert stored(files) == set(PAYLOADS)
+
+
+def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: Path) -> None:
+    """It may be the name of a device, which will not be there any better for a file in its place."""
+    rig = Rig(tmp_path / "data")
+    rig.specs = [DriveSpec(tmp_path / "nvme9n1")]
+    with pytest.raises(ConfigError, match="say its size"):
+        rig.open()
+    assert not (tmp_path / "nvme9n1").exists()
+
+
+def test_a_drive_whose_joining_failed_is_not_missed_afterwards(tmp_path: Path) -> None:
+    """The others have the number of the set that it was to be in; but that set never counted."""
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    for number, payload in PAYLOADS.items():
+        rig.put(number, payload)
+    rig.store.close()
+    rig.disks = [*fresh(rig.disks), FakeDisk()]
+    rig.disks[1].fault_from = (20, -errno.EIO)  # while it is filled with zeros
+    with pytest.raises(StorageError, match="Drive 1 cannot be used"):
+        rig.open()
+    rig.disks = fresh(rig.disks[:1])
+    rig.open()
+    assert stored(rig) == set(PAYLOADS)
+    assert len(rig.store.drive_states()) == 1
+    rig.store.close()
+
+
+def test_a_drive_that_was_removed_is_named_and_its_place_can_be_given_to_a_new_one(
+    files: Rig, tmp_path: Path
+) -> None:
+    ours = on(files, 0)
+    files.store.close()
+    (tmp_path / "b.kv").unlink()
+    files.specs = []
+    with pytest.raises(StorageError, match=r"Drive 1 cannot be used.*--without-drive 1"):
+        files.open()
+    files.open(without=(1,))
+    assert stored(files) == ours
+    files.store.close()
+    (files.data / "drive-1.kv").unlink()
+    shutil.rmtree(files.data / "index-1")
+    files.specs = [DriveSpec(tmp_path / "new.kv", DRIVE_CAPACITY_BYTES_MIN)]
+    files.open()
+    assert stored(files) == ours
+    assert [drive.number for drive in files.store.drives] == [0, 1]
+
+
+def test_a_drive_cut_from_outside_is_named_and_the_other_opens(files: Rig, tmp_path: Path) -> None:
+    ours = on(files, 0)
+    files.store.close()
+    os.truncate(tmp_path / "b.kv", 5 * PAGE_BYTES)
+    with pytest.raises(StorageError, match="Drive 1 cannot be used"):
+        files.open()
+    files.open(without=(1,))
+    assert stored(files) == ours
+
+
+def test_a_drive_cut_under_a_running_store_gives_misses_for_its_own_blocks_only(
+    files: Rig, tmp_path: Path
+) -> None:
+    os.truncate(tmp_path / "b.kv", 2 * PAGE_BYTES)
+    assert stored(files) == on(files, 0)
+    os.truncate(tmp_path / "b.kv", DRIVE_CAPACITY_BYTES_MIN)

@@ -1,0 +1,266 @@
+"""The store against a dict: whatever is done to it, in whatever order, it answers as the dict does, or says why not.
+
+The drive is too small for what is put, so blocks are evicted all the time: a block that the dict has and the store has
+not must be gone for a reason that the store can tell, and never while it is held. It is closed, killed, and loses its
+index now and then.
+
+TRIGGERKV_MACHINE_EXAMPLES=n runs n sequences of 100 steps instead of 150 of 50.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.durability import Durability
+from kvstore.errors import NoSpace
+from kvstore.limits import PAGE_BYTES
+from kvstore.miss import MissReason
+from kvstore.storage.eviction.items import Guard, Reason
+from kvstore.storage.fsck import check
+from kvstore.storage.items import SessionStep
+from kvstore.storage.manifests import SessionName
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
+
+if TYPE_CHECKING:
+    from kvstore.storage.keeping import Held
+
+EXAMPLES = int(os.environ.get("TRIGGERKV_MACHINE_EXAMPLES", "0"))
+PAGES = 96
+NUMBERS = st.integers(0, 24)
+SESSIONS = st.integers(0, 2)
+SIZES = st.sampled_from([1, 4000, 9000, 20_000, 60_000])
+DURABILITIES = st.sampled_from([Durability.WRITTEN, Durability.SYNCED])
+FOR_ROOM = {Reason.SPACE, Reason.STRANDED, Reason.CLEARED}
+HELD_MAX = 4
+SLOTS = Slots(8, 64 << 10)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.rig = Rig(self.folder / "data", FakeDisk(capacity=PAGES * PAGE_BYTES), SLOTS)
+        self.blocks: dict[int, tuple[bytes, int]] = {}  # payload and expiry of what may be there
+        self.sessions: dict[int, list[int]] = {}
+        self.held: list[Held] = []
+        self.seed = 0
+
+    @initialize(policy=st.sampled_from(["lru", "s3fifo"]))
+    def begin(self, policy: str) -> None:
+        self.rig.policy = policy
+        self.rig.open()
+
+    def teardown(self) -> None:
+        if hasattr(self.rig, "store"):
+            self.rig.store.close()
+            disk = FakeDisk(self.disk.pages, capacity=PAGES * PAGE_BYTES)
+            self.rig.disks = [disk]
+            report = check(self.folder / "data", bay=self.rig.bay(), boot_id=self.rig.boot_id)
+            assert report.damage == []
+            disk.close()
+        shutil.rmtree(self.folder)
+
+    @property
+    def disk(self) -> FakeDisk:
+        assert self.rig.disk is not None
+        return self.rig.disk
+
+    def is_stored(self, number: int) -> bool:
+        """What the store says; if it has lost a block, it has to say how."""
+        explanation = self.rig.store.explain(TENANT, key(number))
+        if number not in self.blocks:
+            assert not explanation.stored, f"{number} is there, and was never put or was deleted"
+            return False
+        if not explanation.stored:
+            assert explanation.gone is not None, f"{number} is gone without a reason"
+            expires_ms = self.blocks.pop(number)[1]
+            is_over = 0 < expires_ms <= self.rig.clock.now_ms
+            assert explanation.gone.reason in FOR_ROOM or (
+                explanation.gone.reason is Reason.EXPIRED and is_over
+            )
+        return explanation.stored
+
+    @rule(number=NUMBERS, size=SIZES, durability=DURABILITIES, lives_ms=st.sampled_from([0, 0, 0, 200, 5000]))
+    def put(self, number: int, size: int, durability: Durability, lives_ms: int) -> None:
+        known = self.is_stored(number)
+        now_ms = self.rig.clock.now_ms
+        over = known and 0 < self.blocks[number][1] <= now_ms
+        payload = self.blocks[number][0] if known and not over else os.urandom(size)
+        expires_ms = now_ms + lives_ms if lives_ms else 0
+        done = self.rig.put(number, payload, durability, expires_ms=expires_ms)
+        if done.error is not None:
+            assert isinstance(done.error, NoSpace)
+            assert self.held or self.sessions, "nothing is in the way of eviction"
+        elif not known or over:
+            self.blocks[number] = (payload, expires_ms)
+
+    @rule(number=NUMBERS)
+    def get(self, number: int) -> None:
+        known = self.is_stored(number)
+        done, got = self.rig.get(number)
+        if done.miss is None:
+            assert known
+            assert got == self.blocks[number][0]
+            assert not 0 < self.blocks[number][1] <= self.rig.clock.now_ms
+        elif known:
+            assert done.miss.reason is MissReason.EXPIRED
+        else:
+            assert done.miss.reason in {MissReason.UNKNOWN, MissReason.EVICTED, MissReason.EXPIRED}
+
+    @rule(number=NUMBERS, durability=DURABILITIES)
+    def delete(self, number: int, durability: Durability) -> None:
+        known = self.is_stored(number)
+        done = self.rig.delete(number, durability)
+        assert (done.error, done.found) == (None, known)
+        self.blocks.pop(number, None)
+
+    @rule(number=NUMBERS)
+    def evict(self, number: int) -> None:
+        entry = self.rig.store.lookup([(TENANT, key(number))])[0]
+        if entry is not None:
+            self.rig.store.evict([entry.generation])
+            self.held = [one for one in self.held if one.generation != entry.generation]
+
+    @rule(number=NUMBERS, guard=st.just(Guard.LEASE))
+    @precondition(lambda self: len(self.held) < HELD_MAX)
+    def hold(self, number: int, guard: Guard) -> None:
+        known = self.is_stored(number)
+        (held,) = self.rig.store.hold([(TENANT, key(number))], guard)
+        assert (held is not None) == known
+        self.held += [held] if held else []
+
+    @rule()
+    @precondition(lambda self: self.held)
+    def release(self) -> None:
+        self.rig.store.release([self.held.pop(0)], Guard.LEASE)
+
+    @invariant()
+    def what_is_held_has_not_gone_for_room(self) -> None:
+        for one in self.held:
+            entry = self.rig.store.lookup([one.name])[0]
+            if entry is None or entry.generation != one.generation:
+                gone = self.rig.store.explain(*one.name).gone
+                assert gone is None or gone.generation != one.generation or gone.reason not in FOR_ROOM
+        self.held = [one for one in self.held if self.rig.store.lookup([one.name])[0] is not None]
+
+    @rule(number=SESSIONS, keys=st.lists(NUMBERS, min_size=1, max_size=6, unique=True))
+    def append(self, number: int, keys: list[int]) -> None:
+        stored = [one for one in keys if self.is_stored(one)]
+        if stored and self.rig.append(number, stored).error is None:
+            self.sessions[number] = self.sessions.get(number, []) + stored
+
+    @rule(number=SESSIONS, blocks=st.integers(0, 8))
+    def truncate(self, number: int, blocks: int) -> None:
+        done = self.rig.truncate(number, blocks)
+        if done.error is None:
+            self.sessions[number] = self.sessions[number][:blocks]
+        else:
+            refused = number not in self.sessions or blocks > len(self.sessions[number])
+            assert isinstance(done.error, NoSpace) or refused
+
+    @rule(number=SESSIONS, source=SESSIONS, blocks=st.integers(0, 8))
+    def fork(self, number: int, source: int, blocks: int) -> None:
+        if self.rig.fork(number, source, blocks).error is None:
+            self.sessions[number] = self.sessions[source][:blocks]
+
+    @rule(number=SESSIONS, delete_blocks=st.booleans())
+    def remove(self, number: int, delete_blocks: bool) -> None:  # noqa: FBT001 - Hypothesis passes by name
+        done = self.rig._settled(self.rig.start_step(number, SessionStep.REMOVE, delete_blocks=delete_blocks))
+        assert done.error is None
+        self.sessions.pop(number, None)
+        if delete_blocks:
+            for _, one in done.unreferenced:
+                self.blocks.pop(int.from_bytes(one, "little"), None)
+
+    @rule(number=SESSIONS, blocks=st.integers(1, 4))
+    def protect_for_a_while(self, number: int, blocks: int) -> None:
+        session = SessionName(TENANT, USER, name(number))
+        before = [one for one in self.sessions.get(number, [])[:blocks] if self.is_stored(one)]
+        self.rig.store.protect(session, blocks)
+        in_place = [row for row in before if self.rig.store.statistics().eviction.guarded[Guard.PROTECTED]]
+        self.rig.put(1000, bytes(30_000))
+        if len(in_place) == blocks == len(set(before)) and self.sessions[number][:blocks] == before:
+            self.check_protected(before)
+        self.rig.store.unprotect(session)
+        self.rig.delete(1000)
+
+    def check_protected(self, numbers: list[int]) -> None:
+        """A block stands at one position only, so one that another session has elsewhere is not protected here."""
+        elsewhere = {
+            one
+            for other in self.sessions.values()
+            for at, one in enumerate(other)
+            if numbers[at : at + 1] != [one]
+        }
+        for number in set(numbers) - elsewhere:
+            gone = self.rig.store.explain(TENANT, key(number))
+            assert gone.stored or (gone.gone and gone.gone.reason not in FOR_ROOM)
+
+    @rule(by_ms=st.sampled_from([50, 300, 6000]))
+    def wait(self, by_ms: int) -> None:
+        self.rig.clock.now_ms += by_ms
+        self.rig.poll_once()
+        self.rig.settle()
+
+    @rule()
+    def close(self) -> None:
+        self.note_what_went()
+        self.rig.store.close()
+        self.reopen(FakeDisk(self.disk.pages, capacity=PAGES * PAGE_BYTES))
+
+    @rule(loses_index=st.booleans())
+    def kill(self, loses_index: bool) -> None:  # noqa: FBT001 - Hypothesis passes by name
+        self.note_what_went()
+        self.seed += 1
+        self.rig.kill()
+        if loses_index:
+            shutil.rmtree(self.folder / "data" / "index-0")
+        self.reopen(self.disk.after_kill(self.seed))
+
+    def note_what_went(self) -> None:
+        """Wipes are done, so that what was evicted does not come back; and its reasons will be forgotten."""
+        self.rig.settle()
+        for number in list(self.blocks):
+            self.is_stored(number)
+
+    def reopen(self, disk: FakeDisk) -> None:
+        self.rig.disk = disk
+        self.rig.open()
+        self.held = []
+        for number in range(25):
+            assert self.rig.store.explain(TENANT, key(number)).stored == (number in self.blocks)
+
+    @invariant()
+    def sessions_are_as_told(self) -> None:
+        if hasattr(self.rig, "store"):
+            for number in range(3):
+                assert self.rig.session(number) == self.sessions.get(number)
+            statistics = self.rig.store.statistics()
+            assert statistics.eviction.blocks == statistics.blocks
+            pages = sum(pages for _, pages in self.rig.drive._index.extents())
+            on_their_way = statistics.wipes_pending or self.rig.drive._writes.unhurried
+            assert statistics.free_bytes == (PAGES - 4 - pages) * PAGE_BYTES or on_their_way
+
+
+@pytest.fixture(autouse=True)
+def small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=EXAMPLES or 150,
+    stateful_step_count=100 if EXAMPLES else 50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
