@@ -77,4 +77,5 @@ wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3
 .PHONY: clean
 clean: ## remove .venv and all that was built
 	rm -rf .venv .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c
+	rm -f sim/replay/*.so sim/replay/_events.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

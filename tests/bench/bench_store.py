@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
+from kvstore.bench.bare import BareDrive
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.limits import BATCH_BLOCKS_MAX, FINGERPRINT_BYTES, HEADER_BYTES, KEY_BYTES, TENANT_BYTES
@@ -28,7 +29,6 @@ from kvstore.storage.items import DeleteItem, GetItem, PutItem
 from kvstore.storage.store import Store
 from nic_offload.checksum import crc32c_at
 from nic_offload.memory import allocate
-from tests.bench.ceilings import BareDrive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
