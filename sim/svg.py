@@ -239,9 +239,10 @@ def _chart(chart: Chart) -> list[str]:
         ]
     for value, word in chart.rules:
         y = y_axis(value)
+        below = 13 if y + 13 < _HEIGHT - _BOTTOM else -5  # what is drawn tends to lie above such a line
         parts += [
             _line(_LEFT, y, _WIDTH - _RIGHT, y, _FAINT, ' stroke-dasharray="2 3"'),
-            _text(_WIDTH - _RIGHT - 4, y - 5, word, anchor="end", size=11, extra=f' fill="{_FAINT}"'),
+            _text(_WIDTH - _RIGHT - 4, y + below, word, anchor="end", size=11, extra=f' fill="{_FAINT}"'),
         ]
     names = []
     for i, (one, pairs) in enumerate(drawn):
