@@ -4,6 +4,7 @@
 #   PYTEST_ARGS='-k lease -x'  handed on to pytest
 #   DEMO_ARGS='...'            handed on to `kvstore demo`
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
+#   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
 
@@ -37,6 +38,10 @@ crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
 	@TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: setup ## an hour of puts into a drive that is too small: exact bytes, and memory that stays bounded
+	@TRIGGERKV_SOAK_S=$(or $(TRIGGERKV_SOAK_S),3600) $(py) -m pytest tests/crash/test_soak.py $(PYTEST_ARGS)
 
 .PHONY: sanitize
 sanitize: setup ## the C core's tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer
@@ -72,4 +77,5 @@ wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3
 .PHONY: clean
 clean: ## remove .venv and all that was built
 	rm -rf .venv .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c
+	rm -f sim/replay/*.so sim/replay/_events.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

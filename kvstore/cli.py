@@ -63,6 +63,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run(arguments.data, as_json=arguments.json)
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from kvstore.bench.command import run
+
+    return run(arguments.parts, arguments.data, as_json=arguments.json)
+
+
 def _fsck(arguments: argparse.Namespace) -> int:
     from kvstore.storage.fsck import run
 
@@ -158,6 +164,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure what this machine gives, part by part and as a whole",
+        description="Measure this machine: its memory, link and drive alone, the node's software, and the whole"
+        " path; about two minutes for all of them. `kvsim calibrate` uses it.",
+    )
+    bench.add_argument(
+        "parts", nargs="*", metavar="PART", help="memory, link, drive, node, path (by default all of them)"
+    )
+    bench.add_argument(
+        "--data", type=Path, default=Path(), help="a folder on the drive to measure (%(default)s)"
+    )
+    bench.add_argument("--json", action="store_true", help="for programs")
+    bench.set_defaults(run=_bench)
 
     fsck = commands.add_parser(
         "fsck",

@@ -46,6 +46,7 @@ __all__ = [
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
+    "NODES_MAX",
     "PAGE_BYTES",
     "PINS_MAX",
     "PINS_OF_TENANT_MAX",
@@ -119,6 +120,7 @@ SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64
 TENANTS_MAX = 4096  # of a node
+NODES_MAX = 64  # in one client's list
 AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
 SLOTS_PER_CLIENT_MAX = 1024
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together

@@ -1,13 +1,15 @@
 """The command `kvsim`. It computes, prints and exits; nothing here needs libfabric, a drive or a network.
 
-What always holds: the caveats of a preset are printed with its numbers, in the table and in JSON. A bad
-argument is one sentence on stderr and exit status 2.
+What always holds: the caveats of a preset are printed with its numbers, in every form of output. A bad
+argument is one sentence on stderr and exit status 2. A command imports what it needs when it is run, so
+`--help` and `curve` answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,101 +19,190 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
+def _curve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="fair", help="which reading of the tables; '?' lists them")
+    parser.add_argument("--profile", metavar="FILE", help="a measured profile, for --preset measured")
+    parser.add_argument("--size", action="append", help="such as 32KB or 1GiB; may be repeated")
+    parser.add_argument("--direction", choices=("put", "get"), default="put")
+    parser.add_argument("--chunk", default="512MB", help="largest message (default: %(default)s)")
+    parser.add_argument(
+        "--trigger-us", type=float, help="cost of a trigger a message (default: the preset's)"
+    )
+    parser.add_argument("--drives", type=int, default=1, help="drives that share each message")
+    parser.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="change a parameter of the preset"
+    )
+    parser.add_argument("--parameters", action="store_true", help="list all parameters, units and ranges")
+    parser.add_argument("--stages", action="store_true", help="show what each stage costs")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw Figs. 5, 6 and 7")
+    _forms(parser)
+
+
+def _kv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", help="may be repeated (default: all)")
+    parser.add_argument("--config", action="append", metavar="FILE", help="a Hugging Face config.json")
+    parser.add_argument("--tokens", type=int, default=512, help="of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", help="fp32, fp16, bf16, fp8, int8 or int4 (default: fp16, or the config's)"
+    )
+    parser.add_argument(
+        "--layout", help="mha, mqa, gqa:N, mla:N or ragged:K/V,... instead of the model's own"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw Fig. 1")
+    parser.add_argument("--gpu-memory", default="80GB", help="of one GPU (default: %(default)s)")
+    parser.add_argument("--gpu-usd", type=float, default=30_000, help="a GPU's price (default: %(default)s)")
+    parser.add_argument(
+        "--gpu-cost",
+        metavar="TABLE.csv",
+        help="check the totals of a table of GPU costs: gpu,count,price_usd,printed_total_usd",
+    )
+    _forms(parser)
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", help="one preset (default: all)")
+    _forms(parser, csv=False)
+
+
+def _search(parser: argparse.ArgumentParser) -> None:
+    _forms(parser, csv=False)
+
+
+def _replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="*.jsonl (Mooncake's format) or *.csv (BurstGPT's)")
+    parser.add_argument(
+        "--path",
+        action="append",
+        choices=("cpu", "triggered", "recompute"),
+        help="may be repeated (default: all three, side by side)",
+    )
+    parser.add_argument("--policy", default="lru", help="eviction: lru, s3fifo, or package.module:Class")
+    parser.add_argument(
+        "--decode-put-tokens",
+        type=int,
+        default=16,
+        help="an answer's KV goes out every so many (%(default)s)",
+    )
+    parser.add_argument("--always-get", action="store_true", help="fetch even where computing is faster")
+    parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
+    _cluster(parser)
+    _forms(parser, csv=False)
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="llama-3-70b", help="(default: %(default)s)")
+    parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
+    parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--break-even", action="store_true", help="fetch or compute again, for every model")
+    parser.add_argument("--path", choices=("cpu", "triggered"), default="triggered")
+    for name, kind, default, what in (
+        ("users", int, 1000, "active at a time"),
+        ("think-s", float, 60.0, "between an answer and the next question, mean seconds"),
+        ("history-tokens", int, 8000, "tokens of a turn that were said before"),
+        ("new-tokens", int, 400, "tokens of a question"),
+        ("answer-tokens", int, 300, "tokens of an answer"),
+        ("found-share", float, 0.95, "of the turns whose history is stored"),
+        ("ttft-s", float, 1.0, "time to the first token that 99 % shall have, seconds"),
+        ("utilisation-max", float, 0.7, "no part is planned to be busier, of its time"),
+        ("seed", int, 1, "of the trial"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument("--trial", action="store_true", help="send the users through the event model")
+    _cluster(parser)
+    _forms(parser, csv=False)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE.jsonl", help="(default: standard output)")
+    for name, kind, default, what in (
+        ("sessions", int, 1000, "how many"),
+        ("sessions-per-s", float, 1.0, "that begin a second"),
+        ("turns", float, 5.0, "of a session, mean"),
+        ("think-s", float, 40.0, "between an answer and the next question, mean seconds"),
+        ("system-tokens", int, 1024, "tokens of a system prompt"),
+        ("systems", int, 8, "system prompts that sessions share"),
+        ("turn-tokens", float, 600.0, "tokens of a question, mean"),
+        ("answer-tokens", float, 300.0, "tokens of an answer, mean"),
+        ("token-s", float, 0.03, "seconds a token of an answer"),
+        ("seed", int, 1, "the same one gives the same chats"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
+
+
+def _forms(parser: argparse.ArgumentParser, *, csv: bool = True) -> None:
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    if csv:
+        forms.add_argument("--csv", action="store_true", dest="as_csv", help="for spreadsheets")
+
+
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+    run = steps.add_parser("run", help="measure this machine, about three minutes")
+    run.add_argument("--data", default=".", help="a folder on the drive to measure (default: %(default)s)")
+    run.add_argument("--out", default="measured.json", help="(default: %(default)s)")
+    run.add_argument("--runtime-ms", type=int, default=400, help="of fio, a point (default: %(default)s)")
+    run.set_defaults(function="run_run")
+    fit = steps.add_parser("fit", help="fit a profile to what was measured")
+    fit.add_argument("measured", metavar="MEASURED.json")
+    fit.add_argument("--out", default="profile.toml", help="(default: %(default)s)")
+    fit.add_argument("--plot", metavar="FILE.svg", help="draw the drive's fits, as the paper's Fig. 4")
+    fit.set_defaults(function="run_fit")
+    check = steps.add_parser("check", help="hold the profile against kvstore bench path, half a minute")
+    check.add_argument("profile", metavar="PROFILE.toml")
+    check.add_argument("--data", default=".", help="a folder on the same drive (default: %(default)s)")
+    check.add_argument(
+        "--measured", metavar="FILE", help="what `kvstore bench path --json` said, instead of now"
+    )
+    check.add_argument("--plot", metavar="FILE.svg", help="draw predicted and measured")
+    _forms(check, csv=False)
+    check.set_defaults(function="run_check")
+
+
+# name: its module, the function that runs it, its arguments, its line in the help
+_COMMANDS = {
+    "curve": ("sim.show_curve", "run", _curve, "CPU-initiated against triggered transfer, by size"),
+    "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
+    "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
+    "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
+    "plan": ("sim.replay.show_plan", "run_plan", _plan, "how many drives, nodes and links; fetch or compute"),
+    "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
+    "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),
+    "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvsim", description="What a KV offload would cost on hardware that isn't here."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    curve = commands.add_parser("curve", help="CPU-initiated against triggered transfer, by size")
-    curve.add_argument("--preset", default="fair", help="which reading of the tables; '?' lists them")
-    curve.add_argument("--size", action="append", help="such as 32KB or 1GiB; may be repeated")
-    curve.add_argument("--direction", choices=("put", "get"), default="put")
-    curve.add_argument("--chunk", default="512MB", help="largest message (default: %(default)s)")
-    curve.add_argument("--trigger-us", type=float, help="cost of a trigger a message (default: the preset's)")
-    curve.add_argument("--drives", type=int, default=1, help="drives that share each message")
-    curve.add_argument("--json", action="store_true", dest="as_json")
-    curve.set_defaults(run=_run_curve)
-
-    kv = commands.add_parser("kv", help="KV bytes of a model")
-    kv.add_argument("--model", action="append", help="may be repeated (default: all)")
-    kv.add_argument("--tokens", type=int, default=64 * 512, help="(default: %(default)s, as in Fig. 1)")
-    kv.add_argument("--element-bytes", type=int, default=2, help="of one number (default: %(default)s)")
-    kv.add_argument("--json", action="store_true", dest="as_json")
-    kv.set_defaults(run=_run_kv)
+    for name, (_, _, add, line) in _COMMANDS.items():
+        add(commands.add_parser(name, help=line, description=line[0].upper() + line[1:]))
     return parser
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    ]
-    return "\n".join(lines)
-
-
-def _run_curve(arguments: argparse.Namespace) -> str:
-    from sim import curve, presets, units
-
-    if arguments.preset == "?":
-        return "\n".join(f"{entry.name:16} {entry.summary}" for entry in presets.PRESETS.values())
-    preset = presets.preset(arguments.preset)
-    setting = curve.Setting(
-        direction=arguments.direction,
-        chunk_bytes=units.parse_bytes("--chunk", arguments.chunk),
-        trigger_us=arguments.trigger_us,
-        drives=arguments.drives,
-    )
-    sizes = [units.parse_bytes("--size", text) for text in arguments.size or ()] or curve.SIZES_BYTES
-    points = curve.curve(preset, sizes, setting)
-    if arguments.as_json:
-        rows = [
-            {"size_bytes": p.size_bytes, "cpu_s": p.cpu_s, "triggered_s": p.triggered_s, "speedup": p.speedup}
-            for p in points
-        ]
-        document = {"preset": preset.name, "direction": setting.direction, "points": rows}
-        return json.dumps({**document, "caveats": preset.caveats}, indent=2)
-    cells = [
-        (
-            units.format_bytes(p.size_bytes),
-            units.format_seconds(p.cpu_s),
-            units.format_seconds(p.triggered_s),
-            f"{p.speedup:.2f}",
-        )
-        for p in points
-    ]
-    head = f"preset {preset.name}, {setting.direction}: {preset.summary}\n\n"
-    notes = "\n".join(f"  - {caveat}" for caveat in preset.caveats)
-    return head + _table(("D", "CPU s", "triggered s", "S"), cells) + f"\n\nRead this with it:\n{notes}"
-
-
-def _run_kv(arguments: argparse.Namespace) -> str:
-    import dataclasses
-
-    from sim import models
-
-    names = arguments.model or sorted({entry.name for entry in models.MODELS.values()})
-    rows = [models.footprint(models.model(name), arguments.tokens, arguments.element_bytes) for name in names]
-    if arguments.as_json:
-        return json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
-    cells = [
-        (row.model, f"{row.token_bytes:,}", f"{row.kv_bytes / 1e9:,.2f}", f"{row.kv_per_model:.3f}")
-        for row in rows
-    ]
-    title = f"{arguments.tokens:,} tokens, {arguments.element_bytes} B a number; weights at 16 bits\n\n"
-    return title + _table(("model", "B/token", "KV GB", "KV/model"), cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
+    module, function, *_ = _COMMANDS[arguments.command]
+    function = function or arguments.function  # of a step
     try:
-        text: str = arguments.run(arguments)
+        text: str = getattr(importlib.import_module(module), function)(arguments)
     except ValueError as error:  # OutOfRange, and nothing else raises one here
         print(f"kvsim: {error}", file=sys.stderr)
         return 2
-    print(text)
+    except KeyboardInterrupt:
+        return 130
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # whoever read has seen enough; nothing is left to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -1,39 +1,49 @@
 """KV bytes of the models of the paper's Fig. 1, from their architecture.
 
-What always holds: nothing here is a stored result. Bytes a token are `2 * layers * KV heads * head dim *
-element`, or `layers * latent * element` for multi-head latent attention (MLA), which keeps one compressed
-vector for keys and values together. Weights are counted at 16 bits.
-
-What it doesn't do: block padding, quantisation scales, tensor-parallel copies of KV heads, draft models.
+What always holds: nothing here is a stored result; bytes follow from the layout (`sim.layout`). Weights are
+counted at 16 bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.layout import Layout, dtype_bits, parse_ragged, uniform
 from sim.units import OutOfRange, require
 
-__all__ = ["MODELS", "Footprint", "Model", "footprint", "model"]
+__all__ = ["MODELS", "Footprint", "Model", "footprint", "model", "relaid"]
 
-_TOKENS_MAX = 10**12
+_BATCH_MAX = 10**6
 _WEIGHT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model decides the size of its KV cache."""
+    """What of a model decides the size of its KV cache, and the work of a token."""
 
     name: str
     layers: int
+    heads: int
     kv_heads: int  # 1 for MLA, whose latent all heads share
     head_dim: int  # for MLA: latent rank + rotary part
     parameters: float
     latent: bool = False
+    active_parameters: float | None = None  # of a mixture of experts; None: all of them
+    plain_widths: tuple[int, int] | None = None  # K and V of a head, where they aren't head_dim
 
-    def token_bytes(self, element_bytes: int = 2) -> int:
-        """KV bytes that one token leaves behind."""
-        require("--element-bytes", element_bytes, "bytes a number", 1, 4)
-        return (1 if self.latent else 2) * self.layers * self.kv_heads * self.head_dim * element_bytes
+    @property
+    def layout(self) -> Layout:
+        """How this model keeps its KV."""
+        width = self.kv_heads * self.head_dim
+        if self.latent:
+            return uniform("MLA", self.layers, width, 0)
+        kind = "MHA" if self.kv_heads == self.heads else "MQA" if self.kv_heads == 1 else "GQA"
+        return uniform(kind, self.layers, width, width)
+
+    @property
+    def token_flops(self) -> float:
+        """Floating-point operations to prefill a token, attention to earlier tokens left out."""
+        return 2 * (self.active_parameters or self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +51,45 @@ class Footprint:
     """One row of Fig. 1."""
 
     model: str
+    layout: str
     token_bytes: int
+    batch: int
     tokens: int
     kv_bytes: int
-    kv_per_model: float
+    kv_per_model: float | None  # None: the number of parameters isn't known
 
 
 _ALL = (
-    Model("gpt2-xl", 48, 25, 64, 1.558e9),
-    Model("opt-6.7b", 32, 32, 128, 6.66e9),
-    Model("opt-13b", 40, 40, 128, 12.85e9),
-    Model("opt-30b", 48, 56, 128, 29.97e9),
-    Model("opt-175b", 96, 96, 128, 174.6e9),
-    Model("llama-2-7b", 32, 32, 128, 6.738e9),
-    Model("llama-2-13b", 40, 40, 128, 13.016e9),
-    Model("llama-2-70b", 80, 8, 128, 68.98e9),
-    Model("llama-3-8b", 32, 8, 128, 8.03e9),
-    Model("llama-3-70b", 80, 8, 128, 70.55e9),
-    Model("llama-3.1-405b", 126, 8, 128, 405.85e9),
-    Model("mistral-7b", 32, 8, 128, 7.242e9),
-    Model("mixtral-8x7b", 32, 8, 128, 46.7e9),
-    Model("mixtral-8x22b", 56, 8, 128, 140.6e9),
-    Model("falcon-7b", 32, 1, 64, 7.22e9),
-    Model("falcon-40b", 60, 8, 64, 41.3e9),
-    Model("falcon-180b", 80, 8, 64, 179.5e9),
-    Model("qwen2.5-7b", 28, 4, 128, 7.616e9),
-    Model("qwen2.5-72b", 80, 8, 128, 72.7e9),
-    Model("deepseek-v3", 61, 1, 512 + 64, 671e9, latent=True),
+    Model("gpt2-xl", 48, 25, 25, 64, 1.558e9),
+    Model("opt-6.7b", 32, 32, 32, 128, 6.66e9),
+    Model("opt-13b", 40, 40, 40, 128, 12.85e9),
+    Model("opt-30b", 48, 56, 56, 128, 29.97e9),
+    Model("opt-175b", 96, 96, 96, 128, 174.6e9),
+    Model("llama-2-7b", 32, 32, 32, 128, 6.738e9),
+    Model("llama-2-13b", 40, 40, 40, 128, 13.016e9),
+    Model("llama-2-70b", 80, 64, 8, 128, 68.98e9),
+    Model("llama-3-8b", 32, 32, 8, 128, 8.03e9),
+    Model("llama-3-70b", 80, 64, 8, 128, 70.55e9),
+    Model("llama-3.1-405b", 126, 128, 8, 128, 405.85e9),
+    Model("mistral-7b", 32, 32, 8, 128, 7.242e9),
+    Model("mixtral-8x7b", 32, 32, 8, 128, 46.7e9, active_parameters=12.9e9),
+    Model("mixtral-8x22b", 56, 48, 8, 128, 140.6e9, active_parameters=39.1e9),
+    Model("falcon-7b", 32, 71, 1, 64, 7.22e9),
+    Model("falcon-40b", 60, 128, 8, 64, 41.3e9),
+    Model("falcon-180b", 80, 232, 8, 64, 179.5e9),
+    Model("qwen2.5-7b", 28, 28, 4, 128, 7.616e9),
+    Model("qwen2.5-72b", 80, 64, 8, 128, 72.7e9),
+    Model(
+        "deepseek-v3",
+        61,
+        128,
+        1,
+        512 + 64,
+        671e9,
+        latent=True,
+        active_parameters=37e9,
+        plain_widths=(128 + 64, 128),
+    ),
 )
 
 MODELS: dict[str, Model] = {entry.name: entry for entry in _ALL}
@@ -81,9 +103,34 @@ def model(name: str) -> Model:
     return MODELS[name.lower()]
 
 
-def footprint(entry: Model, tokens: int, element_bytes: int = 2) -> Footprint:
-    """KV of so many tokens, and how it compares with the model's own weights."""
-    require("--tokens", tokens, "tokens", 1, _TOKENS_MAX)
-    kv_bytes = entry.token_bytes(element_bytes) * tokens
-    ratio = kv_bytes / (entry.parameters * _WEIGHT_BYTES)
-    return Footprint(entry.name, entry.token_bytes(element_bytes), tokens, kv_bytes, ratio)
+def relaid(entry: Model, text: str) -> Layout:
+    """What the model's KV would be in another layout: mha, mqa, gqa:N, mla:N or ragged:..."""
+    kind, _, rest = text.lower().partition(":")
+    if kind == "ragged":
+        return parse_ragged(rest)
+    heads = {"mha": str(entry.heads), "mqa": "1", "gqa": rest, "mla": "1"}.get(kind, "")
+    named = rest if kind in {"gqa", "mla"} else ""
+    if not heads.isdecimal() or (kind in {"gqa", "mla"} and not named.isdecimal()) or rest != named:
+        raise OutOfRange(
+            "--layout",
+            repr(text),
+            "a layout",
+            "one of mha, mqa, gqa:KV-HEADS, mla:NUMBERS-A-TOKEN, ragged:K/V,K/V,... (one pair a layer)",
+        )
+    if kind == "mla":
+        return uniform("MLA", entry.layers, int(rest), 0)
+    require("--layout", int(heads), "KV heads", 1, entry.heads)
+    key, value = entry.plain_widths or (entry.head_dim, entry.head_dim)
+    return uniform(kind.upper(), entry.layers, int(heads) * key, int(heads) * value)
+
+
+def footprint(
+    entry: Model, tokens: int, batch: int = 1, dtype: str = "fp16", layout: Layout | None = None
+) -> Footprint:
+    """KV of so many sequences, and how it compares with the model's own weights."""
+    layout = layout or entry.layout
+    require("--batch", batch, "sequences", 1, _BATCH_MAX)
+    bits = dtype_bits(dtype)
+    kv_bytes = batch * layout.sequence_bytes(tokens, bits)
+    ratio = kv_bytes / (entry.parameters * _WEIGHT_BYTES) if entry.parameters else None
+    return Footprint(entry.name, layout.kind, layout.token_bytes(bits), batch, tokens, kv_bytes, ratio)

@@ -15,7 +15,7 @@ What it doesn't do: choose between them. No parameter-exact reading of the table
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sim.units import OutOfRange
 
@@ -24,27 +24,27 @@ __all__ = ["PRESETS", "STAGES", "Fit", "Preset", "Stages", "preset"]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """An NVMe fit of the paper: bandwidth `base + slope*m` in B/s, latency `a + b*m` in printed units."""
+    """A drive of the paper: bandwidth `base + slope*m`, latency `base + slope*m`, m the message's bytes."""
 
-    bandwidth_base: float
-    bandwidth_slope: float
-    latency_base: float
-    latency_slope: float
+    bandwidth_bytes_per_s: float
+    bandwidth_slope_per_s: float
+    latency: float  # in the unit that the preset reads into the table
+    latency_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Tables II and III, verbatim: inverse bandwidths in s/B, latencies in s."""
+    """Tables II and III, verbatim."""
 
-    pcie: float = 8.12e-12
-    vram: float = 4.55e-13
-    cpu: float = 4.55e-13
-    dram: float = 1.21e-12
-    nic_serialisation: float = 5.13e-11
-    nic_memory: float = 1.43e-11
-    nic_alu: float = 5.22e-12
-    latency_pcie_s: float = 3.2e-8
-    latency_network_s: float = 1.21e-12
+    pcie_s_per_byte: float = 8.12e-12
+    vram_s_per_byte: float = 4.55e-13
+    cpu_s_per_byte: float = 4.55e-13
+    dram_s_per_byte: float = 1.21e-12
+    nic_serialisation_s_per_byte: float = 5.13e-11
+    nic_memory_s_per_byte: float = 1.43e-11
+    nic_alu_s_per_byte: float = 5.22e-12
+    pcie_latency_s: float = 3.2e-8
+    network_latency_s: float = 1.21e-12
     nvme_write: Fit = Fit(2.34e9, 6.83, 3.3, 4.10e-7)
     nvme_read: Fit = Fit(5.22e9, 19.4, 2.03, 2.63e-7)
 
@@ -58,13 +58,14 @@ class Preset:
 
     name: str
     summary: str
+    extras: tuple[str, ...]  # what it adds to the tables, one sentence each; empty: nothing
     caveats: tuple[str, ...]
-    nic_serialisation: float = STAGES.nic_serialisation  # s/B
+    stages: Stages = STAGES
     nic_inner_stages: bool = True  # NIC memory and ALU, both paths
     dram_passes: int = 2  # CPU path: the bounce buffer is written, then read
     cpu_copies: int = 1  # CPU path
     cpu_copy_factor: float = 1.0  # kappa: how much slower a host copy is than the printed CPU stage
-    cpu_software: float = 0.0  # gamma, s/B of the CPU path
+    cpu_software_s_per_byte: float = 0.0  # gamma, CPU path
     cpu_message_s: float = 0.0  # CPU path, each message
     trigger_message_s: float = 0.0  # triggered path, each message
     nvme_on_cpu_path: bool = True
@@ -73,7 +74,7 @@ class Preset:
     fit_bytes_max: int | None = None  # the NVMe fit is held at this size beyond it; None: extrapolated
 
 
-_LINK_100G = 8e-11  # s/B of a 100 Gb/s link
+_LINK_S_PER_BYTE = 8e-11  # a link of 100 Gb/s
 _TRIGGER_S = 1e-6
 _MEASURED_BYTES_MAX = 128_000_000
 
@@ -81,6 +82,7 @@ _ASYMMETRY = (
     "NVMe is charged to the CPU path only. Charged to both (--preset paper-nvme-both): S 2.9 to 5.0, "
     "or 9 to 12 with --drives 8."
 )
+_KAPPA = "kappa = 1000: a host copy is 1000 times slower than the printed CPU stage, 2.2 GB/s, and made twice"
 _PAPER = (
     _ASYMMETRY,
     "kappa = 1000 with 2 copies is not in the tables: a host copy at 2.2 GB/s, the one named extra.",
@@ -100,17 +102,23 @@ _ALL = (
         "fair",
         "the same physical stages on both paths, the drive included, at a link of 100 Gb/s",
         (
+            "a trigger of 1 us a message",
+            "the link at the stated 100 Gb/s instead of the printed 156 Gb/s",
+            "the NVMe fit held at 128 MB",
+        ),
+        (
             "A trigger costs 1 us a message here; that is an assumption, not a measurement (--trigger-us).",
             "The tables hold no software cost of a CPU-initiated message: at small sizes S is too low.",
             "The NVMe fit is held at 128 MB, the largest size that was measured.",
         ),
-        nic_serialisation=_LINK_100G,
+        stages=replace(STAGES, nic_serialisation_s_per_byte=_LINK_S_PER_BYTE),
         trigger_message_s=_TRIGGER_S,
         fit_bytes_max=_MEASURED_BYTES_MAX,
     ),
     Preset(
         "paper",
         "reproduces the paper's Figs. 5 to 7",
+        (_KAPPA, "NVMe on the CPU path only", "NIC memory and NIC ALU on neither path"),
         _PAPER,
         nic_inner_stages=False,
         dram_passes=1,
@@ -121,6 +129,7 @@ _ALL = (
     Preset(
         "paper-nvme-both",
         "the paper preset with the drive charged to both paths",
+        (_KAPPA, "NIC memory and NIC ALU on neither path"),
         ("The paper preset's asymmetry removed, all else as there.", *_PAPER[1:2]),
         nic_inner_stages=False,
         dram_passes=1,
@@ -130,18 +139,20 @@ _ALL = (
     Preset(
         "two-param",
         "all NIC stages, one CPU copy as printed, CPU software as a cost a byte",
+        ("gamma = 1.31e-9 s/B of CPU software", "NVMe on the CPU path only"),
         (_FITTED + "gamma = 1.31e-9 s/B of CPU software.", "NVMe is charged to the CPU path only."),
-        cpu_software=1.31e-9,
+        cpu_software_s_per_byte=1.31e-9,
         nvme_on_triggered_path=False,
     ),
     Preset(
         "no-nvme",
         "two-param without the drive on either path",
+        ("gamma = 1.51e-9 s/B of CPU software", "8.1 us of CPU a message", "NVMe on neither path"),
         (
             _FITTED + "gamma = 1.51e-9 s/B of CPU software, 8.1 us a message.",
             "No drive at all: this is a transfer into memory, not an offload.",
         ),
-        cpu_software=1.51e-9,
+        cpu_software_s_per_byte=1.51e-9,
         cpu_message_s=8.1e-6,
         nvme_on_cpu_path=False,
         nvme_on_triggered_path=False,
@@ -149,12 +160,14 @@ _ALL = (
     Preset(
         "literal-ms",
         "the tables as printed, the NVMe latencies read as milliseconds",
+        (),
         _LITERAL,
         nvme_latency_unit_s=1e-3,
     ),
     Preset(
         "literal-s",
         "the tables as printed, the NVMe latencies in seconds as their column says",
+        (),
         ("A drive that takes 3.3 s to answer does not exist; the unit is a misprint.", *_LITERAL),
         nvme_latency_unit_s=1.0,
     ),
@@ -166,5 +179,5 @@ PRESETS: dict[str, Preset] = {entry.name: entry for entry in _ALL}
 def preset(name: str) -> Preset:
     """Look a preset up by its name."""
     if name not in PRESETS:
-        raise OutOfRange("--preset", repr(name), "a name", "one of " + ", ".join(PRESETS))
+        raise OutOfRange("--preset", repr(name), "a name", "one of " + ", ".join((*PRESETS, "measured")))
     return PRESETS[name]

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the fabric's C core with a sanitizer and runs its tests on it: address (with undefined, the default)
-# or thread. The build lies in build/sanitize-NAME; the extension that the tree runs with is left alone.
+# Builds the C cores of the fabric and of the simulator with a sanitizer and runs their tests on them: address
+# (with undefined, the default) or thread. The build lies in build/sanitize-NAME; the extension that the tree runs with is left alone.
 #
 #   tools/sanitize.sh [address|thread] [pytest arguments]
 set -euo pipefail
@@ -31,12 +31,12 @@ thread)
 esac
 
 mkdir -p "$out"
-cp -r nic_offload tests "$out"/
-rm -f "$out"/nic_offload/*.so "$out"/pyproject.toml
+cp -r nic_offload sim tests "$out"/
+rm -f "$out"/nic_offload/*.so "$out"/sim/replay/*.so "$out"/pyproject.toml
 cat >"$out/setup.py" <<'SETUP'
 from setuptools import setup
 
-setup(name="sanitized", packages=[], cffi_modules=["nic_offload/_build.py:ffi"])
+setup(name="sanitized", packages=[], cffi_modules=["nic_offload/_build.py:ffi", "sim/replay/_build.py:ffi"])
 SETUP
 (cd "$out" && CFLAGS="$flags -fno-omit-frame-pointer -O1" LDFLAGS="$flags" "$OLDPWD/$python" setup.py -q build_ext --inplace --force)
 
@@ -47,7 +47,7 @@ done
 cp pyproject.toml "$out"/
 cd "$out"
 # The match-action table has no C in it, and the CUDA compilers crash under these libraries.
-run=("$OLDPWD/$python" -m pytest tests/nic_offload tests/conformance --ignore-glob="*test_match*" --ignore-glob="*test_cuda_compile*" --timeout 300 -p no:cacheprovider --capture=sys "$@")
+run=("$OLDPWD/$python" -m pytest tests/sim/test_events.py tests/nic_offload tests/conformance --ignore-glob="*test_match*" --ignore-glob="*test_cuda_compile*" --timeout 300 -p no:cacheprovider --capture=sys "$@")
 export PYTHONMALLOC=malloc PYTHONPATH=$PWD LD_PRELOAD=${preload% }
 if [[ $name == thread ]]; then
 	run+=(--ignore-glob="*test_stuck*") # it holds a thread in a signal handler, and this sanitizer puts signals off

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.errors import StorageError
+    from kvstore.placement import Placement
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Name
     from kvstore.storage.items import DeleteItem, DeletesDone, SessionItem, SessionsDone
     from kvstore.storage.manifests import Listed, SessionName, Stored
-    from kvstore.storage.placement import Placement
 
 __all__ = ["AllManifests", "Deletions", "SessionSteps"]
 

@@ -5,7 +5,7 @@ readable. Callbacks are called from `poll` (and from `close`, which polls) and f
 call the store again.
 
 Each drive (`kvstore.storage.drive`) has its own index, superblock and queue, and promises what it promises by itself.
-What is added here is where things go: a name has an order of drives (`kvstore.storage.placement`), the first of which
+What is added here is where things go: a name has an order of drives (`kvstore.placement`), the first of which
 is its home.
 
 Always holds:
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.durability import Durability
 from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BLOCKS_MAX
+from kvstore.placement import Placement
 from kvstore.storage.bay import FolderBay
 from kvstore.storage.drive import check_batch, check_steps
 from kvstore.storage.everywhere import AllManifests, Deletions, SessionSteps
@@ -42,7 +43,6 @@ from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.items import DriveState, GetDone, Statistics
 from kvstore.storage.opening import open_drives
-from kvstore.storage.placement import Placement
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import select
 import time
 from typing import TYPE_CHECKING
 
+from kvstore.bench.bare import BareFabric
 from nic_offload.fabric import Fabric
 from nic_offload.flags import FlagWords
 from nic_offload.library import load
 from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredNotify, arm
-from tests.bench.ceilings import BareFabric
 from tests.bench.plain import PlainFabric
 from tests.bench.words import WordsBackAndForth
 

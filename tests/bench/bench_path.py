@@ -7,22 +7,18 @@ for one block at a time, beside a bare write and its acknowledgement.
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.client import Block, Client, Hit
+from kvstore.bench.bare import BareDrive, BareFabric
+from kvstore.bench.blocks import PathBlocks
+from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HEADER_BYTES
-from kvstore.names import block_key
 from kvstore.storage.disk import DiskOpKind
 from nic_offload.flags import FlagWords
-from nic_offload.memory import allocate
-from tests.bench.ceilings import BareDrive, BareFabric
 
 if TYPE_CHECKING:
     from tests.bench.form import Form
@@ -34,80 +30,28 @@ _WAIT_S = 60.0
 _CAPACITY = "2GiB"  # the largest that is filled with zeros when it is made
 
 
-class _Path:
-    """A client of a node, with fresh blocks for every run."""
-
-    def __init__(self, client: Client, flags: FlagWords, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.count = min(_TOTAL // block_bytes, 1024)
-        self._client, self._flag = client, flags[0]
-        self._name, self._runs = secrets.token_bytes(8), itertools.count()
-        self._source = client.register(allocate(self.count * block_bytes))
-        self._target = client.register(allocate(self.count * block_bytes))
-        self._last: list[Block] = []
+class _Path(PathBlocks):
+    """The path as rates, and the CPU's way beside it."""
 
     @property
     def total_bytes(self) -> int:
         return self.count * self.block_bytes
 
-    def _fresh(self, count: int) -> list[Block]:
-        run = next(self._runs).to_bytes(4)
-        return [
-            Block(
-                block_key(self._name, run, i.to_bytes(4)),
-                self._source,
-                i * self.block_bytes,
-                self.block_bytes,
-            )
-            for i in range(count)
-        ]
-
-    def put(self, count: int) -> tuple[int, int]:
-        """Put blocks by one flag store; nanoseconds to the last `landed` and to the last `written`."""
-        self._flag.store(0)
-        blocks = self._fresh(count)
-        puts = self._client.reserve(blocks).arm(self._flag)
-        start_ns = time.monotonic_ns()
-        self._flag.store(1)
-        results = puts.wait(_WAIT_S)
-        for result in results:
-            if result.error is not None:
-                raise result.error
-        if count == self.count:
-            self._last = blocks
-        return (
-            max(result.landed_ns for result in results) - start_ns,
-            max(result.durable_ns for result in results) - start_ns,
-        )
-
     def landed(self) -> float:
-        return self.total_bytes / self.put(self.count)[0]
+        return self.total_bytes / self.put(self.count).landed_ns
 
     def written(self) -> float:
-        return self.total_bytes / self.put(self.count)[1]
+        return self.total_bytes / self.put(self.count).written_ns
 
     def get(self) -> float:
-        wanted = [Block(block.key, self._target, block.offset, block.length) for block in self._last]
-        start_ns = time.monotonic_ns()
-        outcomes = self._client.get(wanted, timeout_s=_WAIT_S)
-        took_ns = time.monotonic_ns() - start_ns
-        assert all(isinstance(outcome, Hit) for outcome in outcomes)
-        return self.total_bytes / took_ns
+        return self.total_bytes / self.get_ns()
 
     def flag_to_landed_us(self) -> float:
-        return statistics.median(self.put(1)[0] for _ in range(_rounds(self.block_bytes))) / 1e3
+        return statistics.median(self.put(1).landed_ns for _ in range(_rounds(self.block_bytes))) / 1e3
 
     def inline(self) -> float:
-        data = bytes(self.block_bytes)
-        blocks = self._fresh(min(self.count, 16))
-        start_ns = time.monotonic_ns()
-        for block in blocks:
-            self._client.put_inline(block.key, bytearray(data), timeout_s=_WAIT_S)
-        return len(blocks) * self.block_bytes / (time.monotonic_ns() - start_ns)
-
-    def close(self) -> None:
-        self._source.close()
-        self._target.close()
+        count = min(self.count, 16)
+        return count * self.block_bytes / self.inline_ns(count)
 
 
 def _rounds(block_bytes: int) -> int:
@@ -135,7 +79,7 @@ def _size(form: Form, home: Path, block_bytes: int, label: str) -> None:
         BareFabric(client.fabric.provider, block_bytes, 1) as one,
         BareDrive(home, 128 << 20) as drive,
     ):
-        path = _Path(client, flags, block_bytes)
+        path = _Path(client, flags, block_bytes, min(_TOTAL // block_bytes, 1024))
         form.compare(f"put, landed, {label}", "GB/s", path.landed, fabric.gbps, goal=0.85)
         form.compare(
             f"put, written, {label}",

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 
 import lmdb
 
+from kvstore.bench.bare import BareDrive
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.limits import BATCH_BLOCKS_MAX, FINGERPRINT_BYTES, HEADER_BYTES, KEY_BYTES, TENANT_BYTES
 from kvstore.node.hot import HotPages
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.index import Entry, Index
-from kvstore.storage.items import GetItem, PutItem
+from kvstore.storage.items import DeleteItem, GetItem, PutItem
 from kvstore.storage.store import Store
 from nic_offload.checksum import crc32c_at
 from nic_offload.memory import allocate
-from tests.bench.ceilings import BareDrive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.storage.items import GetDone, PutDone
+    from kvstore.storage.items import DeleteDone, GetDone, PutDone
     from tests.bench.form import Form
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -45,14 +45,16 @@ _TENANT = b"t" * TENANT_BYTES
 _FINGERPRINT = b"f" * FINGERPRINT_BYTES
 _INDEX_BATCH = 64
 _INDEX_ENTRIES = 100_000
+_LATENCIES = 3000
 _WAIT_S = 60.0
 
 
 class _Blocks:
     """A store and a batch of slots, put and got over and over under fresh names."""
 
-    def __init__(self, store: Store, length: int) -> None:
-        self._store, self._length = store, length
+    def __init__(self, store: Store, length: int, *, forgets: bool = False) -> None:
+        """With `forgets`, what was put before is deleted first, and not timed, so that nothing need be evicted."""
+        self._store, self._length, self._forgets = store, length, forgets
         self._slot_bytes = HEADER_BYTES + length
         self._count = min(_TOTAL // self._slot_bytes, BATCH_BLOCKS_MAX)
         self._memory = allocate(self._slot_bytes * self._count)
@@ -85,6 +87,8 @@ class _Blocks:
 
     def put_gbps(self) -> float:
         """Put all; the CRC of a block is made while the drive has the ones before it."""
+        if self._forgets:
+            self._forget()
         run, self._ended = next(self._names), 0
         start_ns = time.monotonic_ns()
         for first in range(0, self._count, _FEED):
@@ -95,6 +99,44 @@ class _Blocks:
         self._wait()
         self._last = run
         return self._count * self._length / (time.monotonic_ns() - start_ns)
+
+    def _forget(self) -> None:
+        self._ended = 0
+        items = [
+            DeleteItem(_TENANT, self._key(self._last, i), Durability.WRITTEN, i) for i in range(self._count)
+        ]
+        self._store.delete(items, self._deleted)
+        self._wait()
+
+    def _deleted(self, batch: Sequence[DeleteDone]) -> None:
+        self._ended += len(batch)
+
+    def latencies_us(self, count: int, per_s: float) -> list[float]:
+        """Get blocks one by one, begun at this rate whether or not the ones before have ended; how long each took."""
+        begun_ns: dict[int, int] = {}
+        spent_us: list[float] = []
+
+        def read(batch: Sequence[GetDone]) -> None:
+            now_ns = time.monotonic_ns()
+            self._read(batch)
+            spent_us.extend((now_ns - begun_ns.pop(done.tag)) / 1000 for done in batch)
+
+        start_ns = time.monotonic_ns()
+        for number in range(count):
+            due_ns = start_ns + int(number * 1e9 / per_s)
+            while (left_ns := due_ns - time.monotonic_ns()) > 0 or number % self._count in begun_ns:
+                if select.select([self._store], [], [], max(0, left_ns) / 1e9)[0]:
+                    self._store.poll()
+            i = number % self._count
+            begun_ns[i] = max(due_ns, start_ns)
+            self._store.get([self._get_item(i)], read)
+        while begun_ns:
+            self._poll_once()
+        return spent_us
+
+    def _get_item(self, i: int) -> GetItem:
+        name = (_TENANT, self._key(self._last, i), _FINGERPRINT, self._length)
+        return GetItem(*name, self._slot(i), self._slot_bytes, i)
 
     def _item(self, run: int, i: int) -> PutItem:
         crc32c = crc32c_at(self._slot(i) + HEADER_BYTES, self._length)
@@ -110,19 +152,7 @@ class _Blocks:
     def get_gbps(self) -> float:
         self._ended = 0
         start_ns = time.monotonic_ns()
-        items = [
-            GetItem(
-                _TENANT,
-                self._key(self._last, i),
-                _FINGERPRINT,
-                self._length,
-                self._slot(i),
-                self._slot_bytes,
-                i,
-            )
-            for i in range(self._count)
-        ]
-        self._store.get(items, self._read)
+        self._store.get([self._get_item(i) for i in range(self._count)], self._read)
         self._wait()
         return self._count * self._length / (time.monotonic_ns() - start_ns)
 
@@ -133,6 +163,9 @@ def run(form: Form) -> None:
         home = Path(folder).resolve()
         for length, goal in _SIZES:
             _against_the_drive(form, home / str(length), length, goal)
+        for length in (256 * _KIB, _MIB):
+            _evicting(form, home / f"evicting-{length}", length)
+        _half_load(form, home / "half")
         _index(form, home)
     _hot(form)
 
@@ -165,6 +198,37 @@ def _against_the_drive(form: Form, home: Path, length: int, goal: float | None) 
         )
 
 
+def _evicting(form: Form, home: Path, length: int) -> None:
+    """Puts that make others go, beside puts for which there is room."""
+    with (
+        Store.open(home / "full", capacity_bytes=3 * _TOTAL, clock=SystemClock()) as full,
+        Store.open(home / "roomy", capacity_bytes=3 * _TOTAL, clock=SystemClock()) as roomy,
+    ):
+        pushing, lonely = _Blocks(full, length), _Blocks(roomy, length, forgets=True)
+        for _ in range(4):
+            pushing.put_gbps()
+        form.compare(
+            f"put, {_label(length)}, evicting, against room enough",
+            "GB/s",
+            pushing.put_gbps,
+            lonely.put_gbps,
+            goal=0.9,
+            pairs=9,
+        )
+
+
+def _half_load(form: Form, home: Path) -> None:
+    """How long a get of 1 MiB takes when gets come at half the rate that the store can keep up with."""
+    with Store.open(home, capacity_bytes=_CAPACITY, clock=SystemClock()) as store:
+        blocks = _Blocks(store, _MIB)
+        blocks.put_gbps()
+        per_s = statistics.median(blocks.get_gbps() for _ in range(5)) * 1e9 / _MIB
+        spent_us = sorted(blocks.latencies_us(_LATENCIES, per_s / 2))
+        middle, late = spent_us[len(spent_us) // 2], spent_us[len(spent_us) * 99 // 100]
+    form.note("get, 1 MiB, at half load, p50", middle, "us")
+    form.note("get, 1 MiB, at half load, p99 against p50", late / middle, "x", goal=3.0, lower_is_better=True)
+
+
 class _Names:
     """Fresh names in batches of 64, as the node makes them, and how fast something takes or finds them."""
 
@@ -195,6 +259,7 @@ def _index(form: Form, home: Path) -> None:
         str(home / "bare"), map_size=1 << 30, sync=False, lock=False, readahead=False, meminit=False
     )
     entry, value = Entry(0, _MIB, 0, 1, 0, _FINGERPRINT), bytes(48)
+    generations = itertools.count(1)
 
     def put_bare(keys: list[bytes]) -> None:
         with bare.begin(write=True) as transaction:
@@ -206,7 +271,9 @@ def _index(form: Form, home: Path) -> None:
             return [transaction.get(_TENANT + key) for key in keys]
 
     ours = _Names(
-        lambda keys: index.publish([((_TENANT, key), entry) for key in keys]),
+        lambda keys: index.publish(
+            [((_TENANT, key), entry._replace(generation=next(generations))) for key in keys]
+        ),
         lambda keys: index.lookup([(_TENANT, key) for key in keys]),
     )
     theirs = _Names(put_bare, get_bare)

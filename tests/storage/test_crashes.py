@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.durability import Durability
+from kvstore.errors import NoSpace
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES
 from kvstore.storage.eviction.items import Eviction, Reason
 from kvstore.storage.fsck import check
@@ -103,6 +104,7 @@ class Life:
         self.rig = rig
         self.histories = [drive.keeping._history for drive in rig.store.drives]
         self.closed = False
+        self.is_small = rig.drive.capacity_bytes == SMALL_PAGES * PAGE_BYTES
         self.rng = rng
         self.expected = expected
         self.pending_puts: dict[int, Put] = {}
@@ -213,7 +215,11 @@ class Life:
         expected = self.expected
         for tag in [tag for tag in self.pending_puts if tag in self.rig.put_done]:
             put = self.pending_puts.pop(tag)
-            assert self.rig.put_done[tag].error is None
+            error = self.rig.put_done[tag].error
+            if isinstance(error, NoSpace) and self.is_small:
+                # Records of sessions, which nobody evicts, may lie so on so small a drive that no room is left.
+                continue
+            assert error is None
             sure = (
                 put.deleting == 0 and put.deletes == expected.deletes.get(put.number, 0) and not put.expires
             )

@@ -1,7 +1,7 @@
-"""Which drive a name belongs to: weighted rendezvous hashing.
+"""Which drive of a store, or which node of several, a name belongs to: weighted rendezvous hashing.
 
-Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids: the first one is the
-lot's home, the next is where it goes when the first can't take it, and so on.
+Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids (of nodes, from their
+addresses): the first one is the lot's home, the next is where it goes when the first can't take it, and so on.
 
 Always holds:
 

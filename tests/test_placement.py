@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from kvstore.storage.placement import Placement, lots_of
+from kvstore.placement import Placement, lots_of
 from tests.storage.rig import TENANT, key
 
 GIB = 1 << 30

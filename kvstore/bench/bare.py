@@ -1,4 +1,4 @@
-"""What the machine gives without us: a bare fabric to another process, and a bare drive.
+"""What the machine gives without the store: a bare fabric to another process, and a bare drive.
 
 The fabric's is armed puts of blocks, back to back, into another process's memory, fired by one flag store, and known to
 have arrived when an 8-byte acknowledgement of the last one comes back. (How near that is to the provider's own writes,
@@ -33,6 +33,8 @@ __all__ = ["BareDrive", "BareFabric", "sink"]
 _DEPTH = 16
 _SLOTS_BYTES = 64 << 20
 _WAIT_S = 60.0
+_OPERATION_BYTES, _OPERATIONS_MAX = 64 << 20, 500
+_STRIDE = 7919  # a prime: neighbours in time are none on the drive
 _GENERATIONS = 1_000_000  # the sink watches for 1, 2, 3, ... in one flag word
 
 
@@ -45,7 +47,9 @@ def sink(
         endpoint = fabric.open_endpoint()
         target, flag = fabric.register(memory), fabric.register(words)
         peer = fabric.add_peer(peer_address)
-        print(endpoint.address().hex(), target.base, target.key, flag.base, flag.key, flush=True)
+        about = (endpoint.address().hex(), target.base, target.key, flag.base, flag.key)
+        sys.stdout.write(" ".join(map(str, about)) + "\n")
+        sys.stdout.flush()
         for generation in range(1, _GENERATIONS):
             watch_landings(
                 fabric,
@@ -92,7 +96,7 @@ class BareFabric:
         self._generations, self._tags = itertools.count(1), itertools.count(1)
         address = self._endpoint.address()
         arguments = (provider, address, self._acks.base, self._acks.key, slots_bytes)
-        program = f"from tests.bench.ceilings import sink; sink(*{arguments!r}, deferred={deferred_work})"
+        program = f"from kvstore.bench.bare import sink; sink(*{arguments!r}, deferred={deferred_work})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -132,22 +136,28 @@ class BareFabric:
         last = puts[-1]._replace(flag_target=self._flag, flag_key=self._flag_key, flag_value=generation)
         return [*puts[:-1], last]
 
-    def nanoseconds(self, *, staging: bool = False) -> int:
-        """How long they take from the flag's store, the last one's acknowledgement included."""
+    def nanoseconds(self, *, staging: bool = False, fired: bool = False) -> int:
+        """How long they take from the flag's store, or the arming, to the last one's acknowledgement."""
         generation = next(self._generations)
         watch_acks(
             self._fabric,
             [AckWatch(next(self._tags), self._endpoint, self._acks.address, generation, 0, 1)],
         )
         puts = self._puts(generation)
-        if staging:
+        if fired:
+            self._flags[0].store(
+                generation
+            )  # the threshold is met when they are armed: nothing is watched for
+            start_ns = time.monotonic_ns()
+            arm(self._fabric, puts)
+        elif staging:
             start_ns = time.monotonic_ns()
             ctypes.memmove(self._source.address, self._kv_address(), self._source.length)
             arm(self._fabric, puts)
         else:
             arm(self._fabric, puts)
             start_ns = time.monotonic_ns()
-        self._flags[0].store(generation)
+        self._flags[0].store(generation)  # a second time does nothing
         while select.select([self._fabric], [], [], _WAIT_S)[0]:
             for event in self._fabric.reap():
                 if event.kind == EventKind.ACKED:
@@ -164,7 +174,9 @@ class BareFabric:
     def close(self) -> None:
         """End the other process too."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait(_WAIT_S)
         self._fabric.close()
 
@@ -203,6 +215,34 @@ class BareDrive:
                 assert done.result == length, done
                 ended += 1
         return len(ops) * length / (time.monotonic_ns() - start_ns)
+
+    def operation_ns(self, kind: DiskOpKind, length: int, depth: int) -> int:
+        """How long one operation takes, on average, while `depth` are kept under way; at most 64 MiB of them."""
+        count = max(2 * depth, min(_OPERATION_BYTES // length, _OPERATIONS_MAX))
+        places = self._size_bytes // length
+        took_ns = ended = begun = 0
+        waiting: dict[int, int] = {}
+        while ended < count:
+            ops = [
+                DiskOp(
+                    kind,
+                    self._address + (i * length) % (places * length),
+                    length,
+                    (i * _STRIDE % places) * length,
+                    i,
+                )
+                for i in range(begun, min(count, ended + depth))
+            ]
+            now_ns = time.monotonic_ns()
+            accepted = self._disk.submit(ops)
+            waiting.update((op.tag, now_ns) for op in ops[:accepted])
+            begun += accepted
+            select.select([self._disk], [], [], _WAIT_S)
+            for done in self._disk.reap():
+                assert done.result == length, done
+                took_ns += time.monotonic_ns() - waiting.pop(done.tag)
+                ended += 1
+        return took_ns // count
 
     def close(self) -> None:
         """Remove the file."""

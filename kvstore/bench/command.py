@@ -1,0 +1,70 @@
+"""`kvstore bench`: what this machine gives, part by part and as a whole, as a table or as JSON for `kvsim`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvstore.bench.measure import PARTS, measure
+from kvstore.demo.show import say, table
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstore.bench.measure import Sample
+
+__all__ = ["run"]
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{what}")
+        sys.stderr.flush()
+
+
+def _machine() -> dict[str, object]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+    }
+
+
+def _row(sample: Sample) -> tuple[str, ...]:
+    moved = sample.size_bytes * sample.count
+    spread = f"{sample.seconds_min * 1e6:,.0f} to {sample.seconds_max * 1e6:,.0f}"
+    return (
+        sample.part,
+        sample.what,
+        f"{sample.size_bytes // 1024:,}",
+        f"{sample.count:,}",
+        f"{sample.seconds * 1e6:,.0f}",
+        spread,
+        f"{moved / sample.seconds / 1e9:.3g}",
+    )
+
+
+def run(parts: Sequence[str], data: Path, *, as_json: bool) -> int:
+    """Measure the parts that are named, or all of them."""
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(f"{part!r} is no part to measure; choose from {', '.join(PARTS)}.")
+    if not data.is_dir():
+        raise ConfigError(f"{data} is no folder; name one on the drive that is to be measured.")
+    machine = _machine()
+    samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, _progress)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    if as_json:
+        say(json.dumps({"machine": machine, "samples": [asdict(sample) for sample in samples]}, indent=2))
+    else:
+        head = ("part", "what", "KiB", "count", "us", "fastest to slowest", "GB/s")
+        say(table(head, [_row(sample) for sample in samples]))
+    return 0

@@ -1,0 +1,200 @@
+"""Measures each part of this machine alone, and the product's path over all of them.
+
+What always holds: what is opened together is measured in turns, all of it once and then all again, so a machine that
+slows down slows all of it; a sample is the median of its runs, with the fastest and the slowest beside it; whatever
+was written is removed.
+
+`memory` is a copy by the CPU; `link` is armed puts into another process, from the flag's store to the last
+acknowledgement; `drive` is io_uring over a filled file; `node` and `path` are puts to a running node and gets from it,
+at some sizes and at others, so that what is fitted at the first can be held against the second; both have the bare link
+and drive measured in turns with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.bench.bare import BareDrive, BareFabric
+from kvstore.bench.blocks import PathBlocks
+from kvstore.client import Client
+from kvstore.demo.node_process import NodeProcess
+from kvstore.storage.disk import DiskOpKind
+from nic_offload.flags import FlagWords
+from nic_offload.library import load
+from nic_offload.memory import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Job = Callable[[], int]  # nanoseconds
+    Say = Callable[[str], None]
+
+__all__ = ["PARTS", "Sample", "measure"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_ROUNDS = 7
+_SINGLES = 15  # runs in a row of what is over at once
+_TOTAL = 64 * _MIB
+_BLOCKS_MAX = 512
+_CAPACITY = "2GiB"  # the largest drive file that is filled when it is made
+_MEMORY_SIZES = tuple(64 * _KIB << shift for shift in range(0, 11, 2))  # to 64 MiB
+_LINK_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))  # to 16 MiB
+_DRIVE_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))
+_DRIVE_DEPTHS = (1, 8, 32)
+_DRIVE_BYTES = 256 * _MIB
+_BESIDE_BYTES = 64 * _MIB
+_BESIDE_DEPTHS = (1, 8)
+_NODE_SIZES = (4 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 8 * _MIB)  # around all sizes of the path
+_PATH_SIZES = (32 * _KIB, 128 * _KIB, 512 * _KIB, 2 * _MIB, 4 * _MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How long `count` messages of a size take, all of them together; for a drive, one of them at that depth."""
+
+    part: str
+    what: str
+    size_bytes: int
+    count: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+
+
+class _Jobs:
+    """What is timed, in turns."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[str, str, int, int], Job] = {}
+
+    def add(self, part: str, what: str, size_bytes: int, count: int, job: Job) -> None:
+        self._jobs[part, what, size_bytes, count] = job
+
+    def run(self, say: Say) -> Iterator[Sample]:
+        times: dict[tuple[str, str, int, int], list[int]] = {name: [] for name in self._jobs}
+        for turn in range(_ROUNDS + 1):
+            for name, job in self._jobs.items():
+                say(f"{name[0]}: {name[1]}, {name[2] // _KIB} KiB, round {turn} of {_ROUNDS}")
+                took_ns = job()
+                if turn:  # the first one warms up
+                    times[name].append(took_ns)
+        for name, found in times.items():
+            seconds = [took_ns / 1e9 for took_ns in found]
+            yield Sample(*name, statistics.median(seconds), min(seconds), max(seconds))
+
+
+def _often(job: Job, repeats: int) -> Job:
+    """Several in a row, of which the median counts: what has been quiet for long naps, and wakes late."""
+    return lambda: int(statistics.median(job() for _ in range(repeats)))
+
+
+def _many(size_bytes: int) -> int:
+    """How many make a train."""
+    return min(_BLOCKS_MAX, _TOTAL // size_bytes)
+
+
+def _memory(_: Path, say: Say) -> Iterator[Sample]:
+    jobs = _Jobs()
+    with allocate(_MEMORY_SIZES[-1]) as source, allocate(_MEMORY_SIZES[-1]) as target:
+        views = [ctypes.c_char.from_buffer(memory) for memory in (source, target)]
+        begin, into = map(ctypes.addressof, views)
+
+        def copy(size_bytes: int) -> int:
+            start_ns = time.monotonic_ns()
+            for _ in range(count := max(1, _MEMORY_SIZES[-1] // size_bytes)):
+                ctypes.memmove(into, begin, size_bytes)
+            return (time.monotonic_ns() - start_ns) // count
+
+        for size_bytes in _MEMORY_SIZES:
+            jobs.add("memory", "copy", size_bytes, 1, lambda size_bytes=size_bytes: copy(size_bytes))  # type: ignore[misc]
+        yield from jobs.run(say)
+        del views
+
+
+def _link(_: Path, say: Say) -> Iterator[Sample]:
+    provider = load().best_provider()
+    for size_bytes in _LINK_SIZES:
+        for count in (1, _many(size_bytes)):
+            jobs = _Jobs()
+            with BareFabric(provider, size_bytes, count) as fabric:
+                repeats = 1 if count > 1 else _SINGLES
+                jobs.add("link", "put", size_bytes, count, _often(fabric.nanoseconds, repeats))
+                if size_bytes == _LINK_SIZES[0] and count == 1:
+                    fired = partial(fabric.nanoseconds, fired=True)
+                    jobs.add("link", "untriggered", size_bytes, count, _often(fired, repeats))
+                yield from jobs.run(say)
+
+
+def _drive(folder: Path, say: Say) -> Iterator[Sample]:
+    jobs = _Jobs()
+    with BareDrive(folder, _DRIVE_BYTES) as drive:
+        for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
+            for size_bytes in _DRIVE_SIZES:
+                for depth in _DRIVE_DEPTHS:
+                    operation = partial(drive.operation_ns, kind, size_bytes, depth)
+                    jobs.add("drive", kind.name.lower(), size_bytes, depth, operation)
+        yield from jobs.run(say)
+
+
+def _blocks(part: str, folder: Path, size_bytes: int, say: Say) -> Iterator[Sample]:
+    """Put, then get what was put, one block and many; in turns with them, the bare link and drive beside."""
+    jobs = _Jobs()
+    home = folder / f"{part}-{size_bytes}"
+    home.mkdir()
+    many = _many(size_bytes)
+    with (
+        NodeProcess(home / "node", capacity=_CAPACITY) as node,
+        Client(node.target, slots=many, block_bytes_max=size_bytes) as client,
+        FlagWords.create(1) as flags,
+        PathBlocks(client, flags, size_bytes, many) as path,
+        BareFabric(client.fabric.provider, size_bytes, 1) as single,
+        BareFabric(client.fabric.provider, size_bytes, many) as train,
+        BareDrive(home, _BESIDE_BYTES) as drive,
+    ):
+        for count, bare in ((1, single), (many, train)):
+            repeats = _SINGLES if count == 1 else 1
+            written: list[int] = []
+
+            def put(count: int = count, repeats: int = repeats, written: list[int] = written) -> int:
+                times = [path.put(count) for _ in range(repeats)]
+                written.append(int(statistics.median(one.written_ns for one in times)))
+                return int(statistics.median(one.landed_ns for one in times))
+
+            jobs.add(part, "landed", size_bytes, count, put)
+            jobs.add(part, "written", size_bytes, count, written.pop)
+            jobs.add(part, "get", size_bytes, count, path.get_ns)
+            jobs.add(part, "bare link", size_bytes, count, _often(bare.nanoseconds, repeats))
+        for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
+            for depth in _BESIDE_DEPTHS:
+                operation = partial(drive.operation_ns, kind, size_bytes, depth)
+                jobs.add(part, f"bare {kind.name.lower()}", size_bytes, depth, operation)
+        yield from jobs.run(say)
+
+
+def _node(folder: Path, say: Say) -> Iterator[Sample]:
+    for size_bytes in _NODE_SIZES:
+        yield from _blocks("node", folder, size_bytes, say)
+
+
+def _path(folder: Path, say: Say) -> Iterator[Sample]:
+    for size_bytes in _PATH_SIZES:
+        yield from _blocks("path", folder, size_bytes, say)
+
+
+PARTS = {"memory": _memory, "link": _link, "drive": _drive, "node": _node, "path": _path}
+
+
+def measure(parts: list[str], data: Path, say: Say) -> list[Sample]:
+    """Measure these parts, in a folder of their own beside `data`'s files, which is removed."""
+    found: list[Sample] = []
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=data) as folder:
+        for part in parts:
+            found += PARTS[part](Path(folder).resolve(), say)
+    return found

@@ -1,0 +1,1 @@
+"""What this machine does: measured, fitted to a profile, and held against what is predicted from it."""

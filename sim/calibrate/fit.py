@@ -1,0 +1,69 @@
+"""Fits `seconds = a + m * b` to what was measured, weighted by relative error.
+
+Plain least squares looks at the largest messages only, and is wrong by a factor of ten at small ones; here every
+point counts by how far off it is in per cent. What always holds: neither number is negative; the range that was
+measured and the errors stay with the fit; outside the range it is not extrapolated: smaller messages take what
+the smallest took, larger ones go at the largest one's rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Line", "fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A fit, its range and its errors."""
+
+    latency_s: float
+    s_per_byte: float
+    size_bytes_min: int
+    size_bytes_max: int
+    error_median: float  # share of the measured time
+    error_max: float
+    points: int
+
+    def seconds(self, size_bytes: float) -> float:
+        """How long a message takes."""
+        if size_bytes > self.size_bytes_max:
+            return self.seconds(self.size_bytes_max) * size_bytes / self.size_bytes_max
+        return self.latency_s + self.s_per_byte * max(size_bytes, self.size_bytes_min)
+
+
+def _solve(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The best `a, b >= 0` for (m, seconds, weight)."""
+    w = sum(weight for _, _, weight in points)
+    wm = sum(weight * m for m, _, weight in points)
+    wmm = sum(weight * m * m for m, _, weight in points)
+    wt = sum(weight * t for _, t, weight in points)
+    wmt = sum(weight * m * t for m, t, weight in points)
+    determinant = w * wmm - wm * wm
+    if determinant > 1e-12 * w * wmm:
+        slope = (w * wmt - wm * wt) / determinant
+        latency = (wt - slope * wm) / w
+        if slope >= 0 and latency >= 0:
+            return latency, slope
+        if latency < 0:
+            return 0.0, max(0.0, wmt / wmm)
+    return max(0.0, wt / w), 0.0
+
+
+def fit(points: Sequence[tuple[int, float]], bases_s: Sequence[float] | None = None) -> Line:
+    """Fit (size, seconds); with bases, fit what the seconds are beyond them, the errors still those of the whole."""
+    bases = list(bases_s or [0.0] * len(points))
+    rows = [(float(m), t - base, 1 / (t * t)) for (m, t), base in zip(points, bases, strict=True)]
+    latency_s, s_per_byte = _solve(rows)
+    errors = [
+        abs(base + latency_s + s_per_byte * m - t) / t for (m, t), base in zip(points, bases, strict=True)
+    ]
+    sizes = [m for m, _ in points]
+    return Line(
+        latency_s, s_per_byte, min(sizes), max(sizes), statistics.median(errors), max(errors), len(points)
+    )

@@ -1,0 +1,80 @@
+"""What was measured, as a file of JSON that can be kept, sent, and fitted again.
+
+What always holds: seconds are those of one run of `count` messages (of a drive: of one message with `count` under
+way); a file that says less than that is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from sim.units import OutOfRange
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Measured", "Sample", "dump", "parse", "read_measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One point."""
+
+    part: str  # memory, link, drive, node, path
+    what: str
+    size_bytes: int
+    count: int
+    seconds: float
+    seconds_min: float  # of the runs, or the median of a drive's operations
+    seconds_max: float  # of the runs, or the 99th percentile of a drive's operations
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All points of a machine, and what was said of it."""
+
+    machine: dict[str, Any]
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...] = ()  # what could not be measured, and why
+
+    def of(self, part: str, what: str | None = None) -> list[Sample]:
+        """Those of a part."""
+        return [one for one in self.samples if one.part == part and what in {None, one.what}]
+
+
+def parse(text: str, source: str) -> Measured:
+    """Read the JSON that `kvstore bench --json` and `kvsim calibrate run` write."""
+    try:
+        document = json.loads(text)
+        samples = tuple(Sample(**row) for row in document["samples"])
+        found = Measured(dict(document.get("machine", {})), samples, tuple(document.get("notes", ())))
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutOfRange(
+            source, f"unreadable ({error!r})", "measurements", "as kvstore bench --json"
+        ) from error
+    for one in samples:
+        if not (one.size_bytes > 0 and one.count > 0 and one.seconds > 0):
+            what = f"{one.part}, {one.what}: {one.size_bytes} B, {one.count}, {one.seconds} s"
+            raise OutOfRange(source, what, "measurements", "sizes, counts and seconds above 0")
+    return found
+
+
+def read_measured(parameter: str, path: Path) -> Measured:
+    """Read a file of measurements."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutOfRange(parameter, f"{path}, which can't be read", "a file", str(error)) from error
+    return parse(text, str(path))
+
+
+def dump(measured: Measured) -> str:
+    """Write it down."""
+    document = {
+        "machine": measured.machine,
+        "notes": measured.notes,
+        "samples": [asdict(one) for one in measured.samples],
+    }
+    return json.dumps(document, indent=1) + "\n"

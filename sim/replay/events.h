@@ -1,0 +1,72 @@
+/* A discrete-event core: trains of messages that queue, first come first served, at resources along routes.
+ *
+ * Always holds: events are taken in the order of their time, and of their making where times are equal, so a run
+ * depends on its input alone. Nothing is ever handed back for a time that is not over yet.
+ *
+ * How a queue is kept without one: messages reach a resource in the order of time, so when one arrives, the
+ * end of its service is known there and then (Lindley's recursion). A message costs one event a step.
+ *
+ * Not thread safe, and no preemption: what is served is served to its end.
+ */
+#ifndef SIM_REPLAY_EVENTS_H
+#define SIM_REPLAY_EVENTS_H
+
+#include <stdint.h>
+
+enum { EVENTS_SERVERS_MAX = 65536, EVENTS_BINS_MAX = 4096, EVENTS_KINDS = 4 };
+
+/* One stop of a route. A message of u units holds a server for overhead_s + u * s_per_unit, and reaches the next
+ * stop latency_s after that. */
+struct events_step {
+	double overhead_s, s_per_unit, latency_s;
+	int64_t resource;
+};
+
+/* `count` messages of `units` each, one every interval_s from start_s on. The first takes the route
+ * route_first + route_offset, the next one the following, around `route_count` routes. What has set out and is not
+ * through is counted by kind, which is any number below EVENTS_KINDS. */
+struct events_train {
+	double start_s, interval_s, units;
+	int64_t count, route_first, route_count, route_offset, kind;
+};
+
+/* The last message of a train is through. */
+struct events_note {
+	double time_s;
+	int64_t train;
+};
+
+struct events_usage {
+	double busy_s, waited_s, waited_max_s, units;
+	int64_t served, servers;
+};
+
+typedef struct events events;
+
+events *events_open(double bin_s);
+void events_close(events *e);
+
+/* Each gives a number from 0 on, or -errno. */
+int64_t events_add_resource(events *e, int64_t servers);
+int64_t events_add_route(events *e, const struct events_step *steps, int64_t count);
+int64_t events_add_train(events *e, const struct events_train *train);
+
+/* Take a server of a resource at `now_s`, which must not lie before what was handed back last. */
+int events_reserve(events *e, int64_t resource, double now_s, double service_s, double *start_s, double *end_s);
+
+/* Go on until `until_s`, or until a train is through: 1 and its note; 0 when the time has come; or -errno. */
+int events_run(events *e, double until_s, struct events_note *note);
+
+/* Single messages in the order of time, `done_s` gets when each is through. Everything else goes on meanwhile. */
+int events_stream(events *e, const double *start_s, const double *units, const int32_t *routes, int64_t count,
+		  double *done_s);
+
+int events_usage_of(const events *e, int64_t resource, struct events_usage *out);
+
+/* Seconds of service in each bin of time; gives how many bins there are. */
+int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t room);
+
+/* Units of a kind under way: the most there ever were in each bin of time; gives how many bins there are. */
+int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room);
+
+#endif

@@ -1,0 +1,198 @@
+"""What a cluster is asked: requests with their prefix blocks, read from a trace or made up.
+
+What always holds: requests are in the order of their time, which begins at 0; a request has a block for every
+`block_tokens` of its prompt, the last one perhaps not full; equal numbers mean equal prefixes. The generator
+gives the same chats for the same seed.
+
+Formats: Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids), and BurstGPT's (CSV:
+Timestamp in s, Request tokens, Response tokens; with a Session ID, a follow-up begins with all that its
+session has said so far; without one, no request shares anything).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+from sim.units import OutOfRange, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["BLOCK_TOKENS", "Chats", "Request", "chats", "read_trace", "write_mooncake"]
+
+BLOCK_TOKENS = 512
+_TOKENS_MAX = 10**8
+_TIMESTAMP_S_MAX = 10**9
+_REQUESTS_MAX = 10**8
+
+
+class Request(NamedTuple):
+    """One prompt and how long its answer will be."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+
+
+def _bad(path: Path, line: int, what: str, accepted: str) -> OutOfRange:
+    return OutOfRange(f"{path.name}:{line}", what, "a request", accepted)
+
+
+def _checked(path: Path, line: int, arrival_s: float, input_tokens: int, output_tokens: int) -> None:
+    where = f"{path.name}:{line}"
+    require(f"{where} timestamp", arrival_s, "seconds", 0, _TIMESTAMP_S_MAX)
+    require(f"{where} input length", input_tokens, "tokens", 1, _TOKENS_MAX)
+    require(f"{where} output length", output_tokens, "tokens", 0, _TOKENS_MAX)
+
+
+def _mooncake(path: Path) -> Iterator[Request]:
+    with path.open(encoding="utf-8") as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+                arrival_s, tokens = float(row["timestamp"]) / 1000, int(row["input_length"])
+                request = Request(
+                    arrival_s, tokens, int(row["output_length"]), tuple(map(int, row["hash_ids"]))
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                accepted = "an object with timestamp (ms), input_length, output_length and hash_ids"
+                raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
+            _checked(path, line, *request[:3])
+            if len(request.blocks) != -(-request.input_tokens // BLOCK_TOKENS):
+                what = f"of {request.input_tokens} tokens in {len(request.blocks)} blocks"
+                raise _bad(path, line, what, f"with one of hash_ids for every {BLOCK_TOKENS} tokens")
+            yield request
+
+
+def _burstgpt(path: Path) -> Iterator[Request]:
+    fresh = count()
+    said: dict[str, tuple[int, list[int]]] = {}  # tokens and blocks of each session so far
+    with path.open(newline="", encoding="utf-8") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                arrival_s = float(row["Timestamp"])
+                input_tokens, output_tokens = int(row["Request tokens"]), int(row["Response tokens"])
+            except (ValueError, KeyError, TypeError) as error:
+                accepted = "a line with Timestamp (s), Request tokens and Response tokens"
+                raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
+            if input_tokens == 0:
+                continue  # BurstGPT keeps requests that failed, with no tokens
+            _checked(path, line, arrival_s, input_tokens, output_tokens)
+            session = row.get("Session ID") or ""
+            tokens, blocks = said.get(session, (0, [])) if session else (0, [])
+            shared = min(tokens, input_tokens) // BLOCK_TOKENS
+            wanted = -(-input_tokens // BLOCK_TOKENS)
+            blocks = blocks[:shared] + [next(fresh) for _ in range(wanted - shared)]
+            if session:
+                total = input_tokens + output_tokens
+                whole = input_tokens // BLOCK_TOKENS  # one that is not full is another block once it is
+                answered = [next(fresh) for _ in range(total // BLOCK_TOKENS - whole)]
+                said[session] = (total, blocks[:whole] + answered)
+            yield Request(arrival_s, input_tokens, output_tokens, tuple(blocks))
+
+
+def read_trace(path: Path) -> list[Request]:
+    """All requests, in the order of their time; which format it is, the name's ending says."""
+    readers = {".jsonl": _mooncake, ".csv": _burstgpt}
+    if path.suffix not in readers:
+        accepted = "named *.jsonl (Mooncake's format) or *.csv (BurstGPT's)"
+        raise OutOfRange("TRACE", str(path), "a file of requests", accepted)
+    try:
+        requests = list(readers[path.suffix](path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutOfRange("TRACE", f"{path}, which can't be read", "a file of requests", str(error)) from error
+    if not requests:
+        raise OutOfRange("TRACE", f"{path}, which is empty", "a file of requests", "at least one")
+    requests.sort(key=lambda request: request.arrival_s)
+    begin_s = requests[0].arrival_s
+    return [request._replace(arrival_s=request.arrival_s - begin_s) for request in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """What made-up chats are like; means, where they vary."""
+
+    sessions: int = 1000
+    sessions_per_s: float = 1.0
+    turns: float = 5.0
+    think_s: float = 40.0
+    system_tokens: int = 1024  # one of `systems` prompts that sessions share
+    systems: int = 8
+    turn_tokens: float = 600.0
+    answer_tokens: float = 300.0
+    token_s: float = 0.03
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        require("--sessions", self.sessions, "sessions", 1, 10**7)
+        require("--sessions-per-s", self.sessions_per_s, "sessions that begin a second", 1e-6, 1e6)
+        require("--turns", self.turns, "turns of a session", 1, 1000)
+        require("--think-s", self.think_s, "seconds", 0, 1e6)
+        require("--system-tokens", self.system_tokens, "tokens", 0, _TOKENS_MAX)
+        require("--systems", self.systems, "system prompts", 1, 10**6)
+        require("--turn-tokens", self.turn_tokens, "tokens of a turn", 1, 1e6)
+        require("--answer-tokens", self.answer_tokens, "tokens of an answer", 1, 1e6)
+        require("--token-s", self.token_s, "seconds a token", 0, 100)
+        require("--seed", self.seed, "a whole number", 0, 2**63)
+
+
+_SIGMA = 0.8  # of the lengths, which are lognormal: many short, few long
+
+
+def _length(rng: random.Random, mean: float) -> int:
+    return max(1, round(rng.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA)))
+
+
+def chats(terms: Chats) -> list[Request]:
+    """Sessions that begin at random, and whose turns each begin with all that was said before."""
+    rng = random.Random(terms.seed)  # noqa: S311 - a load, not a secret
+    shared = terms.system_tokens // BLOCK_TOKENS
+    fresh = count(terms.systems * shared)
+    requests = []
+    begin_s = 0.0
+    for _ in range(terms.sessions):
+        begin_s += rng.expovariate(terms.sessions_per_s)
+        system = rng.randrange(terms.systems)
+        blocks = [system * shared + i for i in range(shared)]
+        now_s, tokens = begin_s, terms.system_tokens
+        while True:
+            tokens += _length(rng, terms.turn_tokens)
+            answer = _length(rng, terms.answer_tokens)
+            wanted = -(-tokens // BLOCK_TOKENS)
+            requests.append(
+                Request(now_s, tokens, answer, (*blocks, *(next(fresh) for _ in range(wanted - len(blocks)))))
+            )
+            if rng.random() < 1 / terms.turns:
+                break
+            # A block is whole, and so may be shared, only once all of its tokens have been said.
+            blocks = list(requests[-1].blocks[: tokens // BLOCK_TOKENS])
+            tokens += answer
+            blocks += [next(fresh) for _ in range(tokens // BLOCK_TOKENS - len(blocks))]
+            now_s += answer * terms.token_s
+            now_s += rng.expovariate(1 / terms.think_s) if terms.think_s else 0.0
+    requests.sort(key=lambda request: request.arrival_s)
+    first_s = requests[0].arrival_s
+    return [request._replace(arrival_s=request.arrival_s - first_s) for request in requests]
+
+
+def write_mooncake(requests: list[Request]) -> Iterator[str]:
+    """Lines in Mooncake's format."""
+    for request in requests:
+        yield json.dumps(
+            {
+                "timestamp": round(request.arrival_s * 1000),
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": list(request.blocks),
+            }
+        )

@@ -1,0 +1,133 @@
+"""A client of several nodes: homes that everybody agrees on, and a lost node that only its own users notice."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Hit, Nodes
+from kvstore.demo.node_process import NodeProcess
+from kvstore.errors import ConfigError, NodeUnavailable
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from tests.conftest import SMALL_DRIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WAIT_S = 20.0
+PAGE = 4096
+THREE = ["10.0.0.1:7070", "10.0.0.2:7070", "10.0.0.3:7070"]
+USERS = [f"user {number}" for number in range(3000)]
+
+
+def homes(nodes: Nodes) -> dict[str, str]:
+    return {user: nodes.home(user) for user in USERS}
+
+
+def test_everybody_with_the_same_nodes_finds_the_same_homes_in_even_shares() -> None:
+    with Nodes(THREE) as one, Nodes([*reversed(THREE), THREE[0]]) as other:
+        assert homes(one) == homes(other)
+        for target in THREE:
+            share = sum(home == target for home in homes(one).values()) / len(USERS)
+            assert 0.28 < share < 0.39
+
+
+def test_a_node_that_comes_takes_users_and_moves_no_others() -> None:
+    with Nodes(THREE[:2]) as two, Nodes(THREE) as three:
+        before, after = homes(two), homes(three)
+        moved = [user for user in USERS if before[user] != after[user]]
+        assert {after[user] for user in moved} == {THREE[2]}
+        assert 0.28 < len(moved) / len(USERS) < 0.39
+
+
+def test_a_node_of_twice_the_weight_has_twice_the_users() -> None:
+    with Nodes(THREE[:2], weights={THREE[0]: 2}) as nodes:
+        share = sum(home == THREE[0] for home in homes(nodes).values()) / len(USERS)
+    assert 0.61 < share < 0.72
+
+
+def test_tenants_users_of_one_name_are_spread_each_by_himself() -> None:
+    with Nodes(THREE, tenant="acme") as acme, Nodes(THREE, tenant="zeta") as zeta:
+        same = sum(acme.home(user) == zeta.home(user) for user in USERS) / len(USERS)
+    assert same < 0.45
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[NodeProcess]]:
+    with (
+        NodeProcess(tmp_path / "one", capacity=SMALL_DRIVE) as one,
+        NodeProcess(tmp_path / "two", capacity=SMALL_DRIVE) as two,
+    ):
+        yield [one, two]
+
+
+def test_a_lost_node_costs_its_own_users_a_miss_and_the_others_nothing(pair: list[NodeProcess]) -> None:
+    memory = allocate(64 * PAGE)
+    memory[:] = random.Random(1).randbytes(len(memory))
+    content = bytes(memory)
+    with (
+        Nodes([node.target for node in pair]) as nodes,
+        FlagWords.create(1) as flags,
+        nodes.register(memory) as everywhere,
+    ):
+        blocks = {}
+        for number in range(32):
+            client = nodes.of(f"user {number}")
+            kv = everywhere.at(client)
+            blocks[number] = Block(block_key(bytes([number])), kv, number * PAGE, PAGE)
+            flags[0].store(0)
+            puts = client.reserve([blocks[number]]).arm(flags[0])
+            flags[0].store(1)
+            assert [result.error for result in puts.wait(WAIT_S)] == [None]
+        lost = {number for number in blocks if nodes.home(f"user {number}") == pair[0].target}
+        assert 0 < len(lost) < 32
+        pair[0].kill()
+        memory[:] = bytes(len(memory))
+        began = time.monotonic()
+        for number, block in blocks.items():
+            (outcome,) = nodes.of(f"user {number}").get([block], timeout_s=WAIT_S)
+            at = slice(block.offset, block.offset + PAGE)
+            if number in lost:
+                assert isinstance(outcome, Miss)
+                assert outcome.reason is MissReason.NODE_AWAY
+                assert not any(memory[at])
+            else:
+                assert outcome == Hit(block.key)
+                assert memory[at] == content[at]
+        assert time.monotonic() - began < WAIT_S
+        client = nodes.at(pair[0].target)
+        with pytest.raises(NodeUnavailable):
+            client.reserve([blocks[min(lost)]])
+        pair[0].start()
+        client.status(wait_s=WAIT_S)
+        assert client.get([blocks[min(lost)]], timeout_s=WAIT_S) == [Hit(blocks[min(lost)].key)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "weights", "why"),
+    [
+        ([], None, "1 to 64 nodes, not 0"),
+        ([f"h:{port}" for port in range(65)], None, "not 65"),
+        (THREE, {"elsewhere:1": 1}, "not that of a node"),
+        (THREE, {THREE[0]: 0}, "below 1"),
+    ],
+)
+def test_lists_that_cannot_be_used_are_refused(
+    targets: list[str], weights: dict[str, int] | None, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Nodes(targets, weights=weights)
+
+
+def test_a_node_that_is_not_in_the_list_and_a_closed_one_are_refused() -> None:
+    with Nodes(THREE) as nodes, pytest.raises(ConfigError, match="not one of the nodes"):
+        nodes.at("elsewhere:1")
+    with pytest.raises(ConfigError, match="are closed"):
+        nodes.of("user 1")

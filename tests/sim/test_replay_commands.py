@@ -1,0 +1,134 @@
+"""`kvsim generate`, `replay` and `plan` as a person meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sim.cli import main
+from sim.replay.report import LEFT_OUT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "chats.jsonl"
+    assert main(["generate", "--sessions", "60", "--seed", "4", "--out", str(path)]) == 0
+    assert capsys.readouterr().out == f"written: {path}\n"
+    return path
+
+
+def test_the_same_seed_makes_the_same_chats(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--sessions", "60", "--seed", "4"]) == 0
+    assert capsys.readouterr().out == trace.read_text()
+
+
+def test_paths_stand_side_by_side_and_twice_gives_the_same(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["replay", str(trace), "--model", "llama-3-8b", "--set", "gpus_per_engine=2"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split() == ["CPU-initiated", "triggered", "recompute"]
+    for what in (
+        "TTFT p99",
+        "hit rate, blocks",
+        "put backlog, most",
+        "busy: drives",
+        "USD per 1,000 requests",
+    ):
+        assert what in text
+    for note in LEFT_OUT:
+        assert note in text
+    assert main(command) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_json_has_numbers_in_full(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(trace), "--path", "triggered", "--path", "recompute", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    triggered, recompute = document["paths"]["triggered"], document["paths"]["recompute"]
+    assert triggered["hit_rate"] > 0.3
+    assert triggered["gpu_prefill_s"] < recompute["gpu_prefill_s"]
+    assert recompute["put_lag_p50_s"] is None
+    each = triggered["utilisation_each"]["drives"]
+    assert len(each) == 32
+    assert sum(each) / 32 == pytest.approx(triggered["utilisation"]["drives"])
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [str(value) for name, value in attrs if name in {"src", "href"}]
+
+
+def test_the_page_needs_nothing_else(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    assert main(["replay", str(trace), "--html", str(path)]) == 0
+    table = capsys.readouterr().out
+    text = path.read_text()
+    page = _Page()
+    page.feed(text)
+    assert page.tags.count("svg") == 1
+    assert page.fetched == []
+    assert "script" not in page.tags
+    assert "@import" not in text
+    assert re.findall(r"url\(", text) == []
+    ttft = next(line for line in table.splitlines() if line.startswith("TTFT p50"))
+    for cell in re.split(r" {2,}", ttft):
+        assert f"<td>{cell}</td>" in text
+
+
+def test_a_plan_says_why_and_tries_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--users", "100", "--trial"]) == 0
+    text = capsys.readouterr().out
+    assert "because" in text
+    assert re.search(r"Tried with [\d,]+ turns: TTFT p50 .*, p99 .* of 1 s: kept", text)
+    assert main(["plan", "--users", "100", "--trial", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["trial"]["paths"]["triggered"]["ttft_p99_s"] <= 1.0
+    assert [need["what"] for need in document["needs"]] == ["engines", "drives", "node links", "nodes"]
+
+
+def test_break_even_lists_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--break-even"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["llama-2-70b", "327,680", "3,584", "1.17", "9.4", "fetch"] in lines
+    assert main(["plan", "--break-even", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["model"] == "gpt2-xl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay", "nothing.jsonl"], "kvsim: TRACE is nothing.jsonl, which can't be read; it takes a file"),
+        (
+            ["plan", "--set", "engines"],
+            "kvsim: --set is 'engines'; it takes a name and its value, written NAME=V",
+        ),
+        (
+            ["plan", "--set", "engines=x"],
+            "kvsim: --set engines is 'x'; it takes a number of engines, from 1 to",
+        ),
+        (["plan", "--users", "0"], "kvsim: --users is 0; it takes users, from 1 to 1e+08."),
+        (["generate", "--turns", "0"], "kvsim: --turns is 0; it takes turns of a session, from 1 to 1000."),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
