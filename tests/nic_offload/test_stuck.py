@@ -65,17 +65,13 @@ def _hangs(thread: int) -> bool:
     return _read(f"{thread}/syscall").startswith(f"{_PAUSE} ")
 
 
-@contextmanager
-def handlers() -> Iterator[None]:
-    """Both signals have handlers in C, which need no interpreter: one waits for a signal, one does nothing."""
-    before = [(number, _libc.signal(number, None)) for number in (_HANG, _GO_ON)]
+def set_handlers() -> None:
+    """Both signals get handlers in C, which need no interpreter: one waits for a signal, one does nothing.
+
+    They stay: a signal that is on its way when its handler goes ends the process.
+    """
     _libc.signal(_HANG, _address("pause"))
     _libc.signal(_GO_ON, _address("getpid"))
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            _libc.signal(number, handler)
 
 
 @contextmanager
@@ -87,13 +83,13 @@ def hanging(thread: int) -> Iterator[Callable[[], None]]:
             _libc.tgkill(os.getpid(), thread, _GO_ON)
             wait_until(lambda: not _hangs(thread), "the thread goes on")
 
-    with handlers():
-        _libc.tgkill(os.getpid(), thread, _HANG)
-        wait_until(lambda: _hangs(thread), "the thread hangs")
-        try:
-            yield go_on
-        finally:
-            go_on()
+    set_handlers()
+    _libc.tgkill(os.getpid(), thread, _HANG)
+    wait_until(lambda: _hangs(thread), "the thread hangs")
+    try:
+        yield go_on
+    finally:
+        go_on()
 
 
 def _gone(thread: int) -> bool:
@@ -183,10 +179,10 @@ def test_a_process_whose_fabric_hangs_ends() -> None:
         "from tests.nic_offload import test_stuck\n"
         "fabric, thread = test_stuck._open()\n"
         "endpoint = fabric.open_endpoint()\n"
-        "with test_stuck.handlers():\n"
-        "    test_stuck._libc.tgkill(test_stuck.os.getpid(), thread, test_stuck._HANG)\n"
-        "    test_stuck.wait_until(lambda: test_stuck._hangs(thread), 'the thread hangs')\n"
-        "    sys.exit(7)\n"
+        "test_stuck.set_handlers()\n"
+        "test_stuck._libc.tgkill(test_stuck.os.getpid(), thread, test_stuck._HANG)\n"
+        "test_stuck.wait_until(lambda: test_stuck._hangs(thread), 'the thread hangs')\n"
+        "sys.exit(7)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=WAIT_S)
     assert done.returncode == 7
