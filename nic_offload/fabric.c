@@ -190,13 +190,17 @@ void fabric_wake(struct tk_fabric *fabric)
 	}
 }
 
-/* Waits for the thread, under the inbox's lock; false once the deadline is over, or was over for somebody before. */
-static int answered(struct tk_fabric *fabric, uint64_t until_ns)
+/* Waits for the thread, under the inbox's lock; false once it is too late. */
+static int waited(struct tk_fabric *fabric, uint64_t until_ns)
 {
 	struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
-	if (fabric->stuck)
-		return 0;
-	if (pthread_cond_timedwait(&fabric->command_done, &fabric->inbox_lock, &until) == ETIMEDOUT)
+	return pthread_cond_timedwait(&fabric->command_done, &fabric->inbox_lock, &until) != ETIMEDOUT;
+}
+
+/* The same for an answer, which nobody waits for any more when it did not come in time once. */
+static int answered(struct tk_fabric *fabric, uint64_t until_ns)
+{
+	if (!fabric->stuck && !waited(fabric, until_ns))
 		__atomic_store_n(&fabric->stuck, 1, __ATOMIC_RELEASE);
 	return !fabric->stuck;
 }
@@ -209,9 +213,11 @@ int tk_fabric_close(struct tk_fabric *fabric)
 	pthread_mutex_lock(&fabric->inbox_lock);
 	fabric->stop = 1;
 	fabric_wake(fabric);
-	while (!fabric->ended && answered(fabric, until_ns))
+	while (!fabric->ended && waited(fabric, until_ns))
 		;
 	int ended = fabric->ended;
+	if (!ended)
+		__atomic_store_n(&fabric->stuck, 1, __ATOMIC_RELEASE);
 	pthread_mutex_unlock(&fabric->inbox_lock);
 	if (!ended)
 		return TK_STUCK;

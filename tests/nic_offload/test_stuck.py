@@ -30,7 +30,7 @@ from tests.nic_offload.rig import PAGE, WAIT_S, wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ANSWER_MS = 200
+ANSWER_MS = 600
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _libc.signal.restype = ctypes.c_void_p
