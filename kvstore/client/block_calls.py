@@ -17,16 +17,15 @@ from kvstore.limits import BATCH_BLOCKS_MAX, RPC_TIMEOUT_MS
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2
+from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
-    from typing import Self
 
     import grpc
 
-__all__ = ["BlockCalls", "Explained", "Pin", "Prefix", "Stored"]
+__all__ = ["BlockCalls", "Explained", "Pin", "Prefix", "Stored", "durability_message"]
 
 T = TypeVar("T")
 _TIMEOUT_S = RPC_TIMEOUT_MS / 1000
@@ -63,7 +62,7 @@ class Explained:
         return self.sentence
 
 
-class Pin:
+class Pin(Handle):
     """Blocks that are not evicted until this is closed, or its time is over. It counts from when it was asked for."""
 
     def __init__(self, calls: BlockCalls, numbers: Sequence[int], pinned: Sequence[bool]) -> None:
@@ -77,14 +76,6 @@ class Pin:
         if numbers:
             with suppress(KvError):
                 self._calls.unpin(numbers)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class BlockCalls:
@@ -142,7 +133,7 @@ class BlockCalls:
         for some in _batches(keys):
             with self._calling("Deleting blocks"):
                 request = pb.DeleteRequest(
-                    tenant=self._tenant, keys=some, durability=cast("kvstore_pb2.Durability", int(durability))
+                    tenant=self._tenant, keys=some, durability=durability_message(durability)
                 )
                 found += self._stub.Delete(request, timeout=_TIMEOUT_S).found
         return found
@@ -181,6 +172,11 @@ class BlockCalls:
         with self._calling("Ending pins"):
             request = pb.UnpinRequest(tenant=self._tenant, pins=pins)
             return int(self._stub.Unpin(request, timeout=_TIMEOUT_S).ended)
+
+
+def durability_message(durability: Durability) -> kvstore_pb2.Durability:
+    """The proto's word for it; the numbers are the same."""
+    return cast("kvstore_pb2.Durability", int(durability))
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -25,11 +25,11 @@ import select
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.client.block_calls import BlockCalls
+from kvstore.client.block_calls import BlockCalls, durability_message
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
@@ -72,11 +72,6 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
 
 __all__ = ["Client"]
-
-
-def _message(durability: Durability) -> pb.Durability:
-    """The proto's word for it; the numbers are the same."""
-    return cast("pb.Durability", int(durability))
 
 
 def _fingerprint(layout: Layout | bytes) -> bytes:
@@ -160,7 +155,7 @@ class Client(Handle):
                 pb.ReserveBlock(name=self._name(block), ack_word=word)
                 for block, word in zip(blocks, words, strict=True)
             ],
-            durability=_message(durability),
+            durability=durability_message(durability),
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,
         )
@@ -256,7 +251,7 @@ class Client(Handle):
                 start=pb.PutStart(
                     tenant=self.tenant,
                     name=name,
-                    durability=_message(durability),
+                    durability=durability_message(durability),
                     expires_unix_ms=expires_unix_ms,
                 )
             )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import Hit
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.layout import Layout
-    from kvstore.wire import kvstore_pb2
 
 __all__ = ["ListedSession", "Resumed", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
 
@@ -160,7 +160,7 @@ class Session:
                 tokens=tokens if is_last else 0,
                 first_block=first + at,
                 continues=at > 0,
-                durability=_message(durability),
+                durability=durability_message(durability),
             )
             with self._calls.calling("Appending to a session"):
                 self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S)
@@ -206,7 +206,7 @@ class Session:
         """Make a session of this one's first blocks, or of all; they go their own ways from there."""
         fork = Session(self._calls, self.user if user is None else user, name)
         request = pb.ForkSessionRequest(
-            source=self._name, name=fork._name, blocks=blocks, durability=_message(durability)
+            source=self._name, name=fork._name, blocks=blocks, durability=durability_message(durability)
         )
         with self._calls.calling("Forking a session"):
             fork._blocks = self._calls.stub.ForkSession(request, timeout=_TIMEOUT_S).blocks
@@ -214,14 +214,16 @@ class Session:
 
     def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
         """Let it name its first blocks only. The others stay where they are."""
-        request = pb.TruncateSessionRequest(name=self._name, blocks=blocks, durability=_message(durability))
+        request = pb.TruncateSessionRequest(
+            name=self._name, blocks=blocks, durability=durability_message(durability)
+        )
         with self._calls.calling("Truncating a session"):
             self._blocks = self._calls.stub.TruncateSession(request, timeout=_TIMEOUT_S).blocks
 
     def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
         """Forget it, and with it, if so asked, the blocks that no other session names; returns how many those are."""
         request = pb.RemoveSessionRequest(
-            name=self._name, delete_blocks=delete_blocks, durability=_message(durability)
+            name=self._name, delete_blocks=delete_blocks, durability=durability_message(durability)
         )
         with self._calls.calling("Removing a session"):
             answer = self._calls.stub.RemoveSession(request, timeout=_TIMEOUT_S)
@@ -306,7 +308,3 @@ def _placed(place: Callable[[int, bytes], Block], number: int, key: bytes) -> Bl
 
 def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:
     return tuple(Turn(one.first_block, one.tokens, one.began_unix_ms) for one in session.turns)
-
-
-def _message(durability: Durability) -> kvstore_pb2.Durability:
-    return cast("kvstore_pb2.Durability", int(durability))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from kvstore.durability import Durability
-from kvstore.errors import ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, FINGERPRINT_BYTES, PREFIX_STEP_BLOCKS
-from kvstore.node.calls import Ends, check_keys, durability_of, refusals
+from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, PREFIX_STEP_BLOCKS
+from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
+from kvstore.node.connection import check_fingerprint
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import DeleteItem, GetItem
 from kvstore.wire import blocks_pb2 as pb
@@ -44,7 +43,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             tenant = self._gate.enter("exists", context, request.tenant, len(request.blocks))
             check_keys([block.key for block in request.blocks])
             for block in request.blocks:
-                _check_layout(block.fingerprint)
+                check_fingerprint(block.fingerprint)
             return pb.ExistsResponse(blocks=self._states(tenant.id, request.blocks))
         raise AssertionError
 
@@ -53,7 +52,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context):
             tenant = self._gate.enter("prefix", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            _check_layout(request.fingerprint)
+            check_fingerprint(request.fingerprint)
             stored = 0
             for first in range(0, len(request.keys), PREFIX_STEP_BLOCKS):
                 step = [
@@ -72,7 +71,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context):
             tenant = self._gate.enter("delete", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            durability = max(durability_of(request.durability), Durability.WRITTEN)
+            durability = kept_durability_of(request.durability)
             items = [DeleteItem(tenant.id, key, durability, at) for at, key in enumerate(request.keys)]
             ends: Ends[DeleteDone] = Ends(len(items))
             self._node.store.delete(items, ends.heard)
@@ -136,11 +135,6 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
 def _miss(miss: Miss) -> kvstore_pb2.GetMiss:
     return kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail)
-
-
-def _check_layout(fingerprint: bytes) -> None:
-    if len(fingerprint) != FINGERPRINT_BYTES:
-        raise ProtocolError(f"A layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}.")
 
 
 def _explanation(told: Explanation) -> pb.Explanation:

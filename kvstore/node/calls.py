@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES
+from kvstore.node.connection import check_count, check_key
 from kvstore.wire.status import status_of, trailers_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from grpc.aio import ServicerContext
 
-__all__ = ["Context", "Ends", "check_keys", "durability_of", "refusals"]
+__all__ = ["Context", "Ends", "check_keys", "durability_of", "kept_durability_of", "refusals"]
 
 Context: TypeAlias = "ServicerContext[Any, Any]"
 T = TypeVar("T")
@@ -43,13 +43,16 @@ def durability_of(value: int) -> Durability:
         raise ProtocolError(f"There is no durability {value}.") from None
 
 
+def kept_durability_of(value: int) -> Durability:
+    """The same for what is never only in memory."""
+    return max(durability_of(value), Durability.WRITTEN)
+
+
 def check_keys(keys: Sequence[bytes]) -> None:
     """Refuse a batch that is empty or too large, and keys that can't be."""
-    if not 1 <= len(keys) <= BATCH_BLOCKS_MAX:
-        raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(keys)}.")
+    check_count(len(keys))
     for key in keys:
-        if len(key) != KEY_BYTES:
-            raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+        check_key(key)
 
 
 class Ends(Generic[T]):

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ProtocolError
-from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, FINGERPRINT_BYTES, KEY_BYTES
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+)
 from kvstore.node.landing import LandingLayout, Lease, Slots
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.trigger import Landing, WordPut, watch_landings
@@ -24,17 +30,41 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Tenant
     from nic_offload.fabric import Fabric
 
-__all__ = ["AckArea", "BlockRequest", "Connection", "check_block"]
+__all__ = [
+    "AckArea",
+    "BlockRequest",
+    "Connection",
+    "check_block",
+    "check_count",
+    "check_fingerprint",
+    "check_key",
+]
 
 _WORD_BYTES = 8
 
 
-def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
-    """Refuse a name or a length that no block can have."""
+def check_count(blocks: int) -> None:
+    """Refuse a call that names no block, or too many."""
+    if not 1 <= blocks <= BATCH_BLOCKS_MAX:
+        raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {blocks}.")
+
+
+def check_key(key: bytes) -> None:
+    """Refuse a key that no block can have."""
     if len(key) != KEY_BYTES:
         raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+
+
+def check_fingerprint(fingerprint: bytes) -> None:
+    """Refuse what can't be a layout's fingerprint."""
     if len(fingerprint) != FINGERPRINT_BYTES:
         raise ProtocolError(f"A layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}.")
+
+
+def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
+    """Refuse a name or a length that no block can have."""
+    check_key(key)
+    check_fingerprint(fingerprint)
     if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
         raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
 

@@ -31,7 +31,7 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
-from kvstore.node.connection import Connection
+from kvstore.node.connection import Connection, check_count
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
@@ -187,8 +187,7 @@ class Node:
         expires_unix_ms: int,
     ) -> list[Lease | None]:
         """Lease slots for blocks; None where the block is stored already."""
-        if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
-            raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        check_count(len(blocks))
         lease_ms = lease_ms or LEASE_TIMEOUT_MS
         if lease_ms > LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts up to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")

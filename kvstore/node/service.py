@@ -7,9 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.node.calls import durability_of, refusals
-from kvstore.node.connection import AckArea, BlockRequest, check_block
+from kvstore.node.connection import AckArea, BlockRequest, check_block, check_count
 from kvstore.node.fetching import FetchRequest
 from kvstore.node.inline import deadline
 from kvstore.wire import kvstore_pb2 as pb
@@ -133,10 +132,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         async with refusals(context):
             owner = self._gate.enter_with("fetch", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
-            if not 1 <= len(request.blocks) <= BATCH_BLOCKS_MAX:
-                raise ProtocolError(
-                    f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(request.blocks)}."
-                )
+            check_count(len(request.blocks))
             for block in request.blocks:
                 check_block(block.name.key, block.name.fingerprint, block.name.length)
                 connection.acks.target(block.ack_word)

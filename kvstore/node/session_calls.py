@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.durability import Durability
 from kvstore.errors import NoSession, Overloaded, ProtocolError
 from kvstore.limits import (
     PROTECTED_SESSIONS_OF_TENANT_MAX,
@@ -19,7 +18,7 @@ from kvstore.limits import (
     SESSIONS_LISTED_MAX,
 )
 from kvstore.names import session_name, user_name
-from kvstore.node.calls import Ends, check_keys, durability_of, refusals
+from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from kvstore.wire import sessions_pb2 as pb
@@ -54,7 +53,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             item = SessionItem(
                 _name(tenant, request.name),
                 SessionStep.APPEND,
-                _kept(request.durability),
+                kept_durability_of(request.durability),
                 0,
                 keys=list(request.keys),
                 first_block=request.first_block if request.HasField("first_block") else None,
@@ -123,7 +122,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             item = SessionItem(
                 _name(tenant, request.name),
                 SessionStep.FORK,
-                _kept(request.durability),
+                kept_durability_of(request.durability),
                 0,
                 blocks=request.blocks if request.HasField("blocks") else self._stored(source).manifest.blocks,
                 source=source,
@@ -139,7 +138,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         async with refusals(context):
             name = _name(self._enter("truncate session", context, request.name), request.name)
             item = SessionItem(
-                name, SessionStep.TRUNCATE, _kept(request.durability), 0, blocks=request.blocks
+                name, SessionStep.TRUNCATE, kept_durability_of(request.durability), 0, blocks=request.blocks
             )
             return pb.TruncateSessionResponse(blocks=(await self._do(item)).blocks)
         raise AssertionError
@@ -152,7 +151,11 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             tenant = self._enter("remove session", context, request.name)
             name = _name(tenant, request.name)
             item = SessionItem(
-                name, SessionStep.REMOVE, _kept(request.durability), 0, delete_blocks=request.delete_blocks
+                name,
+                SessionStep.REMOVE,
+                kept_durability_of(request.durability),
+                0,
+                delete_blocks=request.delete_blocks,
             )
             done = await self._do(item)
             self._no_longer_protected(name)
@@ -234,7 +237,3 @@ def _check_text(what: str, text: str) -> None:
         raise ProtocolError(
             f"A {what}'s name has 1 to {SESSION_LABEL_BYTES_MAX} bytes, not {len(text.encode())}."
         )
-
-
-def _kept(durability: int) -> Durability:
-    return max(durability_of(durability), Durability.WRITTEN)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import Superblock
 
-__all__ = ["Explanation", "Held", "Keeping", "watermarks"]
+__all__ = ["Explanation", "Held", "Keeping", "restore_sessions", "watermarks"]
 
 _LOW_FRACTION: Final = 64  # one in so many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
@@ -292,18 +292,21 @@ class Keeping:
             _column("Q", starts[order]), _column("H", pages[order]), _column("Q", lives["generation"][order])
         )
 
-    def restore_sessions(self, manifests: Manifests) -> None:
-        """Note who stands where in the sessions of a drive, this one or another of its store."""
-        for name, _ in manifests.all():
-            with suppress(
-                StorageError
-            ):  # a session that contradicts itself is for fsck; its blocks stand alone
-                self.joined(name, manifests.keys(name) or (), 0)
-
     def _digest(self, *parts: bytes) -> int:
         """Give 64 bits for a name, never 0; keyed, so that nobody can make two names meet."""
         digest = blake2b(b"".join(parts), digest_size=8, key=self._secret).digest()
         return int.from_bytes(digest, "little") or 1
+
+
+def restore_sessions(manifests: Manifests, of_drives: Sequence[Keeping]) -> None:
+    """Let all drives of a store know who stands where in the sessions of one of them."""
+    for name, _ in manifests.all():
+        keys: Sequence[bytes] = ()
+        with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
+            keys = manifests.keys(name) or ()
+        for keeping in of_drives:
+            with suppress(StorageError):
+                keeping.joined(name, keys, 0)
 
 
 def _pages(entry: Entry) -> int:

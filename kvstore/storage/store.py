@@ -42,11 +42,12 @@ from kvstore.storage.eviction.items import together
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.items import DriveState, GetDone, Statistics
+from kvstore.storage.keeping import restore_sessions
 from kvstore.storage.opening import open_drives
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -93,8 +94,7 @@ class Store(Handle):
         )
         for drive in drives:
             drive.others.extend(other for other in drives if other is not drive)
-            for other in drives:
-                drive.keeping.restore_sessions(other.manifests)
+            restore_sessions(drive.manifests, [each.keeping for each in drives])
         self._ready = select.epoll()
         for drive in drives:
             self._ready.register(drive.fileno(), select.EPOLLIN)
@@ -395,7 +395,9 @@ class Store(Handle):
     def _in_order(self, name: Name) -> list[Drive]:
         return [self.drives[where] for where in self._placement.order(*name)]
 
-    def _by_drive(self, generations: Sequence[int]) -> dict[Drive, list[int]]:
+    def _by_drive(self, generations: Sequence[int]) -> Mapping[Drive, Sequence[int]]:
+        if self._only is not None:
+            return {self._only: generations}
         by_drive: dict[Drive, list[int]] = {}
         for generation in generations:
             if (drive := self._drive_of(generation)) is not None:
