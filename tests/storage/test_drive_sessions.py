@@ -169,3 +169,22 @@ def test_a_removal_whose_blocks_cannot_be_deleted_says_so(pair: Rig) -> None:
     fail(pair, 1 - home)
     assert isinstance(pair.remove(1, delete_blocks=True).error, ReadOnly)
     assert pair.session(1) is None
+
+
+def test_every_drive_knows_where_its_blocks_stand_in_a_session_of_another(pair: Rig) -> None:
+    """So each lets go of the tail of a session first, wherever its manifest lies, and after an opening as well."""
+    numbers = [*homed(pair, 0, 3), *homed(pair, 1, 3)]
+    for number in numbers:
+        pair.put(number, b"x")
+    pair.append(1, numbers, Durability.SYNCED)
+
+    def links() -> list[int]:
+        return [drive.keeping.core.statistics().session_links for drive in pair.store.drives]
+
+    assert links() == [3, 3]
+    pair.store.close()
+    pair.disks = [FakeDisk(disk.pages, seed=number) for number, disk in enumerate(pair.disks)]
+    pair.open()
+    assert links() == [3, 3]
+    pair.remove(1)
+    assert links() == [0, 0]
