@@ -11,11 +11,12 @@ if it was a header, its record is lost.
 from __future__ import annotations
 
 from array import array
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
+from kvstore.storage.ahead import Ahead
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
 from kvstore.storage.manifests import Manifests, Place, SessionName, Stored
@@ -25,7 +26,7 @@ from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, r
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from kvstore.storage.disk import Disk, Progress
     from kvstore.storage.index import Index
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Found", "extents_around", "rebuild", "scan"]
 
-_WINDOW_BYTES: Final = 256 << 10  # one read of this much costs hardly more than one of a page
+_WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
+_JUMPED_OVER_BYTES: Final = (
+    64 << 10
+)  # records larger than this are not worth reading for the headers behind them
 _BATCH_RECORDS: Final = 4096
 
 
@@ -44,19 +48,20 @@ class Found(NamedTuple):
     header: Header
 
 
-def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -> Iterator[Found]:
-    """Give every record that the walk over the drive meets, in the order of the drive."""
-    walk = _Walk(disk, superblock)
-    position = records_begin(superblock.capacity_bytes)
-    for begin, end in disk.data_ranges(position):
-        # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
-        position = max(position, begin)
-        while position < min(end, superblock.capacity_bytes):
-            found, position = walk.step(position, end)
-            if found is not None:
-                yield found
-            if progress is not None:
-                progress("scanning the drive", position, superblock.capacity_bytes)
+def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -> Generator[Found]:
+    """Give every record that the walk over the drive meets, in the order of the drive; close it unless it ended."""
+    with Ahead(disk, _WINDOW_BYTES) as ahead:
+        walk = _Walk(ahead, superblock)
+        position = records_begin(superblock.capacity_bytes)
+        for begin, end in disk.data_ranges(position):
+            # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
+            position = max(position, begin)
+            while position < min(end, superblock.capacity_bytes):
+                found, position = walk.step(position, end)
+                if found is not None:
+                    yield found
+                if progress is not None:
+                    progress("scanning the drive", position, superblock.capacity_bytes)
 
 
 def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress | None = None) -> int:
@@ -65,20 +70,21 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
     roll = Roll(disk, superblock)
     sessions = _Sessions(disk, index)
     batch: list[tuple[tuple[bytes, bytes], Entry]] = []
-    for offset, header in scan(disk, superblock, progress):
-        generation_max = max(generation_max, header.generation)
-        if not roll.allows(offset, header.generation):
-            continue
-        if header.kind != Kind.BLOCK:
-            sessions.add(offset, header)
-            continue
-        entry = Entry(
-            offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
-        )
-        batch.append(((header.tenant, header.key), entry))
-        if len(batch) == _BATCH_RECORDS:
-            index.publish_newest(batch)
-            batch.clear()
+    with closing(scan(disk, superblock, progress)) as records:
+        for offset, header in records:
+            generation_max = max(generation_max, header.generation)
+            if not roll.allows(offset, header.generation):
+                continue
+            if header.kind != Kind.BLOCK:
+                sessions.add(offset, header)
+                continue
+            entry = Entry(
+                offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
+            )
+            batch.append(((header.tenant, header.key), entry))
+            if len(batch) == _BATCH_RECORDS:
+                index.publish_newest(batch)
+                batch.clear()
     index.publish_newest(batch)
     sessions.publish()
     return generation_max
@@ -156,8 +162,8 @@ class _Sessions:
 class _Walk:
     """The position's window onto the drive: large while there is little to jump over, one page otherwise."""
 
-    def __init__(self, disk: Disk, superblock: Superblock) -> None:
-        self._disk = disk
+    def __init__(self, ahead: Ahead, superblock: Superblock) -> None:
+        self._ahead = ahead
         self._capacity_bytes = superblock.capacity_bytes
         self._codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
         self._window = b""
@@ -178,14 +184,14 @@ class _Walk:
         size = record_bytes(header.length)
         if position + size > self._capacity_bytes:
             return None, self._next_magic(at)
-        self._window_bytes = PAGE_BYTES if size > _WINDOW_BYTES else _WINDOW_BYTES
+        self._window_bytes = PAGE_BYTES if size > _JUMPED_OVER_BYTES else _WINDOW_BYTES
         return Found(position, header), position + size
 
     def _show(self, position: int, end: int) -> int:
         at = position - self._window_at
         if not 0 <= at < len(self._window):
             length = min(self._window_bytes, min(end, self._capacity_bytes) - position)
-            self._window = self._disk.read_at(position, length)
+            self._window = self._ahead.read(position, length)
             self._window_at = position
             at = 0
         return at
