@@ -115,3 +115,25 @@ def test_jumps_that_differ_cause_no_other_read() -> None:
             ahead.read(page * PAGE_BYTES, PAGE_BYTES)
     assert disk.operations == count
     disk.close()
+
+
+@pytest.mark.timeout(10)
+def test_guessing_goes_on_when_slow_wrong_guesses_have_ended() -> None:
+    disk = _disk(1)
+    with Ahead(disk, PAGE_BYTES) as ahead:
+        for page in range(101):
+            ahead.read(page * PAGE_BYTES, PAGE_BYTES)
+        disk.held = {op.tag for op in disk.in_flight}
+        held = [(op.tag, op.offset) for op in disk.in_flight]
+        assert len(held) > 10
+        for page in range(500, 600):
+            assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
+        assert [(op.tag, op.offset) for op in disk.in_flight if op.tag in disk.held] == held
+        disk.let_go()
+        for page in range(700, 750):
+            assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
+        disk.waited_for = 0
+        for page in range(750, 1900):
+            assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
+    assert disk.waited_for == 0
+    disk.close()
