@@ -137,3 +137,22 @@ def test_guessing_goes_on_when_slow_wrong_guesses_have_ended() -> None:
             assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
     assert disk.waited_for == 0
     disk.close()
+
+
+@pytest.mark.timeout(10)
+def test_guessing_goes_on_after_the_memory_was_full_of_wrong_guesses() -> None:
+    disk = _disk(1)
+    disk.held = set(range(64))
+    with Ahead(disk, PAGE_BYTES) as ahead:
+        for begin in range(0, 700, 10):
+            for page in range(
+                begin, begin + 3
+            ):  # the third is the second equal jump: one guess, never asked for
+                assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
+        assert len(disk.in_flight) == 32
+        disk.let_go()
+        disk.waited_for = 0
+        for page in range(800, 1900):
+            assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
+    assert disk.waited_for < 10
+    disk.close()
