@@ -1,4 +1,4 @@
-"""Two processes of `plain_fabric.c`: what the provider gives without any code of ours."""
+"""What the provider, and TCP, give without any code of ours: `plain_fabric.c` and `plain_tcp.c`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import subprocess
 from pathlib import Path
 from typing import Self
 
-__all__ = ["PlainFabric"]
+__all__ = ["PlainFabric", "tcp_round_trip_us"]
 
-_SOURCE = Path(__file__).with_name("plain_fabric.c")
-_PROGRAM = Path("build/plain_fabric")
 _WAIT_S = 60.0
 
 
-def _build() -> Path:
-    if not _PROGRAM.exists() or _PROGRAM.stat().st_mtime < _SOURCE.stat().st_mtime:
-        _PROGRAM.parent.mkdir(exist_ok=True)
-        subprocess.run(["cc", "-O2", "-o", _PROGRAM, _SOURCE, "-lfabric"], check=True)
-    return _PROGRAM.resolve()
+def _build(name: str, *libraries: str) -> Path:
+    source, program = Path(__file__).with_name(f"{name}.c"), Path("build") / name
+    if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+        program.parent.mkdir(exist_ok=True)
+        subprocess.run(["cc", "-O2", "-o", program, source, *libraries], check=True)
+    return program.resolve()
+
+
+def tcp_round_trip_us(block_bytes: int, rounds: int, *, idle_us: int = 0) -> float:
+    """Bytes one way and eight back: between processes that spin, or, where they idle before each, that block."""
+    how = "block" if idle_us else "spin"
+    command: list[str | Path] = [_build("plain_tcp"), str(block_bytes), str(rounds), how, str(idle_us)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WAIT_S)
+    return int(done.stdout) / 1e3
 
 
 class PlainFabric:
@@ -28,7 +35,7 @@ class PlainFabric:
         environment = os.environ | {"FI_SOCKETS_PE_WAITTIME": "0", "IPATH_NO_BACKTRACE": "1"}
         self._processes = [
             subprocess.Popen(
-                [_build(), provider],
+                [_build("plain_fabric", "-lfabric"), provider],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
