@@ -57,6 +57,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run(arguments.data)
 
 
+def _chat(arguments: argparse.Namespace) -> int:
+    from kvstore.demo.chat import run
+
+    return run(arguments.turns, arguments.tokens, as_json=arguments.json)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from kvstore.doctor import run
 
@@ -92,6 +98,48 @@ def _match(arguments: argparse.Namespace) -> int:
     from kvstore.match_command import run
 
     return run(arguments.rules, arguments.request, as_json=arguments.json)
+
+
+def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The commands that try things out on this machine."""
+    demo = commands.add_parser("demo", help="see the whole path work on this machine")
+    demo.add_argument(
+        "--data", type=Path, help="where to keep the demo's data; by default a folder that is removed"
+    )
+    demo.set_defaults(run=_demo)
+
+    chat = commands.add_parser(
+        "chat",
+        help="see a chat go on in another process",
+        description="Chat with a small model of random weights, kill the node, and go on in another process. Needs"
+        " torch and transformers.",
+    )
+    chat.add_argument("--turns", type=int, default=3, help="before the node is killed (%(default)s)")
+    chat.add_argument("--tokens", type=int, default=800, help="of each prompt (%(default)s)")
+    chat.add_argument("--json", action="store_true", help="for programs")
+    chat.set_defaults(run=_chat)
+
+    doctor = commands.add_parser("doctor", help="say what this machine can do, and what to do about the rest")
+    doctor.add_argument(
+        "--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)"
+    )
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure what this machine gives, part by part and as a whole",
+        description="Measure this machine: its memory, link and drive alone, the node's software, and the whole"
+        " path; about two minutes for all of them. `kvsim calibrate` uses it.",
+    )
+    bench.add_argument(
+        "parts", nargs="*", metavar="PART", help="memory, link, drive, node, path (by default all of them)"
+    )
+    bench.add_argument(
+        "--data", type=Path, default=Path(), help="a folder on the drive to measure (%(default)s)"
+    )
+    bench.add_argument("--json", action="store_true", help="for programs")
+    bench.set_defaults(run=_bench)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,33 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     token.set_defaults(run=_token)
 
-    demo = commands.add_parser("demo", help="see the whole path work on this machine")
-    demo.add_argument(
-        "--data", type=Path, help="where to keep the demo's data; by default a folder that is removed"
-    )
-    demo.set_defaults(run=_demo)
-
-    doctor = commands.add_parser("doctor", help="say what this machine can do, and what to do about the rest")
-    doctor.add_argument(
-        "--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)"
-    )
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    doctor.set_defaults(run=_doctor)
-
-    bench = commands.add_parser(
-        "bench",
-        help="measure what this machine gives, part by part and as a whole",
-        description="Measure this machine: its memory, link and drive alone, the node's software, and the whole"
-        " path; about two minutes for all of them. `kvsim calibrate` uses it.",
-    )
-    bench.add_argument(
-        "parts", nargs="*", metavar="PART", help="memory, link, drive, node, path (by default all of them)"
-    )
-    bench.add_argument(
-        "--data", type=Path, default=Path(), help="a folder on the drive to measure (%(default)s)"
-    )
-    bench.add_argument("--json", action="store_true", help="for programs")
-    bench.set_defaults(run=_bench)
+    _add_trials(commands)
 
     fsck = commands.add_parser(
         "fsck",

@@ -1,0 +1,113 @@
+"""A chat with a model of random weights: it goes on in another process, after its node was killed.
+
+Two processes have the same model (the same seed). The first chats, saves each turn, and says what the next turn's
+logits would be. Then the node is killed with SIGKILL and started again, and the second process resumes: its logits
+must be the first one's, bit for bit, and its answer that of a process which computes everything anew.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.demo.node_process import NodeProcess
+from kvstore.demo.show import say, table
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["run"]
+
+_TIMEOUT_S = 300.0
+
+
+def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
+    """Tell the story; 0 if every bit was right."""
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"kvstore chat needs {' and '.join(missing)}: pip install 'triggerkv[transformers]', or make demo."
+        )
+    with tempfile.TemporaryDirectory(prefix="triggerkv-chat-") as folder:
+        home = Path(folder)
+        tell = _quiet if as_json else say
+        with NodeProcess(home / "node") as node:
+            tell(f"1. A chat of {turns} turns of {tokens} tokens; each is saved when it ends")
+            first = _process("begin", node.target, home, turns, tokens)
+            tell(_indented(_turns(first["turns"])))
+            tell("2. The node is killed with SIGKILL and started again; another process resumes")
+            node.kill()
+            node.start()
+            second = _process("resume", node.target, home, turns, tokens)
+    right = second["logits"] == first["logits"] and second["answer"] == second["answer_recomputed"]
+    if as_json:
+        say(json.dumps({"first": first, "second": second, "right": right}, indent=2))
+    else:
+        say(_indented(_times(second)))
+        bits = "are equal, bit for bit," if second["logits"] == first["logits"] else "DIFFER"
+        answers = "the same" if second["answer"] == second["answer_recomputed"] else "ANOTHER ONE"
+        say(f"3. Its logits {bits} to those of the process that never stopped, and within")
+        say(
+            f"   {second['difference']:.1e} of those computed anew; the answer of {len(second['answer'])} tokens is"
+        )
+        say(f"   {answers}.")
+    return 0 if right else 1
+
+
+def _quiet(_: str) -> None:
+    """Say nothing."""
+
+
+def _process(what: str, node: str, home: Path, turns: int, tokens: int) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore.demo.chat_process",
+        what,
+        node,
+        str(home),
+        str(turns),
+        str(tokens),
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=True)
+    story: dict[str, Any] = json.loads(done.stdout)
+    return story
+
+
+def _turns(turns: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            str(number),
+            f"{turn['tokens']:,}",
+            f"{turn['answered']:,}",
+            f"{turn['computed_ms']:,.0f} ms",
+            f"{turn['sent_bytes'] / 1e6:,.1f} MB",
+            f"{turn['saved_ms']:,.0f} ms",
+        ]
+        for number, turn in enumerate(turns, 1)
+    ]
+    return table(["turn", "tokens so far", "answered", "computed in", "saved", "in"], rows)
+
+
+def _times(story: dict[str, Any]) -> str:
+    resumed, anew = story["resumed_ms"], story["recomputed_ms"]
+    rows = [
+        [
+            "resumed",
+            f"{story['tokens']:,}",
+            f"{story['fetched_ms']:,.0f} ms",
+            f"{resumed:,.0f} ms",
+            f"{anew / resumed:.1f} x",
+        ],
+        ["recomputed", "0", "-", f"{anew:,.0f} ms", "1.0 x"],
+    ]
+    return table(["time to first token", "tokens brought", "brought in", "in all", "as fast"], rows)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"   {line}" for line in text.splitlines())

@@ -1,0 +1,130 @@
+"""One process of `kvstore chat`: `begin` chats and saves, `resume` goes on from there. Prints its story as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvstore.engines.transformers import CacheStore
+
+__all__ = ["main"]
+
+_SEED = 7
+_ANSWER = 16
+_USER, _SESSION = "ada", "chat"
+
+
+def _model() -> Any:
+    torch.manual_seed(_SEED)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1 << 16,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _prompt(turn: int, tokens: int) -> list[int]:
+    drawn = torch.randint(0, 1000, (tokens,), generator=torch.Generator().manual_seed(_SEED + turn))
+    return [int(one) for one in drawn]
+
+
+def _logits(model: Any, tokens: list[int], cache: DynamicCache) -> Any:
+    """The logits behind the last token; the cache holds the KV of all of them afterwards."""
+    new = torch.tensor([tokens[cache.get_seq_length() :]])
+    return model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+
+
+def _answer(model: Any, tokens: list[int], cache: DynamicCache, logits: Any) -> list[int]:
+    """Go on with the likeliest token, again and again."""
+    answer: list[int] = []
+    while len(answer) < _ANSWER:
+        answer.append(int(logits.argmax()))
+        logits = _logits(model, [*tokens, *answer], cache)
+    return answer
+
+
+def _digest(logits: Any) -> str:
+    return blake2b(logits.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _since_ms(start_s: float) -> float:
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def _begin(model: Any, store: CacheStore, home: Path, turns: int, prompt_tokens: int) -> dict[str, Any]:
+    chat = store.session(_USER, _SESSION)
+    tokens: list[int] = []
+    cache = DynamicCache(config=model.config)
+    story = []
+    for turn in range(turns):
+        tokens += _prompt(turn, prompt_tokens)
+        start_s = time.perf_counter()
+        tokens += _answer(model, tokens, cache, _logits(model, tokens, cache))
+        computed_ms, start_s = _since_ms(start_s), time.perf_counter()
+        saved = chat.save(cache, tokens)
+        if saved.error is not None:
+            raise saved.error
+        story.append(
+            {
+                "tokens": len(tokens),
+                "answered": _ANSWER,
+                "computed_ms": computed_ms,
+                "sent_bytes": saved.sent_bytes,
+                "saved_ms": _since_ms(start_s),
+            }
+        )
+    (home / "transcript.json").write_text(json.dumps(tokens))  # a user's text, which every service keeps
+    return {
+        "turns": story,
+        "logits": _digest(_logits(model, [*tokens, *_prompt(turns, prompt_tokens)], cache)),
+    }
+
+
+def _resume(model: Any, store: CacheStore, home: Path, turns: int, prompt_tokens: int) -> dict[str, Any]:
+    tokens = json.loads((home / "transcript.json").read_text()) + _prompt(turns, prompt_tokens)
+    _logits(model, tokens[:8], DynamicCache(config=model.config))  # the first of a process loads code
+    chat = store.session(_USER, _SESSION)
+    start_s = time.perf_counter()
+    back = chat.resume(tokens)
+    fetched_ms = _since_ms(start_s)
+    logits = _logits(model, tokens, back.cache)
+    resumed_ms, start_s = _since_ms(start_s), time.perf_counter()
+    anew = DynamicCache(config=model.config)
+    logits_anew = _logits(model, tokens, anew)
+    recomputed_ms = _since_ms(start_s)
+    return {
+        "tokens": back.tokens,
+        "fetched_ms": fetched_ms,
+        "resumed_ms": resumed_ms,
+        "recomputed_ms": recomputed_ms,
+        "logits": _digest(logits),
+        "difference": float((logits - logits_anew).abs().max()),
+        "answer": _answer(model, tokens, back.cache, logits),
+        "answer_recomputed": _answer(model, tokens, anew, logits_anew),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Do one part of the story."""
+    what, node, home, turns, tokens = arguments
+    model = _model()
+    with torch.no_grad(), CacheStore(node, model) as store:
+        part = {"begin": _begin, "resume": _resume}[what]
+        story = part(model, store, Path(home), int(turns), int(tokens))
+    sys.stdout.write(json.dumps(story))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

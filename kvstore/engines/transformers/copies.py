@@ -1,0 +1,95 @@
+"""Between a cache's tensors and the bytes of blocks: one copy a layer for all blocks that are alike, either way."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.engines.transformers.pieces import Piece
+    from kvstore.engines.transformers.shapes import LayerShape, Shapes
+
+__all__ = ["Gathered", "scatter"]
+
+
+class _Plane(NamedTuple):
+    """One layer of some blocks that are alike, as [block][head][token][number], over their bytes."""
+
+    layer: int
+    end: int  # of the last block's tokens
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def _planes(shapes: Shapes, memory: torch.Tensor, some: Sequence[Piece]) -> Iterator[_Plane]:
+    """Blocks lie one behind the other in memory, which is a tensor of bytes."""
+    at = 0
+    for _, group in groupby(some, key=lambda piece: (piece.end - piece.begin, piece.kept)):
+        alike = list(group)
+        first = alike[0]
+        rows = memory[at : at + len(alike) * first.length].view(len(alike), first.length)
+        at += rows.numel()
+        begin = 0
+        for number, (layer, count) in enumerate(
+            zip(shapes.layers, shapes.counts(first.end - first.begin, first.kept), strict=True)
+        ):
+            parts = []
+            for numbers in (layer.k_numbers, layer.v_numbers):
+                size = layer.heads * count * numbers * shapes.dtype.itemsize
+                shape = (len(alike), layer.heads, count, numbers)
+                if size:
+                    parts.append(rows[:, begin : begin + size].view(shapes.dtype).view(shape))
+                else:  # no bytes can't be viewed as no numbers
+                    parts.append(rows.new_empty(shape, dtype=shapes.dtype))
+                begin += size
+            yield _Plane(number, alike[-1].end, *parts)
+
+
+def scatter(
+    shapes: Shapes,
+    cache: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    cached_tokens: int,
+    memory: torch.Tensor,
+    some: Sequence[Piece],
+) -> None:
+    """Copy out of a cache's tensors, each of which has the newest tokens of all."""
+    for plane in _planes(shapes, memory, some):
+        for tensor, target in zip(cache[plane.layer], (plane.k, plane.v), strict=True):
+            blocks, heads, count, numbers = target.shape
+            if not target.numel():
+                continue
+            behind = cached_tokens - plane.end
+            end = tensor.shape[2] - behind
+            source = tensor[0, :, end - blocks * count : end]
+            target.copy_(source.view(heads, blocks, count, numbers).permute(1, 0, 2, 3))
+
+
+class Gathered:
+    """What has come of each layer, in order."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        self._shapes = shapes
+        self._device = device
+        self._parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in shapes.layers]
+
+    def add(self, memory: torch.Tensor, some: Sequence[Piece]) -> None:
+        """Copy blocks out of memory, which may be used for others afterwards."""
+        for plane in _planes(self._shapes, memory, some):
+            for parts, source in zip(self._parts[plane.layer], (plane.k, plane.v), strict=True):
+                blocks, heads, count, numbers = source.shape
+                together = source.permute(1, 0, 2, 3).to(self._device, copy=True)
+                parts.append(together.reshape(heads, blocks * count, numbers))
+
+    def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Give K and V of each layer, the newest tokens of those that have a window."""
+        for layer, (k, v) in zip(self._shapes.layers, self._parts, strict=True):
+            yield _newest(layer, k), _newest(layer, v)
+
+
+def _newest(layer: LayerShape, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    whole = torch.cat(list(parts), dim=1).unsqueeze(0)
+    return whole if layer.window is None else whole[:, :, -layer.window + 1 :]

@@ -1,0 +1,116 @@
+"""Moves blocks between this process's memory and a node: over the fabric where there is one, else inside gRPC.
+
+What always holds: a put that returned is stored as durably as a killed node needs; of a get, all blocks before the one
+that missed are in memory, byte for byte. One thread uses it at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvstore.client import Block, Client, Hit
+from kvstore.errors import FabricError
+from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.miss import Miss
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.engines.transformers.pieces import Piece
+    from nic_offload.fabric import Region
+
+__all__ = ["Mover", "batches"]
+
+MEMORY_BYTES: Final = 64 << 20  # what is on its way at a time, unless one block is larger
+_TIMEOUT_S: Final = 30.0
+
+log = logging.getLogger(__name__)
+
+
+def batches(some: Sequence[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
+    """Cut a sequence into parts that fit into the memory."""
+    part: list[Piece] = []
+    size = 0
+    for piece in some:
+        if part and (size + piece.length > limit_bytes or len(part) == BATCH_BLOCKS_MAX):
+            yield part
+            part, size = [], 0
+        part.append(piece)
+        size += piece.length
+    if part:
+        yield part
+
+
+class Mover:
+    """A client with memory for what is on its way."""
+
+    def __init__(self, client: Client, block_bytes_max: int, slots: int) -> None:
+        self.client = client
+        self._slots = slots
+        self._memory: mmap.mmap = allocate(max(MEMORY_BYTES, block_bytes_max))
+        self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._flags = FlagWords.create(1)
+        self._region: Region | None = None
+        try:
+            self._region = client.register(self._memory)
+        except FabricError as error:
+            log.warning("There is no fabric here (%s); blocks are sent inside gRPC.", error)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How much can be on its way."""
+        return len(self._memory)
+
+    def put(self, some: Sequence[Piece]) -> None:
+        """Store blocks that lie in the memory one behind the other; the KvError of the first that is not stored."""
+        at = 0
+        if self._region is None:
+            view = memoryview(self._memory)
+            for piece in some:
+                self.client.put_inline(piece.key, view[at : at + piece.length])
+                at += piece.length
+            return
+        blocks = []
+        for piece in some:
+            blocks.append(Block(piece.key, self._region, at, piece.length))
+            at += piece.length
+        for first in range(0, len(blocks), self._slots):
+            self._flags[0].store(0)
+            puts = self.client.reserve(blocks[first : first + self._slots]).arm(self._flags[0])
+            self._flags[0].store(1)
+            for result in puts.wait(_TIMEOUT_S):
+                if result.error is not None:
+                    raise result.error
+
+    def get(self, some: Sequence[Piece]) -> tuple[int, Miss | None]:
+        """Bring blocks into the memory, one behind the other; how many from the first came, and why not the next."""
+        at = 0
+        if self._region is None:
+            for number, piece in enumerate(some):
+                got = self.client.get_inline(piece.key, piece.length)
+                if isinstance(got, Miss):
+                    return number, got
+                self._memory[at : at + piece.length] = got
+                at += piece.length
+            return len(some), None
+        blocks = []
+        for piece in some:
+            blocks.append(Block(piece.key, self._region, at, piece.length))
+            at += piece.length
+        for number, outcome in enumerate(self.client.get(blocks)):
+            if not isinstance(outcome, Hit):
+                return number, outcome
+        return len(some), None
+
+    def close(self) -> None:
+        """Let the memory and the client go."""
+        if self._region is not None:
+            self._region.close()
+        self._flags.close()
+        self.client.close()

@@ -1,0 +1,232 @@
+"""Conversations of small models on a real node: resumed bit for bit or said why not; never other tokens' KV."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: make test-engines")
+
+from transformers import (  # noqa: E402
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from kvstore.client import Client  # noqa: E402
+from kvstore.demo.node_process import NodeProcess  # noqa: E402
+from kvstore.engines.transformers import CacheStore  # noqa: E402
+from kvstore.engines.transformers.pieces import pieces  # noqa: E402
+from kvstore.errors import FabricError, LayoutError, ProtocolError  # noqa: E402
+from kvstore.miss import MissReason  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def _model(kind: str, seed: int = 1, dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    if kind == "sliding":
+        model = MistralForCausalLM(MistralConfig(**_SMALL, sliding_window=24))
+    elif kind == "mixed":
+        model = Gemma2ForCausalLM(Gemma2Config(**_SMALL, sliding_window=24))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**_SMALL))
+    return model.eval().to(dtype)
+
+
+def _tokens(count: int, seed: int = 5) -> Any:
+    return torch.randint(0, 100, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def _run(model: Any, tokens: Any, cache: Any) -> Any:
+    with torch.no_grad():
+        return model(tokens[:, cache.get_seq_length() :], past_key_values=cache).logits
+
+
+def _same(one: Any, two: Any) -> bool:
+    return all(
+        torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+        for a, b in zip(one.layers, two.layers, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with NodeProcess(tmp_path_factory.mktemp("transformers") / "node") as process:
+        yield process
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full", "sliding", "mixed"])
+def test_a_chat_of_three_turns_resumes_bit_for_bit(node: NodeProcess, kind: str, dtype: Any) -> None:
+    model = _model(kind, dtype=dtype)
+    tokens = _tokens(300)
+    live = DynamicCache(config=model.config)
+    for end in (70, 71, 200):
+        _run(model, tokens[:, :end], live)
+        with CacheStore(node.target, model, block_tokens=16) as store:
+            saved = store.session("ada", f"{kind} {dtype}").save(live, tokens)
+        assert (saved.tokens, saved.error) == (end, None)
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        back = store.session("ada", f"{kind} {dtype}").resume(tokens)
+    assert (back.tokens, back.miss) == (200, None)
+    assert _same(back.cache, live)
+    assert torch.equal(_run(model, tokens, back.cache), _run(model, tokens, live))
+
+
+def test_an_unchanged_conversation_sends_nothing_and_a_turn_what_is_new(node: NodeProcess) -> None:
+    model, tokens = _model("full"), _tokens(150)
+    cache = DynamicCache(config=model.config)
+    with CacheStore(node.target, model) as store:
+        chat = store.session("ada", "delta")
+        _run(model, tokens[:, :100], cache)
+        first = chat.save(cache, tokens)
+        assert chat.save(cache, tokens).sent_bytes == 0
+        _run(model, tokens, cache)
+        second = chat.save(cache, tokens)
+    assert (first.sent_bytes, second.sent_bytes) == (100 * 1024, 50 * 1024)
+
+
+@pytest.mark.parametrize("kind", ["full", "mixed"])
+def test_an_edited_prompt_keeps_what_stands_before_the_edit(node: NodeProcess, kind: str) -> None:
+    model, tokens = _model(kind), _tokens(200)
+    cache = DynamicCache(config=model.config)
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        chat = store.session("ada", f"edited {kind}")
+        for end in (64, 160):
+            _run(model, tokens[:, :end], cache)
+            chat.save(cache, tokens)
+        edited = tokens.clone()
+        edited[0, 100] = (edited[0, 100] + 1) % 100
+        back = chat.resume(edited)
+        # A layer with a window has of a turn what it had at its end, so there the turn before is what is left.
+        assert back.tokens == (96 if kind == "full" else 64)
+        assert back.miss is not None
+        assert back.miss.reason is MissReason.UNKNOWN
+        fresh = DynamicCache(config=model.config)
+        _run(model, edited[:, : back.tokens], fresh)
+        for ours, other in zip(back.cache.layers, fresh.layers, strict=True):
+            assert torch.allclose(ours.keys, other.keys, atol=1e-4)
+        _run(model, edited, back.cache)
+        assert chat.save(back.cache, edited).error is None
+        again = chat.resume(torch.cat([edited, tokens[:, :1]], 1))
+        assert (again.tokens, again.miss) == (200, None)
+        assert _same(again.cache, back.cache)
+        assert chat.resume(tokens).tokens == (96 if kind == "full" else 64)
+
+
+def test_other_weights_see_nothing_of_it(node: NodeProcess) -> None:
+    tokens = _tokens(100)
+    for seed in (1, 2):
+        model = _model("full", seed)
+        cache = DynamicCache(config=model.config)
+        _run(model, tokens[:, :80], cache)
+        with CacheStore(node.target, model) as store:
+            chat = store.session("ada", "weights")
+            back = chat.resume(tokens)
+            assert (back.tokens, back.cache.get_seq_length()) == (0, 0)
+            chat.save(cache, tokens)
+            assert chat.resume(tokens).tokens == 80
+
+
+def test_one_token_is_always_left_to_compute(node: NodeProcess) -> None:
+    model, tokens = _model("full"), _tokens(128)
+    cache = DynamicCache(config=model.config)
+    _run(model, tokens, cache)
+    with CacheStore(node.target, model) as store:
+        chat = store.session("ada", "whole prompt")
+        chat.save(cache, tokens)
+        assert chat.resume(tokens).tokens == 64
+
+
+def test_a_block_that_is_gone_leaves_the_prefix_before_it(node: NodeProcess) -> None:
+    model, tokens = _model("full"), _tokens(300)
+    cache = DynamicCache(config=model.config)
+    _run(model, tokens[:, :256], cache)
+    with (
+        CacheStore(node.target, model) as store,
+        Client(node.target, layout=store.shapes.canonical) as client,
+    ):
+        chat = store.session("ada", "gone")
+        chat.save(cache, tokens)
+        client.delete([list(pieces(store.shapes, tokens[0].tolist(), [256]))[2].key])
+        back = chat.resume(tokens)
+        assert back.tokens == 128
+        assert back.miss is not None
+        _run(model, tokens[:, :256], back.cache)
+        # What is named is not sent again; whoever computed it again says so by another turn.
+        assert torch.allclose(back.cache.layers[0].keys, cache.layers[0].keys, atol=1e-4)
+
+
+def test_without_a_fabric_it_goes_inside_grpc(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise FabricError("there is none")
+
+    monkeypatch.setattr(Client, "register", none)
+    monkeypatch.setattr(Client, "reserve", none)
+    model, tokens = _model("mixed"), _tokens(300)
+    cache = DynamicCache(config=model.config)
+    _run(model, tokens[:, :256], cache)
+    with CacheStore(node.target, model) as store:
+        chat = store.session("ada", "inline")
+        assert chat.save(cache, tokens).error is None
+        back = chat.resume(tokens)
+    assert back.tokens == 256
+    assert _same(back.cache, cache)
+
+
+def test_a_dead_node_costs_a_miss_and_raises_nothing(tmp_path: Path) -> None:
+    model, tokens = _model("full"), _tokens(100)
+    cache = DynamicCache(config=model.config)
+    _run(model, tokens[:, :80], cache)
+    with NodeProcess(tmp_path / "node") as node, CacheStore(node.target, model) as store:
+        chat = store.session("ada", "killed")
+        assert chat.save(cache, tokens).error is None
+        node.kill()
+        begun_s = time.monotonic()
+        back, saved = chat.resume(tokens), chat.save(cache, tokens)
+        chat.prefetch()
+        assert time.monotonic() - begun_s < 30
+        assert back.miss is not None
+        assert (back.tokens, back.miss.reason) == (0, MissReason.NODE_AWAY)
+        assert saved.error is not None
+        node.start()
+        begun_s = time.monotonic()
+        while chat.resume(tokens).tokens != 80:  # the breaker lets a call through soon
+            assert time.monotonic() - begun_s < 30
+
+
+def test_what_is_no_sequence_of_this_model_is_refused(node: NodeProcess) -> None:
+    model, tokens = _model("full"), _tokens(20)
+    cache = DynamicCache(config=model.config)
+    _run(model, tokens, cache)
+    with CacheStore(node.target, model) as store:
+        chat = store.session("ada", "refused")
+        with pytest.raises(ProtocolError, match="20 tokens, and 19"):
+            chat.save(cache, tokens[:, :19])
+        with pytest.raises(ProtocolError, match="one sequence"):
+            chat.resume(tokens.repeat(2, 1))
+        two = DynamicCache(config=model.config)
+        _run(model, tokens.repeat(2, 1), two)
+        with pytest.raises(LayoutError, match="Layer 0"):
+            chat.save(two, tokens)
+        with pytest.raises(LayoutError, match="Layer 0"):
+            chat.save(DynamicCache([(layer.keys.half(), layer.values) for layer in cache.layers]), tokens)
