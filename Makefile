@@ -33,6 +33,14 @@ demo: setup ## a storage node and a client on this machine, blocks put by a flag
 test: setup ## all tests
 	@$(py) -m pytest $(PYTEST_ARGS)
 
+.PHONY: setup-engines
+setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (1.9 GB), for the engines' tests
+	@tools/setup_engines.sh
+
+.PHONY: test-engines
+test-engines: setup-engines ## tests/engines: real engines with our node beside them (minutes)
+	@.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
@@ -76,6 +84,6 @@ wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3
 
 .PHONY: clean
 clean: ## remove .venv and all that was built
-	rm -rf .venv .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c
+	rm -rf .venv .venv-engines .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c
 	rm -f sim/replay/*.so sim/replay/_events.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

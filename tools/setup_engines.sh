@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes .venv-engines: vLLM for CPUs, transformers, torch, and this checkout, for `make test-engines`.
+#
+# What always holds: a step that is already done is not done again, whatever was interrupted. The stamp lies inside
+# .venv-engines, carries a hash of all that it depends on, and is written last. When it fits, nothing touches pip or
+# the network.
+#
+# What it doesn't do: build anything. tools/setup.sh, which must have run, has built the C cores into the checkout, and
+# both environments use the same files; so .venv-engines gets a path to the checkout and not a build of its own, which
+# would overwrite libraries that running processes of .venv have mapped.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+venv=$root/.venv-engines
+
+say() { printf 'set-up of the engines: %s\n' "$*"; }
+die() {
+  printf 'set-up of the engines: %s\n' "$*" >&2
+  exit 1
+}
+
+[[ -x $root/.venv/bin/python ]] || die "there is no .venv yet; run make setup first."
+
+# Two set-ups of one checkout at a time would build into each other's feet.
+mkdir -p "$root/.cache"
+exec 9>"$root/.cache/setup-engines.lock"
+if command -v flock >/dev/null; then
+  flock -w 1800 9 || die "another set-up of this checkout has been running for 30 minutes; end it and try again."
+fi
+
+# The root is part of the hash: a venv that was moved or copied names its old place in every script.
+version=$("$root/.venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)')
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+wanted=$( (printf '%s\n' "$version" "$root" && cat requirements-engines.txt) | sha256sum | cut -d' ' -f1)
+stamp=$venv/.stamp-engines
+[[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && exit 0
+
+if [[ ! -d $venv ]]; then why="there is none yet"
+elif [[ ! -f $stamp ]]; then why="the last set-up did not finish"
+else why="the Python, the folder or requirements-engines.txt changed"; fi
+say "making .venv-engines, because $why (a minute or two, 1.9 GB)"
+rm -rf "$venv"
+"$root/.venv/bin/python" -m venv "$venv" || die ".venv's Python could not make .venv-engines; its words are above."
+log=$root/.cache/pip-engines.log
+# --no-deps: the list is complete, and a package that is not on it must not come in by itself.
+"$venv/bin/python" -m pip install --no-deps -r requirements-engines.txt >"$log" 2>&1 || {
+  tail -n 15 "$log" >&2
+  die "pip could not install requirements-engines.txt; its words are above, all of them in .cache/pip-engines.log"
+}
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+printf '%s\n' "$root" >"$packages/triggerkv-checkout.pth"
+printf '%s\n' "$wanted" >"$stamp"
