@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 USERS = 6
 TURNS = 4
 ANSWER_TOKENS = 24
+LONG_TOKENS = 160
 
 
 @dataclass(frozen=True)
 class Chats:
     prompts: list[list[list[int]]]  # turn by turn, user by user: all tokens so far
     answers: list[list[list[int]]]
+    long: list[list[int]]  # what is said to the first turn by one who may go on
 
     @classmethod
     def held_with(cls, engine: Engine) -> Chats:
@@ -32,11 +34,15 @@ class Chats:
             answers.append(said)
             for history, answer in zip(histories, said, strict=True):
                 history += answer
-        return cls(prompts, answers)
+        return cls(prompts, answers, engine.say(prompts[0], tokens=LONG_TOKENS).answers)
 
     @property
     def last(self) -> list[list[int]]:
         return self.prompts[-1]
+
+    def check_long(self, engine: Engine) -> None:
+        """Hold the first turn, with answers that outgrow a small engine."""
+        assert engine.say(self.prompts[0], tokens=LONG_TOKENS).answers == self.long
 
     def check(self, engine: Engine, turns: range | None = None) -> int:
         """Hold them with another engine, which must say the same; how many tokens it did not have to compute."""

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.engines.vllm.connector import TriggerKvConnector
+from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
 from kvstore.engines.vllm.plan import Plan
 from kvstore.engines.vllm.working import Working
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
 
     from kvstore.engines.vllm.loading import Loaded
     from kvstore.engines.vllm.plan import Wanted
 
-__all__ = ["RecordingConnector"]
+__all__ = ["RecordingConnector", "RecordingSpec"]
 
 
 class RecordingConnector(TriggerKvConnector):
@@ -55,3 +56,31 @@ class RecordingConnector(TriggerKvConnector):
                     content = memory.bytes_of(buffer, offset, group.page_bytes)
                     digest = blake2b(content, digest_size=16).hexdigest()
                     lines.write(f"{what} {key.hex()} {digest}\n")
+
+
+class RecordingSpec(TriggerKvOffloadingSpec):
+    """The same of an OffloadingSpec: chunks, when the engine has filled them, and when it is about to read them."""
+
+    def get_manager(self) -> Any:
+        manager = super().get_manager()
+        host = manager._host
+        fill, hold = host.end_fill, host.hold
+
+        def end_fill(keys: Sequence[bytes], *, filled: bool) -> None:
+            record("saved", keys)
+            fill(keys, filled=filled)
+
+        def hold_keys(keys: Sequence[bytes]) -> list[int]:
+            numbers: list[int] = hold(keys)
+            record("loaded", keys)
+            return numbers
+
+        def record(what: str, keys: Sequence[bytes]) -> None:
+            with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
+                for key in keys:
+                    begin = host._slots[key].number * host._slot_bytes
+                    content = host._memory[begin : begin + host._slot_bytes]
+                    lines.write(f"{what} {key.hex()} {blake2b(content, digest_size=16).hexdigest()}\n")
+
+        host.end_fill, host.hold = end_fill, hold_keys
+        return manager

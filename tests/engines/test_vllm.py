@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore.client import Client
+from tests.engines.chats import Chats
 from tests.engines.digests import read_digests
 from tests.engines.engine import Engine
+from tests.engines.model import make_gemma
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from tests.engines.chats import Chats
     from tests.engines.node import Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SMALL_BLOCKS = 40  # of 32 tokens: six users want about eighty
+SMALL_BLOCKS = 40  # of 32 tokens: six users want about eighty, and fifty for long answers to short prompts
+
+
+SPEC = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+SPEC_EXTRA = {"spec_name": "RecordingSpec", "spec_module_path": "tests.engines.recording"}
 
 
 def check_digests(engine: Engine) -> int:
@@ -81,6 +86,7 @@ def test_a_small_engine_under_pressure_and_another_one_share_a_node(
         chats.check(small)
         chats.check(engine)
         chats.check(small, range(3, 4))
+        chats.check_long(small)
         counts = small.counts()
         assert counts["vllm:num_preemptions"] > 0
         assert counts["vllm:triggerkv_hit_tokens"] > 1000
@@ -176,3 +182,52 @@ def test_a_node_that_is_not_there_changes_nothing(place: Path, model: Path, chat
         chats.check(alone)
         assert alone.count("stored_blocks") == 0
         assert "Traceback" not in alone.log()
+
+
+def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
+    place: Path, model: Path, node: Node, chats: Chats
+) -> None:
+    for life in range(2):
+        with Engine(place, f"spec {life}", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
+            if life:
+                assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+            chats.check(engine)
+            engine.forget()
+            assert chats.check(engine, range(3, 4)) > 0
+            assert check_digests(engine) > 0
+            assert "Traceback" not in engine.log()
+        node.restart()
+    assert not list(Path("/dev/shm").glob("triggerkv-*"))
+
+
+def test_the_offloading_spec_goes_on_without_its_node(place: Path, model: Path, node: Node, chats: Chats) -> None:
+    with Engine(place, "spec killed", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
+        chats.check(engine, range(2))
+        node.kill()
+        engine.forget()
+        chats.check(engine)
+        node.start()
+        chats.check(engine)
+        check_digests(engine)
+        assert "Traceback" not in engine.log()
+
+
+def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> None:
+    gemma = make_gemma(place / "gemma")
+    with Engine(place, "plain gemma", gemma) as plain:
+        chats = Chats.held_with(plain)
+    with Engine(place, "gemma", gemma, node.target) as engine:
+        chats.check(engine)
+        engine.forget()
+        assert chats.check(engine, range(3, 4)) > 0
+        assert engine.count("hit_tokens") > 0
+        node.stop()
+        node.damage(0.3)
+        node.start()
+        until = time.monotonic() + 30
+        while not engine.count("missing_blocks"):
+            engine.forget()
+            chats.check(engine)
+            assert time.monotonic() < until
+        check_digests(engine)
+        assert "Traceback" not in engine.log()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TriggerKvConnector"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 T = TypeVar("T")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "Loads"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _THREADS = 2  # so that one request's load does not wait for all of another's
 _IDLE_WAIT_S = 0.005

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lookups"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _THREADS = 2
 _WINDOW_STEPS = 8  # shorter lengths tried where a window has gaps

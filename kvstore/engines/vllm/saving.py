@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SLOTS_BYTES", "Saved", "Saves"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 SLOTS_BYTES = 256 << 20  # of the node's memory, for what one worker has under way
 _ACK_TIMEOUT_S = 30.0  # for the drive's word about what has landed

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduling"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 # A look-up takes a millisecond or two; a scheduler that is told to ask again spins for as long.
 _FIRST_WAIT_S = 0.01

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Page", "Transport", "open_client", "open_transport"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _INLINE_QUEUE_BYTES = 128 << 20  # copied and not yet sent; what comes while it is full is not stored
 _SLOTS_MIN = 16

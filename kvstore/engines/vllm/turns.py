@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Turns"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _QUEUED_MAX = 256  # turns that wait for the node; what comes while it is away is not appended
 _TRIES = 5  # a turn's last blocks may be on their way to the drive still

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Absent", "Working"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 
 class Working:
