@@ -28,12 +28,12 @@ class Chats:
         prompts, answers = [], []
         for _ in range(TURNS):
             for history in histories:
-                history += [dice.randrange(3, 999) for _ in range(dice.randrange(60, 140))]
+                history.extend(dice.randrange(3, 999) for _ in range(dice.randrange(60, 140)))
             prompts.append([list(history) for history in histories])
             said = engine.say(prompts[-1], tokens=ANSWER_TOKENS).answers
             answers.append(said)
             for history, answer in zip(histories, said, strict=True):
-                history += answer
+                history.extend(answer)
         return cls(prompts, answers, engine.say(prompts[0], tokens=LONG_TOKENS).answers)
 
     @property

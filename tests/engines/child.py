@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -25,8 +26,10 @@ def main() -> None:
             extra_args={"kv_transfer_params": params} if params else None,
         )
         given: Any = [{"prompt_token_ids": one, **({"cache_salt": salt} if salt else {})} for one in prompts]
+        began = time.perf_counter()
         outputs = llm.generate(given, how, use_tqdm=False)
         return {
+            "seconds": time.perf_counter() - began,
             "answers": [list(one.outputs[0].token_ids) for one in outputs],
             "cached": sum(one.num_cached_tokens or 0 for one in outputs),
         }
@@ -37,7 +40,7 @@ def main() -> None:
             case "say":
                 answer: Any = say(**told)
             case "forget":
-                answer = {"forgotten": llm.reset_prefix_cache()}
+                answer = {"forgotten": llm.reset_prefix_cache(reset_connector=True)}
             case "counts":
                 answer = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
         print(json.dumps(answer), file=answers)

@@ -10,7 +10,6 @@ import os
 import selectors
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -32,7 +31,7 @@ CONNECTOR = {
 class Said:
     answers: list[list[int]]
     cached: int  # prompt tokens that were not computed, wherever they came from
-    seconds: float
+    seconds: float  # in the engine
 
 
 class Engine:
@@ -98,12 +97,10 @@ class Engine:
 
     def say(self, prompts: list[list[int]], *, tokens: int = 1, **how: Any) -> Said:
         """Let it go on from these tokens, all at once."""
-        began = time.monotonic()
-        told = self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how})
-        return Said(told["answers"], told["cached"], time.monotonic() - began)
+        return Said(**self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how}))
 
     def forget(self) -> None:
-        """Empty its own prefix cache."""
+        """Empty its own prefix cache, and the host memory of an OffloadingSpec."""
         assert self._ask({"do": "forget"})["forgotten"]
 
     def counts(self) -> dict[str, float]:

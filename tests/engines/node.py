@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Node(NodeProcess):
-    def __init__(self, data: Path, **of_process: str) -> None:
+    def __init__(self, data: Path) -> None:
         self.data = data
-        super().__init__(data, **of_process)
+        super().__init__(data)
 
     def restart(self) -> None:
         self.stop()

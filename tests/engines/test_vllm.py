@@ -165,9 +165,7 @@ def test_a_turn_becomes_one_of_its_session(node: Node, engine: Engine, chats: Ch
     assert listed["chat 7"].turns == 2
 
 
-def test_without_a_fabric_blocks_go_inside_grpc(
-    place: Path, model: Path, node: Node, chats: Chats
-) -> None:
+def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
     with Engine(place, "inline", model, node.target, extra={"transport": "inline"}) as inline:
         chats.check(inline)
         inline.forget()
@@ -200,7 +198,9 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
     assert not list(Path("/dev/shm").glob("triggerkv-*"))
 
 
-def test_the_offloading_spec_goes_on_without_its_node(place: Path, model: Path, node: Node, chats: Chats) -> None:
+def test_the_offloading_spec_goes_on_without_its_node(
+    place: Path, model: Path, node: Node, chats: Chats
+) -> None:
     with Engine(place, "spec killed", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
         chats.check(engine, range(2))
         node.kill()
@@ -221,6 +221,7 @@ def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> Non
         engine.forget()
         assert chats.check(engine, range(3, 4)) > 0
         assert engine.count("hit_tokens") > 0
+        assert "KV of 2 groups" in engine.log()
         node.stop()
         node.damage(0.3)
         node.start()

@@ -1,1 +1,1 @@
-"""vLLM: `connector` is its KVConnectorBase_V1, `offloading` its OffloadingSpec. Importing this package imports no vLLM."""
+"""vLLM: `connector` is its KVConnectorBase_V1, `offloading` its OffloadingSpec."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,29 +34,29 @@ from kvstore.engines.vllm.working import Absent, Working
 from kvstore.errors import KvError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
 __all__ = ["TriggerKvConnector"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
-T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
-def _or(otherwise: Callable[[], T]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def _or(otherwise: Callable[[], Any]) -> Callable[[F], F]:
     """Let nothing out of a call that the engine makes: it gets this instead, and the log the reason."""
 
-    def wrap(call: Callable[..., T]) -> Callable[..., T]:
+    def wrap(call: F) -> F:
         @functools.wraps(call)
-        def guarded(self: Any, *arguments: Any, **named: Any) -> T:
+        def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
             try:
                 return call(self, *arguments, **named)
             except Exception:  # there is nothing the engine could do about it
                 log.exception("%s failed; the engine computes what it does not get.", call.__name__)
                 return otherwise()
 
-        return guarded
+        return cast("F", guarded)
 
     return wrap
 
@@ -115,7 +114,9 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._kv_cache_config.num_blocks,
                 kv_caches,
             )
-        except Exception as reason:  # whatever it was, requests that were promised blocks must not wait for ever
+        except (
+            Exception
+        ) as reason:  # whatever it was, requests that were promised blocks must not wait for ever
             log.warning("No KV is kept: %s", reason, exc_info=not isinstance(reason, KvError))
             self._working = Absent()
 

@@ -196,7 +196,9 @@ class HostMemory:
 
     def _block(self, key: bytes) -> Block:
         assert self._region is not None
-        return Block(self._key_of(key), self._region, self._slots[key].number * self._slot_bytes, self._slot_bytes)
+        return Block(
+            self._key_of(key), self._region, self._slots[key].number * self._slot_bytes, self._slot_bytes
+        )
 
     def _fetch(self, keys: list[bytes]) -> None:
         here = [False] * len(keys)

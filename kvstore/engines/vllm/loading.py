@@ -89,14 +89,13 @@ class Loads:
             group = self._memory.groups[wanted.group]
             places = self._memory.pages(wanted.group, wanted.block)
             keys = group.pages(wanted.digest, self._memory.shard)
-            pages += [
-                Page(key, *place, group.page_bytes) for key, place in zip(keys, places, strict=True)
-            ]
+            pages += [Page(key, *place, group.page_bytes) for key, place in zip(keys, places, strict=True)]
         here = iter(self._transport.fetch(pages, self._timeout_s))
         missing, size = [], 0
         for wanted in blocks:
             group = self._memory.groups[wanted.group]
-            if all([next(here) for _ in group.layer_names]):  # a list: every answer is taken
+            of_block = [next(here) for _ in group.layer_names]
+            if all(of_block):
                 size += len(group.layer_names) * group.page_bytes
             else:
                 missing.append(wanted)

@@ -56,7 +56,9 @@ class KvMemory:
             raise LayoutError(f"The KV of {name} has the shape {tuple(cache.shape)}, not block by block.")
         kernel_blocks = cache.shape[0] // blocks  # a kernel's block may be a part of the engine's
         inner = sorted(
-            (stride, size) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True) if size > 1
+            (stride, size)
+            for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True)
+            if size > 1
         )
         dense = 1
         for stride, size in inner:
@@ -67,7 +69,9 @@ class KvMemory:
         page = dense * element * kernel_blocks
         stride = cache.stride(0) * element * kernel_blocks
         if page > group.page_bytes or stride < page or (kernel_blocks > 1 and stride != page):
-            raise LayoutError(f"The pages of {name} have {page} bytes every {stride}, not {group.page_bytes}.")
+            raise LayoutError(
+                f"The pages of {name} have {page} bytes every {stride}, not {group.page_bytes}."
+            )
         storage = cache.untyped_storage()
         start = storage.data_ptr()
         if start not in self._storages:

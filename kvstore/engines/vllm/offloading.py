@@ -80,7 +80,9 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         ranks = max(1, config.parallel.world_size)
         self._slot_bytes = -(-self._rank_bytes * ranks // _PAGE) * _PAGE
         if not 0 < self._slot_bytes <= BLOCK_BYTES_MAX:
-            raise ConfigError(f"A block has {self._slot_bytes} bytes on all ranks; we take {BLOCK_BYTES_MAX}.")
+            raise ConfigError(
+                f"A block has {self._slot_bytes} bytes on all ranks; we take {BLOCK_BYTES_MAX}."
+            )
         if self._settings.host_bytes < 2 * self._slot_bytes:
             raise ConfigError(f"host_bytes must hold some blocks of {self._slot_bytes} bytes.")
         self._path = Path("/dev/shm") / f"triggerkv-{_short(config.engine_id)}"  # noqa: S108  # shared memory it is

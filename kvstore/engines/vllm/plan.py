@@ -43,7 +43,7 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Told(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers tell back: the blocks of which all pages are stored, by group and digest, each with how many workers say so."""
+    """What the workers tell back: blocks of which all pages are stored, and how many workers say so of each."""
 
     stored: dict[tuple[int, bytes], int]
 

@@ -1,13 +1,13 @@
 """Saves: pages leave the engine's memory while it computes, layer by layer, on a flag.
 
 A step's save is begun before its forward pass: a thread reserves room on the node and arms a put for each page. What
-fires them is the engine's own: `layer_done` stores to the flag word after each layer, and the pages of the layers up to
-there go. At the end of the step `settle` waits until all have landed in the node's memory; by then almost all have,
-because they went while later layers were computed.
+fires them is the engine's own: `layer_done` stores to the flag word after each layer, and all pages up to there go.
+At the end of the step `settle` waits until all have landed in the node's memory; by then almost all have, as they went
+while later layers were computed.
 
 What always holds: when `settle` returns, nothing reads the engine's memory any more, whatever became of the puts; so
-the engine may free, preempt and write its blocks as it likes. Nothing here raises, and nothing waits for longer than the
-deadline. What did not get out in time is not stored, and that is all.
+the engine may free, preempt and write its blocks as it likes. Nothing here raises, and nothing waits for longer than
+the deadline. What did not get out in time is not stored, and that is all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class _Step:
 
     blocks: Sequence[Wanted]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    armed: list[tuple[ArmedPuts, list[int]]] = field(default_factory=list)  # each with the blocks of its pages
+    armed: list[tuple[ArmedPuts, list[int]]] = field(
+        default_factory=list
+    )  # each with the blocks of its pages
     given_up: int = 0  # pages that were not armed
     broken: set[int] = field(default_factory=set)  # blocks that lack a page
     over: bool = False  # no put is armed any more
@@ -91,7 +93,7 @@ class Saves:
         self._clock = SystemClock()
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
-        """Have puts armed for what this step will have computed; not while those of an earlier one still wait for room."""
+        """Have puts armed for what this step will have computed, unless those of an earlier one still wait for room."""
         if not blocks or not self._last.prepared.is_set():
             return
         self._step = self._last = _Step(blocks)
@@ -99,7 +101,7 @@ class Saves:
         self._thread.submit(self._prepare, self._step, self._value)
 
     def layer_done(self, name: str) -> None:
-        """This layer's KV is written: let its pages go, with those of all layers before it."""
+        """Let the pages of a layer go, whose KV is written, with those of all layers before it."""
         if self._step is None or name not in self._order:
             return
         group, layer = self._order[name]
@@ -154,9 +156,7 @@ class Saves:
                     saved.pages += 1
                     saved.bytes += self._memory.groups[step.blocks[number].group].page_bytes
         saved.stored = [
-            (wanted.group, wanted.digest)
-            for number, wanted in enumerate(step.blocks)
-            if number not in broken
+            (wanted.group, wanted.digest) for number, wanted in enumerate(step.blocks) if number not in broken
         ]
         return saved
 
@@ -186,7 +186,9 @@ class Saves:
             for layer, (key, (buffer, offset)) in enumerate(
                 zip(group.pages(wanted.digest, self._memory.shard), places, strict=True)
             ):
-                block = Block(key, self._regions[buffer], offset, group.page_bytes, threshold=value + layer + 1)
+                block = Block(
+                    key, self._regions[buffer], offset, group.page_bytes, threshold=value + layer + 1
+                )
                 pages.append((number, block))
         pages.sort(key=lambda page: page[1].threshold)
         return pages

@@ -183,7 +183,11 @@ class Scheduling:
             known.saved[number] = last
             if self._tokens_of is not None and len(self._tokens_of) < _EVENTS_MAX:
                 for at in range(first, last):
-                    self._tokens_of[number, digests[at]] = (known.request, at, digests[at - 1] if at else None)
+                    self._tokens_of[number, digests[at]] = (
+                        known.request,
+                        at,
+                        digests[at - 1] if at else None,
+                    )
         return full
 
     def told(self, told: Told | None) -> None:

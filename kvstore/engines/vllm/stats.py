@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -27,6 +26,8 @@ COUNTS = {
 class Stats(KVConnectorStats):  # type: ignore[misc]
     """Counts by name."""
 
+    data: dict[str, int]
+
     def add(self, name: str, count: int = 1) -> None:
         """Count."""
         assert name in COUNTS
@@ -45,7 +46,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """As the log has them: no nanoseconds, and a rate."""
-        told = {name: count for name, count in self.data.items() if name != "load_ns"}
+        told: dict[str, int | float] = {name: count for name, count in self.data.items() if name != "load_ns"}
         if load_ns := self.data.get("load_ns", 0):
             told["load_GBps"] = round(self.data.get("loaded_bytes", 0) / load_ns, 3)
         return told

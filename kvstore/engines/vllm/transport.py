@@ -54,7 +54,11 @@ class Transport(Protocol):
     """One of the two ways."""
 
     name: str
-    saves: _Saving
+
+    @property
+    def saves(self) -> _Saving:
+        """Its saves."""
+        ...
 
     def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:
         """Bring pages into their places."""
@@ -98,7 +102,7 @@ class _OverFabric:
     def __init__(self, client: Client, memory: KvMemory, slots: int, timeout_s: float) -> None:
         self._client = client
         self._regions = [client.register(buffer) for buffer in memory.buffers]
-        self.saves = Saves(client, memory, self._regions, slots, timeout_s)
+        self.saves: _Saving = Saves(client, memory, self._regions, slots, timeout_s)
         self.name = f"the fabric ({client.fabric.provider})"
 
     def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:
@@ -122,7 +126,7 @@ class _InsideRpc:
 
     def __init__(self, client: Client, memory: KvMemory) -> None:
         self._client, self._memory = client, memory
-        self.saves = _Copies(client, memory)
+        self.saves: _Saving = _Copies(client, memory)
 
     def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:
         clock = SystemClock()

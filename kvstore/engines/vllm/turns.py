@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import KvError, NoSession, SessionRefused
@@ -92,11 +93,10 @@ class Turns:
             return
 
     def _append_once(self, session: Session, keys: Sequence[bytes], tokens: int) -> None:
-        there, there_tokens = [], 0
-        try:
+        there: list[bytes] = []
+        there_tokens = 0
+        with suppress(NoSession):
             there, there_tokens = session.keys(), session.info().tokens
-        except NoSession:
-            pass
         common = next(
             (at for at, (one, other) in enumerate(zip(there, keys, strict=False)) if one != other),
             min(len(there), len(keys)),

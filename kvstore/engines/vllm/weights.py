@@ -1,8 +1,8 @@
 """Which weights these are: a digest that two engines share only if their weights are the same.
 
-What always holds: a folder of up to `WHOLE_BYTES_MAX` of weights is hashed as a whole. Of a larger one each file's name,
-size and beginning are, with pieces from all over it: other training changes all of them. A model of a hub goes by its
-commit. Who patches single tensors of a large folder in place must say so (`weights` in the settings).
+What always holds: a folder of up to `WHOLE_BYTES_MAX` of weights is hashed as a whole. Of a larger one each file's
+name, size and beginning are, with pieces from all over it: other training changes all of them. A model of a hub goes by
+its commit. Who patches single tensors of a large folder in place must say so (`weights` in the settings).
 """
 
 from __future__ import annotations

@@ -32,7 +32,12 @@ class Working:
     """Of one worker."""
 
     def __init__(
-        self, settings: Settings, identity: Identity, shard: int, blocks: int, caches: Mapping[str, torch.Tensor]
+        self,
+        settings: Settings,
+        identity: Identity,
+        shard: int,
+        blocks: int,
+        caches: Mapping[str, torch.Tensor],
     ) -> None:
         self.memory = KvMemory(caches, identity.groups, shard, blocks)
         transport = open_transport(settings, identity, self.memory)
@@ -43,7 +48,9 @@ class Working:
         self._failed_blocks: set[int] = set()
         self._stored: dict[tuple[int, bytes], int] = {}
         self.stats = Stats()
-        log.info("KV blocks are kept on %s, over %s.", settings.node, transport.name)
+        log.info(
+            "KV of %d groups is kept on %s, over %s.", len(identity.groups), settings.node, transport.name
+        )
 
     def begin_step(self, plan: Plan) -> None:
         """Before anything is computed."""
@@ -101,7 +108,7 @@ class Working:
 
 
 class Absent:
-    """The worker's side where blocks can't be moved: all that the scheduler's side promised is missing, and computed."""
+    """The worker's side where blocks can't be moved: all that was promised is missing, and computed."""
 
     def __init__(self) -> None:
         self.stats = Stats()
