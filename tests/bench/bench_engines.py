@@ -65,6 +65,7 @@ def run(form: Form) -> None:
         ("fabric", "miss", 0.15),
         ("fabric sync", "local", None),
         ("miss", "without", 1.03),
+        ("fabric cold", "miss", None),
         ("grpc", "miss", None),
         ("host copy", "miss", None),
     ):
@@ -90,8 +91,9 @@ def _measure(place: Path, model: Path, node: Node) -> _Rounds:
 
     stored = []
     with _engine(place, "without", model, None) as without, _engine(place, "with", model, node) as ours:
-        for engine in (without, ours):
-            engine.say(prompt())
+        without.say(prompt())
+        probe = prompt()
+        ours.say(probe)
         for _ in range(_ROUNDS):
             rounds.add("without", without.say(prompt()).seconds)
             stored.append(prompt())
@@ -111,7 +113,6 @@ def _measure(place: Path, model: Path, node: Node) -> _Rounds:
                 rounds.add(name, _hit(engine, one))
     with _engine(place, "cold", model, node) as engine:
         engine.say(prompt())
-        probe = stored.pop(0)
         node.restart()  # nothing is in its memory now
         while not engine.say(probe).cached:  # it looks for the node again by and by
             engine.forget()

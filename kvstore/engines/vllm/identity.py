@@ -120,7 +120,7 @@ def _group(number: int, group: Any, vllm_config: Any, kv_cache_config: Any, weig
     name = str(first.dtype).removeprefix("torch.")
     layout = Layout(
         model=_model(vllm_config.model_config),
-        weights=weights or _weights(vllm_config.model_config),
+        weights=_weights(vllm_config.model_config, weights),
         dtype=_DTYPES.get(name, name),
         block_tokens=first.block_size,
         layers=layers,
@@ -144,15 +144,15 @@ def _model(model_config: Any) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def _weights(model_config: Any) -> str:
-    """The weights, and all that is said about how to compute with them."""
+def _weights(model_config: Any, given: str) -> str:
+    """The weights, by the name they were given if they were, and all that is said about how to compute with them."""
     about = json.loads(model_config.hf_config.to_json_string(use_diff=False))
     for name in _NOT_THE_MODEL:
         about.pop(name, None)
     commit = getattr(model_config.hf_config, "_commit_hash", None)
     return json.dumps(
         [
-            weights_name(str(model_config.model), model_config.revision, commit),
+            given or weights_name(str(model_config.model), model_config.revision, commit),
             about,
             str(model_config.dtype),
             str(model_config.quantization),
@@ -171,6 +171,7 @@ def _engine(vllm_config: Any, kv_cache_config: Any, spec: Any) -> str:
             kv_cache_config.kv_cache_layout,
             str(vllm_config.cache_config.cache_dtype),
             spec.page_size_bytes,
+            getattr(spec, "sliding_window", None),
         ]
     )
 
