@@ -74,6 +74,10 @@ bench: setup ## every benchmark; results in build/bench/
 bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
 	@$(py) -m tests.bench $*
 
+.PHONY: bench-engines
+bench-engines: setup-engines ## time to first token of a real engine: computed, cached, and from our node
+	@.venv-engines/bin/python -m tests.bench engines
+
 .PHONY: proto
 proto: setup ## generate kvstore/wire/*_pb2* from proto/
 	@$(py) tools/generate_wire.py

@@ -93,10 +93,13 @@ class BlockCalls:
         self._tenant = tenant
         self._fingerprint = fingerprint
 
-    def exists(self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None) -> list[Stored | Miss]:
+    def exists(
+        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> list[Stored | Miss]:
         """Say of each block whether it could be got: one that is there, or the Miss that a get would give.
 
         Without `lengths` a block of any length will do. Asking is no use: it keeps no block from being evicted.
+        The timeout is each call's.
         """
         names = [
             kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint, length=length)
@@ -106,19 +109,19 @@ class BlockCalls:
         for some in _batches(names):
             with self._calling("Asking for blocks"):
                 request = pb.ExistsRequest(tenant=self._tenant, blocks=some)
-                states += self._stub.Exists(request, timeout=_TIMEOUT_S).blocks
+                states += self._stub.Exists(request, timeout=timeout_s).blocks
         return [
             Stored(key, state.length, state.expires_unix_ms) if state.stored else _miss(state.miss)
             for key, state in zip(keys, states, strict=True)
         ]
 
-    def prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """Say how many of these blocks, from the first on, could be got without a gap."""
+    def prefix(self, keys: Sequence[bytes], *, timeout_s: float = _TIMEOUT_S) -> Prefix:
+        """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's."""
         blocks = 0
         for some in _batches(keys):
             with self._calling("Asking for a prefix"):
                 request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
-                answer = self._stub.Prefix(request, timeout=_TIMEOUT_S)
+                answer = self._stub.Prefix(request, timeout=timeout_s)
             blocks += answer.blocks
             if answer.HasField("miss"):
                 return Prefix(blocks, _miss(answer.miss))

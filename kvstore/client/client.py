@@ -94,7 +94,7 @@ class Client(Handle):
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
     ) -> None:
-        """Open the fabric; the node is not called yet.
+        """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
 
         A node beyond this machine learns who calls from `token`, or from a certificate (`tls`); a `tenant` need only be
         named to a node that asks for neither. `address` is this machine's own, for the fabric.
@@ -105,8 +105,10 @@ class Client(Handle):
         self.target = target
         self.tenant = tenant
         self._channel = open_channel(target, token, tls)
-        self.fabric = Fabric(provider, address=address)
         self.lock = threading.RLock()
+        self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
+        self._provider, self._address = provider, address
+        self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self._fingerprint = _fingerprint(layout)
         self._slots = slots
@@ -123,10 +125,23 @@ class Client(Handle):
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)
-        self._pump.start()
+        self._pump: threading.Thread | None = None
 
     # --- memory
+
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric of all its links; FabricError where there is none."""
+        with self.lock:
+            if self._fabric is None:
+                if self._closed:
+                    raise ProtocolError("The client is closed.")
+                self._fabric = Fabric(self._provider, address=self._address)
+                self._pump = threading.Thread(
+                    target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
+                )
+                self._pump.start()
+            return self._fabric
 
     def register(self, memory: Buffer) -> Region:
         """Register memory that blocks are put from and got into. Close it when the memory goes."""
@@ -323,7 +338,7 @@ class Client(Handle):
             raise DeadlineExceeded("Another call was still attaching to the node.")
         try:
             with self.lock:
-                if self.fabric.closed:
+                if self._closed:
                     raise ProtocolError("The client is closed.")
                 if self._link is not None:
                     return self._link
@@ -351,15 +366,15 @@ class Client(Handle):
 
     # --- events
 
-    def _run_pump(self) -> None:
+    def _run_pump(self, fabric: Fabric) -> None:
         poll = select.poll()
-        poll.register(self.fabric.fileno(), select.POLLIN)
+        poll.register(fabric.fileno(), select.POLLIN)
         poll.register(self._stop_fd, select.POLLIN)
         while True:
             ready = poll.poll()
             if any(fd == self._stop_fd for fd, _ in ready):
                 return
-            while events := self.fabric.reap():
+            while events := fabric.reap():
                 with self.lock:
                     for event in events:
                         link = self._link
@@ -370,12 +385,15 @@ class Client(Handle):
     def close(self) -> None:
         """End everything; puts that had not been acknowledged fail."""
         with self._attaching, self.lock:
-            if self.fabric.closed:
+            if self._closed:
                 return
+            self._closed = True
             if self._link is not None:
                 self.lose(self._link, NodeUnavailable("The client was closed."))
         os.eventfd_write(self._stop_fd, 1)
-        self._pump.join()
-        self.fabric.close()
+        if self._pump is not None:
+            self._pump.join()
+        if self._fabric is not None:
+            self._fabric.close()
         self._channel.close()
         os.close(self._stop_fd)

@@ -117,6 +117,7 @@ class ArmedPuts:
         self._durability = durability
         self._by_tag: dict[int, _Put] = {}
         self._open = 0
+        self._unlanded = 0  # the node may still be reading their sources
         self._counter: Counter | None = None
         self._done = threading.Condition(client.lock)
         with client.lock:
@@ -135,7 +136,7 @@ class ArmedPuts:
             put.tag = client.next_tags()
             self._by_tag[put.tag] = self._by_tag[put.tag + 1] = put
             sent.append(put)
-        self._open = len(sent)
+        self._open = self._unlanded = len(sent)
         if not sent:
             return
         for tag in self._by_tag:
@@ -201,6 +202,7 @@ class ArmedPuts:
         error = error_of_code(code)
         if error is None and code >= Durability.LANDED and not put.landed_ns:
             put.landed_ns = event.time_ns
+            self._has_landed()
         if isinstance(error, LeaseExpired):
             self._give_up(put, error)
         elif error is not None:
@@ -254,6 +256,8 @@ class ArmedPuts:
             landed_ns=put.landed_ns,
             durable_ns=durable_ns,
         )
+        if not put.landed_ns:
+            self._has_landed()
         self._link.operations.pop(put.tag, None)
         self._link.operations.pop(put.tag + 1, None)
         self._link.give_back_words([put.word])
@@ -261,6 +265,11 @@ class ArmedPuts:
         if not self._open and self._counter is not None:
             self._counter.close()
         self._done.notify_all()
+
+    def _has_landed(self) -> None:
+        self._unlanded -= 1
+        if not self._unlanded:
+            self._done.notify_all()
 
     # --- for the application
 
@@ -278,6 +287,26 @@ class ArmedPuts:
         with self._client.lock:
             waiting = [put.tag for put in self._puts if put.result is None]
             return self._client.fabric.cancel(waiting) if waiting else 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every put has ended."""
+        return not self._open
+
+    def wait_landed(self, timeout_s: float) -> bool:
+        """Wait until every put has landed or failed, so that the sources may be written again; returns whether so."""
+        with self._done:
+            return self._done.wait_for(lambda: not self._unlanded, max(0.0, timeout_s))
+
+    def abandon(self) -> None:
+        """End what has not landed, at any price: when this returns, nothing reads the sources any more.
+
+        What has not gone out never does. If anything has, and the node has not said that it landed, the link is lost.
+        """
+        with self._client.lock:
+            reading = [put.tag for put in self._puts if put.result is None and not put.landed_ns]
+            if reading and self._client.fabric.cancel(reading) < len(reading):
+                self._client.lose(self._link, DeadlineExceeded("A block went out and did not land in time."))
 
     def wait(self, timeout_s: float) -> list[PutResult]:
         """Wait until every put has ended; the results in the order of the blocks.

@@ -1,0 +1,1 @@
+"""vLLM: `connector` is its KVConnectorBase_V1, `offloading` its OffloadingSpec."""

@@ -1,0 +1,56 @@
+"""The digests of a request's blocks: each over its tokens, what else decides its KV, and the digest before it.
+
+What always holds: two blocks have one digest only if all tokens up to their ends are the same, and so are the
+cache_salt, the adapter (by name and content), images and embeddings, each where it stands. It is BLAKE2b over a
+written-down form, so it is the same in every process.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from kvstore.engines.vllm.weights import weights_name
+from kvstore.names import block_key
+
+__all__ = ["Chain"]
+
+
+class Chain:
+    """Of one request, in blocks of one size. It only grows."""
+
+    def __init__(self, request: Any, block_tokens: int) -> None:
+        self._request = request
+        self._block_tokens = block_tokens
+        self._image = 0
+        self.digests: list[bytes] = []
+        self._root = block_key(b"vllm", b"%d" % block_tokens)
+
+    def grow(self) -> list[bytes]:
+        """The digests of all full blocks that the request has tokens for now."""
+        tokens, size = self._request.all_token_ids, self._block_tokens
+        for begin in range(len(self.digests) * size, len(tokens) - size + 1, size):
+            extra, self._image = generate_block_hash_extra_keys(
+                self._request, begin, begin + size, self._image
+            )
+            before = self.digests[-1] if self.digests else self._root
+            numbers = array("q", tokens[begin : begin + size])
+            self.digests.append(block_key(before, numbers.tobytes(), _written(extra)))
+        return self.digests
+
+
+def _written(extra: tuple[Any, ...] | None) -> bytes:
+    if not extra:
+        return b""
+    return json.dumps([_portable(one) for one in extra], default=bytes.hex).encode()
+
+
+def _portable(one: Any) -> Any:
+    """An adapter's path says nothing on another machine, and nothing about what is in it: its content does."""
+    if isinstance(one, tuple) and one[0] == "lora":
+        _, name, path = one
+        return ["lora", name, weights_name(path, None, None)]
+    return one

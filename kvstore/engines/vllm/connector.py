@@ -1,0 +1,249 @@
+"""vLLM's KVConnectorBase_V1 over our node.
+
+    --kv-transfer-config '{"kv_connector": "TriggerKvConnector",
+        "kv_connector_module_path": "kvstore.engines.vllm.connector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
+
+What always holds: once the engine has started nothing raises into it; whatever fails, it computes. Nothing waits for
+longer than the deadlines of `settings`, and a node that is away costs next to nothing (the client's breaker). It owns
+nothing that needs `shutdown`.
+What it doesn't do: take a model whose KV can't be named by tokens (`identity` says which); then it says so, and stands
+aside.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvstore.engines.vllm.identity import Identity, identify
+from kvstore.engines.vllm.plan import Plan, Told
+from kvstore.engines.vllm.scheduling import Scheduling
+from kvstore.engines.vllm.settings import Settings
+from kvstore.engines.vllm.stats import PromMetrics, Stats
+from kvstore.engines.vllm.working import Absent, Working
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+__all__ = ["TriggerKvConnector"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def _or(otherwise: Callable[[], Any]) -> Callable[[F], F]:
+    """Let nothing out of a call that the engine makes: it gets this instead, and the log the reason."""
+
+    def wrap(call: F) -> F:
+        @functools.wraps(call)
+        def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
+            try:
+                return call(self, *arguments, **named)
+            except Exception:  # there is nothing the engine could do about it
+                log.exception("%s failed; the engine computes what it does not get.", call.__name__)
+                return otherwise()
+
+        return cast("F", guarded)
+
+    return wrap
+
+
+def _nothing() -> None:
+    return None
+
+
+class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One of them is the scheduler's, and one each worker's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduling: Scheduling | None = None
+        self._working: Working | Absent | None = None
+        self._identity: Identity | None = None
+        try:
+            self._identity = identify(vllm_config, kv_cache_config, self._settings.weights)
+        except KvError as reason:
+            log.warning("No KV is kept: %s", reason)
+            return
+        events = vllm_config.kv_events_config
+        if role is KVConnectorRole.SCHEDULER:
+            with_events = events is not None and events.enable_kv_cache_events
+            self._scheduling = Scheduling(self._settings, self._identity, with_events=with_events)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                log.warning(
+                    'kv_load_failure_policy is not "recompute": a request whose KV does not come fails.'
+                )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not saved is computed."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
+        """Each layer tells that it is done; a captured graph would not."""
+        return True
+
+    # --- the worker's side
+
+    @_or(_nothing)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the KV memory with the fabric, or find out that blocks go inside gRPC."""
+        if self._identity is None:
+            return
+        parallel = self._vllm_config.parallel_config
+        try:
+            self._working = Working(
+                self._settings,
+                self._identity,
+                parallel.rank % parallel.tensor_parallel_size,
+                self._kv_cache_config.num_blocks,
+                kv_caches,
+            )
+        except (
+            Exception
+        ) as reason:  # whatever it was, requests that were promised blocks must not wait for ever
+            log.warning("No KV is kept: %s", reason, exc_info=not isinstance(reason, KvError))
+            self._working = Absent()
+
+    @_or(_nothing)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._working is not None and isinstance(connector_metadata, Plan):
+            self._working.begin_step(connector_metadata)
+
+    @_or(_nothing)
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002
+        """Load what the plan says."""
+        if self._working is not None:
+            self._working.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: what a step needs is there before it begins."""
+
+    @_or(_nothing)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ARG002
+        """Let the layer's pages go."""
+        if self._working is not None:
+            self._working.layer_done(layer_name)
+
+    @_or(_nothing)
+    def wait_for_save(self) -> None:
+        """End the step: nothing reads the engine's blocks after this."""
+        if self._working is not None:
+            self._working.end_step()
+
+    @_or(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Say which loads have ended, and which of those have failed."""
+        if self._working is None:
+            return KVConnectorTransferResults()
+        ended, failed = self._working.finished_loads()
+        # Of several groups a block's number says too little; then the whole request is taken back.
+        is_whole = len(self._kv_cache_config.kv_cache_groups) > 1
+        return KVConnectorTransferResults(
+            finished_recving=ended, failed_recving=failed if is_whole else set()
+        )
+
+    @_or(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Say which blocks did not come."""
+        if self._working is None:
+            return set()
+        failed = self._working.failed_blocks()
+        return failed if len(self._kv_cache_config.kv_cache_groups) == 1 else set()
+
+    @_or(_nothing)
+    def build_connector_worker_meta(self) -> Told | None:
+        """Tell the scheduler's side what is stored."""
+        return self._working.told() if self._working is not None else None
+
+    # --- the scheduler's side
+
+    @_or(_nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Learn who knows the requests' blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduling is not None:
+            self._scheduling.bind(kv_cache_manager)
+
+    @_or(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        """Ask the node about it while it waits for its turn."""
+        if self._scheduling is not None:
+            self._scheduling.new_request(request)
+
+    @_or(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Say how many tokens beyond those computed can be loaded."""
+        if self._scheduling is None:
+            return 0, False
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    @_or(_nothing)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan the load."""
+        if self._scheduling is not None:
+            self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    @_or(Plan)
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        """Say what the workers load and save in this step."""
+        return self._scheduling.plan(scheduler_output) if self._scheduling is not None else Plan()
+
+    @_or(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in what the workers tell."""
+        if self._scheduling is not None:
+            self._scheduling.told(connector_output.kv_connector_worker_meta)
+
+    @_or(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Forget it. Its blocks are free: nothing reads them."""
+        if self._scheduling is not None:
+            self._scheduling.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do the same for an engine of several groups."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    @_or(lambda: ())
+    def take_events(self) -> Iterable[Any]:
+        """Tell which blocks were stored."""
+        return self._scheduling.take_events() if self._scheduling is not None else ()
+
+    # --- either side
+
+    @_or(_nothing)
+    def get_kv_connector_stats(self) -> Stats | None:
+        """Tell what was done since this was last asked."""
+        side = self._working or self._scheduling
+        return side.stats.take() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """Make counts of what came over a wire."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> PromMetrics:
+        """Make the counters of vLLM's Prometheus page."""
+        return PromMetrics(*arguments, **named)

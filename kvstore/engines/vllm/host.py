@@ -1,0 +1,250 @@
+"""Host memory between vLLM's offloading and our node, and what is in it: slots of one chunk each.
+
+vLLM's OffloadingSpec can't say that a load failed. So a chunk is only called a hit once its exact bytes lie here, and
+what its worker does is copy: between the engine's memory and a slot. The node is filled from here, and fetched to here,
+in threads of our own.
+
+What always holds: a slot that is called readable holds the exact bytes of its key until the load that was promised has
+ended; nothing waits for the node. Calls come from the scheduler's thread; the two threads only end what was begun.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.client import Block, Client, Hit
+from kvstore.clock import SystemClock
+from kvstore.errors import FabricError, KvError
+from kvstore.limits import LEASE_TIMEOUT_MS, SLOTS_PER_CLIENT_MAX
+from nic_offload.flags import FlagWords
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Sequence
+
+__all__ = ["HostMemory", "State"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_ABSENT_NS = 1_000_000_000  # a key that the node did not have is not asked for again for so long
+_ABSENT_MAX = 65_536
+_QUEUED_MAX = 4096
+_BATCH = 256
+
+
+class State(enum.Enum):
+    """Of a key."""
+
+    UNKNOWN = "unknown"  # until the node has been asked
+    ABSENT = "absent"
+    FILLING = "filling"  # the engine is copying into its slot
+    HERE = "here"
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    state: State
+    users: int = 0  # loads promised, and threads of ours: it stays what it is
+
+
+class HostMemory:
+    """All slots of one engine."""
+
+    def __init__(
+        self,
+        client: Client,
+        memory: mmap.mmap,
+        slot_bytes: int,
+        key_of: Callable[[bytes], bytes],
+        *,
+        timeout_s: float,
+        transport: str,
+    ) -> None:
+        self._client, self._memory, self._slot_bytes, self._key_of = client, memory, slot_bytes, key_of
+        self._timeout_s = timeout_s
+        self._region = None
+        if transport != "inline":
+            try:
+                self._region = client.register(memory)
+            except FabricError as error:
+                if transport == "fabric":
+                    raise
+                log.warning("There is no fabric here (%s); chunks are sent inside gRPC.", error)
+        self._flags = FlagWords.create(1)
+        self._flags[0].store(1)  # what is put is there already
+        self._lock = threading.Condition()
+        self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # the one used longest ago first
+        self._free = list(range(len(memory) // slot_bytes))
+        self._absent: dict[bytes, int] = {}
+        self._clock = SystemClock()
+        self._to_fetch: queue.Queue[bytes] = queue.Queue(_QUEUED_MAX)
+        self._to_send: queue.Queue[bytes] = queue.Queue(_QUEUED_MAX)
+        self._fetching = 0
+        for work, waiting in ((self._fetch, self._to_fetch), (self._send, self._to_send)):
+            threading.Thread(target=self._run, args=(work, waiting), name="kvstore-host", daemon=True).start()
+
+    # --- what vLLM asks
+
+    def look(self, key: bytes) -> State:
+        """What is known of a key; of one that is not known the node is asked."""
+        with self._lock:
+            if (slot := self._slots.get(key)) is not None:
+                return slot.state
+            since_ns = self._absent.get(key)
+            if since_ns is not None and self._clock.monotonic_ns() - since_ns < _ABSENT_NS:
+                return State.ABSENT
+            slot = self._take(key, State.UNKNOWN)
+            if slot is None or self._to_fetch.full():
+                self._drop(key)
+                return State.ABSENT
+            slot.users += 1
+            self._fetching += 1
+        self._to_fetch.put_nowait(key)
+        return State.UNKNOWN
+
+    def wait(self, seconds: float) -> None:
+        """Give the threads a moment, if the node has been asked for anything."""
+        with self._lock:
+            if self._fetching:
+                self._lock.wait(seconds)
+
+    def hold(self, keys: Sequence[bytes]) -> list[int]:
+        """Keep keys that are here where they are; their slots."""
+        with self._lock:
+            for key in keys:
+                self._slots[key].users += 1
+                self._slots.move_to_end(key)
+            return [self._slots[key].number for key in keys]
+
+    def let_go(self, keys: Sequence[bytes]) -> None:
+        """End what `hold` began."""
+        with self._lock:
+            for key in keys:
+                self._slots[key].users -= 1
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """They are in use elsewhere, and will be wanted."""
+        with self._lock:
+            for key in keys:
+                if key in self._slots:
+                    self._slots.move_to_end(key)
+
+    def begin_fill(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Give those that are not here a slot each, as far as there is room."""
+        with self._lock:
+            given = []
+            for key in keys:
+                if key not in self._slots and (slot := self._take(key, State.FILLING)) is not None:
+                    slot.users += 1
+                    self._absent.pop(key, None)
+                    given.append((key, slot.number))
+            return given
+
+    def end_fill(self, keys: Sequence[bytes], *, filled: bool) -> None:
+        """The engine has copied, or has not: what is here goes to the node."""
+        for key in keys:
+            with self._lock:
+                slot = self._slots[key]
+                slot.state = State.HERE
+                if not filled or self._to_send.full():
+                    slot.users -= 1
+                    if not filled:
+                        self._drop(key)
+                    continue
+            self._to_send.put_nowait(key)
+
+    def clear(self) -> None:
+        """Forget what nobody uses."""
+        with self._lock:
+            for key in [key for key, slot in self._slots.items() if not slot.users]:
+                self._drop(key)
+            self._absent.clear()
+
+    # --- slots, with the lock held
+
+    def _take(self, key: bytes, state: State) -> _Slot | None:
+        if not self._free:
+            unused = next((one for one, slot in self._slots.items() if not slot.users), None)
+            if unused is None:
+                return None
+            self._drop(unused)
+        slot = self._slots[key] = _Slot(self._free.pop(), state)
+        return slot
+
+    def _drop(self, key: bytes) -> None:
+        if (slot := self._slots.pop(key, None)) is not None:
+            self._free.append(slot.number)
+
+    # --- the threads
+
+    def _run(self, work: Callable[[list[bytes]], None], waiting: queue.Queue[bytes]) -> None:
+        while True:
+            keys = [waiting.get()]
+            while len(keys) < _BATCH and not waiting.empty():
+                keys.append(waiting.get())
+            try:
+                work(keys)
+            except Exception:  # the engine goes on, whatever it was
+                log.exception("Moving chunks failed.")
+
+    def _block(self, key: bytes) -> Block:
+        assert self._region is not None
+        return Block(
+            self._key_of(key), self._region, self._slots[key].number * self._slot_bytes, self._slot_bytes
+        )
+
+    def _fetch(self, keys: list[bytes]) -> None:
+        here = [False] * len(keys)
+        try:
+            here = self._fetched(keys)
+        finally:
+            with self._lock:
+                now_ns = self._clock.monotonic_ns()
+                if len(self._absent) > _ABSENT_MAX:
+                    self._absent.clear()
+                for key, is_here in zip(keys, here, strict=True):
+                    self._slots[key].users -= 1
+                    self._slots[key].state = State.HERE
+                    if not is_here:
+                        self._drop(key)
+                        self._absent[key] = now_ns
+                self._fetching -= len(keys)
+                self._lock.notify_all()
+
+    def _fetched(self, keys: list[bytes]) -> list[bool]:
+        if self._region is not None:
+            got = self._client.get([self._block(key) for key in keys], timeout_s=self._timeout_s)
+            return [isinstance(one, Hit) for one in got]
+        here = []
+        for key in keys:
+            data = self._client.get_inline(self._key_of(key), self._slot_bytes, timeout_s=self._timeout_s)
+            if is_here := isinstance(data, bytes) and len(data) == self._slot_bytes:
+                begin = self._slots[key].number * self._slot_bytes
+                self._memory[begin : begin + self._slot_bytes] = data
+            here.append(is_here)
+        return here
+
+    def _send(self, keys: list[bytes]) -> None:
+        try:
+            if self._region is None:
+                for key in keys:
+                    begin = self._slots[key].number * self._slot_bytes
+                    self._client.put_inline(self._key_of(key), self._memory[begin : begin + self._slot_bytes])
+                return
+            part = SLOTS_PER_CLIENT_MAX
+            for first in range(0, len(keys), part):
+                puts = self._client.reserve([self._block(key) for key in keys[first : first + part]])
+                armed = puts.arm(self._flags[0])
+                armed.wait(LEASE_TIMEOUT_MS / 1000)
+                armed.abandon()  # whatever has not landed by now: its slot is to be used again
+        except KvError as error:
+            log.debug("%d chunks were not stored: %s", len(keys), error)
+        finally:
+            self.let_go(keys)

@@ -1,0 +1,191 @@
+"""Whose bytes an engine's blocks are: a layout for each of its KV cache groups, and from it the names of their pages.
+
+What we store is a page: the KV of one layer for one block of tokens, as it lies in the engine's memory. Its order is
+the engine's own affair (`Order.OPAQUE`); so all that might change it is in the fingerprint: vLLM's version, the device
+and, on CPUs, the instruction set, the layout of the cache, its number format.
+
+What always holds: two engines name the same page only if model, weights, shard and all tokens before it are the same.
+What can't be named so (recurrent state, blocks split over context-parallel ranks) makes the connector stand aside.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvstore.engines.vllm.weights import weights_name
+from kvstore.errors import LayoutError
+from kvstore.layout import Layer, Layout, Order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Group", "Identity", "identify"]
+
+_DTYPES = {"float8_e4m3fn": "float8_e4m3", "uint8": "int8"}
+# Paths and versions of tools are no part of what a model computes.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A KV cache group: layers whose blocks are allocated together."""
+
+    number: int  # among all groups of the engine
+    block_tokens: int
+    window_tokens: int  # 0: its layers look at everything
+    layer_names: tuple[str, ...]
+    shards: tuple[Layout, ...]  # what each tensor-parallel rank has of it
+    page_bytes: int
+
+    def pages(self, digest: bytes, shard: int) -> list[bytes]:
+        """The keys of a block's pages, layer by layer; the digest is that of its tokens and of all before them."""
+        layout = self.shards[shard]
+        return [
+            layout.key(b"%b%d/%d" % (digest, self.number, layer)) for layer in range(len(self.layer_names))
+        ]
+
+    def all_pages(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The keys of blocks' pages on all ranks, block by block."""
+        return [
+            key
+            for digest in digests
+            for shard in range(len(self.shards))
+            for key in self.pages(digest, shard)
+        ]
+
+    @property
+    def pages_of_block(self) -> int:
+        """How many pages a block has on all ranks."""
+        return len(self.layer_names) * len(self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """All groups of an engine, in its order."""
+
+    groups: tuple[Group, ...]
+    layout: bytes  # goes with every page; one for all ranks, so that any of them may ask for the pages of all
+
+
+def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
+    """Name what this engine has; LayoutError if it can't be named."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise LayoutError("Context-parallel ranks share blocks in a way that has no name here.")
+    groups = tuple(
+        _group(number, group, vllm_config, kv_cache_config, weights)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+    if not groups:
+        raise LayoutError("The model has no KV cache.")
+    return Identity(groups, b"\n".join(group.shards[0].canonical for group in groups))
+
+
+def _group(number: int, group: Any, vllm_config: Any, kv_cache_config: Any, weights: str) -> Group:
+    spec = group.kv_cache_spec
+    specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+    of_layers = [specs.get(name, spec) for name in group.layer_names]
+    for one in of_layers:
+        if type(one) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+            raise LayoutError(f"KV of the kind {type(one).__name__} can't be stored by its tokens.")
+    first = of_layers[0]
+    if len({(one.page_size_bytes, one.block_size, str(one.dtype)) for one in of_layers}) > 1:
+        raise LayoutError("Layers of one group have pages of different sizes.")
+    parallel = vllm_config.parallel_config
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if stages > 1:
+        raise LayoutError("Pipeline stages have layers that the scheduler does not know.")
+    layers = tuple(
+        Layer(
+            heads=one.num_kv_heads * ranks,
+            k_numbers=one.head_size,
+            v_numbers=0 if isinstance(one, MLAAttentionSpec) else one.head_size_v,
+        )
+        for one in of_layers
+    )
+    name = str(first.dtype).removeprefix("torch.")
+    layout = Layout(
+        model=_model(vllm_config.model_config),
+        weights=_weights(vllm_config.model_config, weights),
+        dtype=_DTYPES.get(name, name),
+        block_tokens=first.block_size,
+        layers=layers,
+        order=Order.OPAQUE,
+        shards=ranks,
+        isa=_isa(vllm_config, first),
+        engine=_engine(vllm_config, kv_cache_config, first),
+    )
+    return Group(
+        number=number,
+        block_tokens=first.block_size,
+        window_tokens=first.sliding_window if isinstance(first, SlidingWindowSpec) else 0,
+        layer_names=tuple(group.layer_names),
+        shards=tuple(layout.of_shard(rank, ranks) for rank in range(ranks)),
+        page_bytes=first.page_size_bytes,
+    )
+
+
+def _model(model_config: Any) -> str:
+    name = str(model_config.model)
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def _weights(model_config: Any, given: str) -> str:
+    """The weights, by the name they were given if they were, and all that is said about how to compute with them."""
+    about = json.loads(model_config.hf_config.to_json_string(use_diff=False))
+    for name in _NOT_THE_MODEL:
+        about.pop(name, None)
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    return json.dumps(
+        [
+            given or weights_name(str(model_config.model), model_config.revision, commit),
+            about,
+            str(model_config.dtype),
+            str(model_config.quantization),
+        ],
+        sort_keys=True,
+    )
+
+
+def _engine(vllm_config: Any, kv_cache_config: Any, spec: Any) -> str:
+    return json.dumps(
+        [
+            "vllm",
+            vllm.__version__,
+            current_platform.device_name,
+            str(vllm_config.attention_config.backend),
+            kv_cache_config.kv_cache_layout,
+            str(vllm_config.cache_config.cache_dtype),
+            spec.page_size_bytes,
+            getattr(spec, "sliding_window", None),
+        ]
+    )
+
+
+def _isa(vllm_config: Any, spec: Any) -> str:
+    """What the order of a CPU's blocks depends on: its kernels pack them for the instructions that it has."""
+    if not current_platform.is_cpu():
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  # only where it is a CPU
+
+    kernel = _get_attn_isa(
+        vllm_config.model_config.dtype,
+        spec.block_size,
+        spec.head_size,
+        vllm_config.cache_config.cache_dtype,
+    )
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {kernel}"

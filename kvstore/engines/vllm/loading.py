@@ -1,0 +1,102 @@
+"""Loads: blocks come from the node into the engine's memory, in threads of their own or while the step waits.
+
+What always holds: a load ends within its time; of each block it is said whether all of its pages are there, exact; once
+it is said, nothing writes to the block any more. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.clock import SystemClock
+from kvstore.engines.vllm.transport import Page
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engines.vllm.memory import KvMemory
+    from kvstore.engines.vllm.plan import Load, Wanted
+    from kvstore.engines.vllm.transport import Transport
+
+__all__ = ["Loaded", "Loads"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_THREADS = 2  # so that one request's load does not wait for all of another's
+_IDLE_WAIT_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a load ended."""
+
+    load: Load
+    missing: list[Wanted]
+    bytes: int
+    ns: int
+
+
+class Loads:
+    """Of one worker."""
+
+    def __init__(self, transport: Transport, memory: KvMemory, timeout_s: float) -> None:
+        self._transport, self._memory, self._timeout_s = transport, memory, timeout_s
+        self._threads = ThreadPoolExecutor(_THREADS, "kvstore-load")
+        self._news = threading.Condition()
+        self._ended: deque[Loaded] = deque()
+        self._under_way = 0
+        self._clock = SystemClock()
+
+    def begin(self, load: Load) -> None:
+        """Load in a thread; `ended` tells of it."""
+        self._under_way += 1
+        self._threads.submit(self._in_thread, load)
+
+    def ended(self, *, wait: bool) -> list[Loaded]:
+        """The loads that have ended; `wait` a moment for one rather than have an idle engine spin."""
+        with self._news:
+            if wait and self._under_way and not self._ended:
+                self._news.wait(_IDLE_WAIT_S)
+            ended = list(self._ended)
+            self._ended.clear()
+        self._under_way -= len(ended)
+        return ended
+
+    def load(self, load: Load) -> Loaded:
+        """Load now."""
+        began_ns = self._clock.monotonic_ns()
+        try:
+            missing, size = self._fetch(load.blocks)
+        except Exception:  # the engine goes on, whatever it was
+            log.exception("Loading blocks failed; they are computed.")
+            missing, size = list(load.blocks), 0
+        return Loaded(load, missing, size, self._clock.monotonic_ns() - began_ns)
+
+    def _in_thread(self, load: Load) -> None:
+        loaded = self.load(load)
+        with self._news:
+            self._ended.append(loaded)
+            self._news.notify_all()
+
+    def _fetch(self, blocks: Sequence[Wanted]) -> tuple[list[Wanted], int]:
+        pages: list[Page] = []
+        for wanted in blocks:
+            group = self._memory.groups[wanted.group]
+            places = self._memory.pages(wanted.group, wanted.block)
+            keys = group.pages(wanted.digest, self._memory.shard)
+            pages += [Page(key, *place, group.page_bytes) for key, place in zip(keys, places, strict=True)]
+        here = iter(self._transport.fetch(pages, self._timeout_s))
+        missing, size = [], 0
+        for wanted in blocks:
+            group = self._memory.groups[wanted.group]
+            of_block = [next(here) for _ in group.layer_names]
+            if all(of_block):
+                size += len(group.layer_names) * group.page_bytes
+            else:
+                missing.append(wanted)
+        return missing, size

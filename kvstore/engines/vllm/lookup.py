@@ -1,0 +1,89 @@
+"""Look-ups: how many of a request's first tokens the node has the KV of, asked without the engine waiting for it.
+
+What always holds: the answer is a length at which every group has what it needs: layers that look at everything all
+their blocks, layers with a window those that reach into the window. A node that is away, or does not answer in time,
+has nothing. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvstore.client import Client, Stored
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engines.vllm.identity import Group, Identity
+
+__all__ = ["Lookups"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_THREADS = 2
+_WINDOW_STEPS = 8  # shorter lengths tried where a window has gaps
+
+
+class Lookups:
+    """Of one engine's scheduler."""
+
+    def __init__(self, client: Client, identity: Identity, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
+        self._groups = identity.groups
+        self.step_tokens = math.lcm(*(group.block_tokens for group in identity.groups))
+        self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lookup")
+
+    def begin(self, digests: Sequence[Sequence[bytes]]) -> Future[int]:
+        """Ask for the usable tokens of a request; the digests are those of its blocks, group by group."""
+        return self._threads.submit(self._ask, [list(one) for one in digests])
+
+    def _ask(self, digests: list[list[bytes]]) -> int:
+        try:
+            return self._usable(digests)
+        except KvError as error:
+            log.debug("Nothing is known of a request's blocks: %s", error)
+        except Exception:  # the engine goes on, whatever it was
+            log.exception("A look-up failed; the prompt is computed.")
+        return 0
+
+    def _usable(self, digests: list[list[bytes]]) -> int:
+        tokens = min(len(one) * group.block_tokens for one, group in zip(digests, self._groups, strict=True))
+        for group, of_group in zip(self._groups, digests, strict=True):
+            if not group.window_tokens:
+                tokens = min(tokens, self._prefix(group, of_group[: tokens // group.block_tokens]))
+        windowed = [
+            (group, of_group)
+            for group, of_group in zip(self._groups, digests, strict=True)
+            if group.window_tokens
+        ]
+        for _ in range(_WINDOW_STEPS):
+            tokens -= tokens % self.step_tokens
+            if not tokens:
+                return 0
+            reached = min((self._window(group, one, tokens) for group, one in windowed), default=tokens)
+            if reached == tokens:
+                return tokens
+            tokens = reached
+        return 0
+
+    def _prefix(self, group: Group, digests: Sequence[bytes]) -> int:
+        """How many tokens are stored from the first on."""
+        if not digests:
+            return 0
+        answer = self._client.prefix(group.all_pages(digests), timeout_s=self._timeout_s)
+        return answer.blocks // group.pages_of_block * group.block_tokens
+
+    def _window(self, group: Group, digests: Sequence[bytes], tokens: int) -> int:
+        """The length itself if all that the next token looks at is stored; else a shorter one that might do."""
+        last = tokens // group.block_tokens
+        first = max(0, tokens - group.window_tokens + 1) // group.block_tokens
+        answers = self._client.exists(group.all_pages(digests[first:last]), timeout_s=self._timeout_s)
+        for block in range(last - 1, first - 1, -1):
+            begin = (block - first) * group.pages_of_block
+            if not all(isinstance(one, Stored) for one in answers[begin : begin + group.pages_of_block]):
+                return block * group.block_tokens
+        return tokens

@@ -1,0 +1,263 @@
+"""vLLM's OffloadingSpec over our node, for engines whose KV is not in memory that a fabric reaches.
+
+    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TriggerKvOffloadingSpec",
+        "spec_module_path": "kvstore.engines.vllm.offloading", "node": "127.0.0.1:7070"}
+
+What always holds: what `lookup` calls a hit is in this host's memory, checked, and stays until it is loaded; so no load
+fails, which this interface could not say. Its memory is a file in /dev/shm that has no name any more once engine and
+worker have it. What vLLM names its chunks by must be the same in every process: with a `prefix_caching_hash_algo` that
+is not cryptographic, set PYTHONHASHSEED.
+What it doesn't do: chunks of several blocks; ranks on several hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import platform
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    TransferResult,
+)
+
+from kvstore.client import Client
+from kvstore.engines.vllm.host import HostMemory, State
+from kvstore.engines.vllm.settings import Settings
+from kvstore.engines.vllm.weights import weights_name
+from kvstore.errors import ConfigError
+from kvstore.limits import BLOCK_BYTES_MAX
+from kvstore.names import block_key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["TriggerKvOffloadingSpec"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_PAGE = mmap.PAGESIZE
+_IDLE_WAIT_S = 0.002
+_RESULTS = {
+    State.UNKNOWN: LookupResult.RETRY,
+    State.ABSENT: LookupResult.MISS,
+    State.FILLING: LookupResult.HIT_PENDING,
+    State.HERE: LookupResult.HIT,
+}
+
+
+class _Slots(LoadStoreSpec):  # type: ignore[misc]
+    """Where chunks lie in the host's memory, in the order of the engine's blocks."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+
+class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
+    """What both sides are made from."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._settings = Settings.of(self.extra_config)
+        if self.blocks_per_chunk != 1:
+            raise ConfigError("A chunk is one block here: leave out block_size and blocks_per_chunk.")
+        self._rank_bytes = config.worker_kv_bytes_per_block
+        ranks = max(1, config.parallel.world_size)
+        self._slot_bytes = -(-self._rank_bytes * ranks // _PAGE) * _PAGE
+        if not 0 < self._slot_bytes <= BLOCK_BYTES_MAX:
+            raise ConfigError(
+                f"A block has {self._slot_bytes} bytes on all ranks; we take {BLOCK_BYTES_MAX}."
+            )
+        if self._settings.host_bytes < 2 * self._slot_bytes:
+            raise ConfigError(f"host_bytes must hold some blocks of {self._slot_bytes} bytes.")
+        self._path = Path("/dev/shm") / f"triggerkv-{_short(config.engine_id)}"  # noqa: S108  # shared memory it is
+        self._manager: _Manager | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """Make the scheduler's side."""
+        if self._manager is None:
+            client = Client(
+                self._settings.node,
+                tenant=self._settings.tenant,
+                token=self._settings.token,
+                address=self._settings.address,
+                provider=self._settings.provider,
+                layout=self._layout(),
+                block_bytes_max=self._slot_bytes,
+            )
+            layout = self._layout()
+            host = HostMemory(
+                client,
+                self._memory(),
+                self._slot_bytes,
+                lambda key: block_key(layout, key),
+                timeout_s=self._settings.load_timeout_ms / 1000,
+                transport=self._settings.transport,
+            )
+            self._manager = _Manager(host, self._path)
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """Make a worker's side."""
+        begin = self.config.parallel.rank * self._rank_bytes
+        return _Worker(kv_caches, self._memory(), self._slot_bytes, begin)
+
+    def _memory(self) -> mmap.mmap:
+        size = self._settings.host_bytes // self._slot_bytes * self._slot_bytes
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, size)
+            return mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+
+    def _layout(self) -> bytes:
+        """All that has to be the same for one engine to use bytes of another."""
+        config = self.config
+        about = [
+            "vllm offloading",
+            vllm.__version__,
+            current_platform.device_name,
+            f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+            f" {torch.cpu._is_amx_tile_supported()}"  # noqa: SLF001  # what vLLM's own kernels are chosen by
+            if current_platform.is_cpu()
+            else "",
+            self._settings.weights or weights_name(config.model.name, None, None),
+            config.model.dtype,
+            config.kv_cache_layout,
+            config.parallel.tp_size,
+            config.parallel.pp_size,
+            config.parallel.world_size,
+            self._rank_bytes,
+            [[group.group_id, group.tokens_per_block, group.layer_names] for group in config.groups],
+        ]
+        return json.dumps(about).encode()
+
+
+def _short(engine_id: str) -> str:
+    return blake2b(engine_id.encode(), digest_size=12).hexdigest()
+
+
+class _Manager(OffloadingManager):  # type: ignore[misc]
+    """The scheduler's side."""
+
+    def __init__(self, host: HostMemory, path: Path) -> None:
+        self._host = host
+        self._path: Path | None = path
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:  # noqa: ARG002
+        """Say whether a chunk can be loaded now."""
+        return _RESULTS[self._host.look(key)]
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:  # noqa: ARG002
+        """Keep what was called a hit."""
+        return _Slots(self._host.hold(list(keys)))
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
+        """Let it go again."""
+        self._unname()
+        self._host.let_go(list(keys))
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
+        """Keep these longer than others."""
+        self._host.touch(list(keys))
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:  # noqa: ARG002
+        """Find slots for what is not here."""
+        given = self._host.begin_fill(list(keys))
+        return PrepareStoreOutput([key for key, _ in given], _Slots([number for _, number in given]), [])
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002  # vLLM's signature
+        """It is here; send it to the node."""
+        self._unname()
+        self._host.end_fill(list(keys), filled=success)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
+        """Nothing special about any request."""
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Give the node's answers a moment rather than ask again at once."""
+        if not context.new_req_ids:
+            self._host.wait(_IDLE_WAIT_S)
+
+    def reset_cache(self) -> None:
+        """Forget what is in this host's memory; the node keeps what it has."""
+        self._host.clear()
+
+    def shutdown(self) -> None:
+        """Leave no file behind, if there is one still."""
+        self._unname()
+
+    def _unname(self) -> None:
+        """All workers have the memory, for they have used it: it needs no name."""
+        if self._path is not None:
+            with suppress(FileNotFoundError):
+                self._path.unlink()
+            self._path = None
+
+
+class _Worker(OffloadingWorker):  # type: ignore[misc]
+    """A worker's side: it copies."""
+
+    def __init__(self, caches: Any, memory: mmap.mmap, slot_bytes: int, begin: int) -> None:
+        self._slots = torch.frombuffer(memory, dtype=torch.int8).view(-1, slot_bytes)
+        self._parts = []  # group by group: tensors, and where their pages lie in a slot
+        for refs in caches.group_data_refs:
+            at, parts = begin, []
+            for ref in refs:
+                parts.append((caches.tensors[ref.tensor_idx].tensor, at, ref.page_size_bytes))
+                at += ref.page_size_bytes
+            self._parts.append(parts)
+        self._ended: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy blocks into slots."""
+        for tensor, at, size, blocks, slots in self._pieces(src_spec, dst_spec):
+            self._slots[slots, at : at + size] = tensor[blocks, :size].to("cpu")
+        return self._done(job_id, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002, FBT001, FBT002  # vLLM's signature
+        """Copy slots into blocks."""
+        for tensor, at, size, blocks, slots in self._pieces(dst_spec, src_spec):
+            tensor[blocks, :size] = self._slots[slots, at : at + size].to(tensor.device)
+        return self._done(job_id, src_spec)
+
+    def _pieces(self, blocks: Any, slots: _Slots) -> list[tuple[Any, int, int, Any, Any]]:
+        assert len(blocks.block_ids) == len(slots.numbers)
+        ids = torch.from_numpy(blocks.block_ids).long()
+        numbers = torch.tensor(slots.numbers)
+        pieces, first = [], 0
+        for parts, count in zip(self._parts, blocks.group_sizes, strict=True):
+            some = slice(first, first + count)
+            pieces += [(tensor, at, size, ids[some], numbers[some]) for tensor, at, size in parts if count]
+            first += count
+        return pieces
+
+    def _done(self, job_id: int, slots: _Slots) -> bool:
+        size = len(slots.numbers) * self._slots.shape[1]
+        self._ended.append(TransferResult(job_id, success=True, transfer_size=size, transfer_time=None))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """What has been copied since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is under way: a job that was submitted is done."""

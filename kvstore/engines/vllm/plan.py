@@ -1,0 +1,55 @@
+"""What the scheduler's side tells the worker's: which blocks to load, and which to save, in this step.
+
+Plain values, so that any executor of vLLM can carry them to its workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+__all__ = ["Load", "Plan", "Told", "Wanted"]
+
+
+class Wanted(NamedTuple):
+    """A block of the engine's, and the digest of what is, or shall be, in it."""
+
+    group: int
+    block: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """All that one request wants loaded."""
+
+    request: str
+    blocks: list[Wanted]
+
+
+@dataclass
+class Plan(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Wanted] = field(default_factory=list)
+    is_idle: bool = False  # nothing is computed in this step: whoever waits for a load may
+
+
+@dataclass
+class Told(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the workers tell back: blocks of which all pages are stored, and how many workers say so of each."""
+
+    stored: dict[tuple[int, bytes], int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add another worker's."""
+        assert isinstance(other, Told)
+        for name, workers in other.stored.items():
+            self.stored[name] = self.stored.get(name, 0) + workers
+        return self

@@ -1,0 +1,238 @@
+"""The scheduler's side: what of a request is stored already, what of it to load, and which blocks to save when.
+
+What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; a block is
+saved once, when all its tokens are known and computed; what is remembered of a request ends with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvstore.clock import SystemClock
+from kvstore.engines.vllm.chain import Chain
+from kvstore.engines.vllm.lookup import Lookups
+from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
+from kvstore.engines.vllm.stats import Stats
+from kvstore.engines.vllm.transport import open_client
+from kvstore.engines.vllm.turns import Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engines.vllm.identity import Identity
+    from kvstore.engines.vllm.settings import Settings
+
+__all__ = ["Scheduling"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+# A look-up takes a millisecond or two; a scheduler that is told to ask again spins for as long.
+_FIRST_WAIT_S = 0.01
+_NEXT_WAIT_S = 0.001
+_EVENTS_MAX = 65_536  # stored blocks that nobody has been told of yet
+
+
+@dataclass(slots=True)
+class _Request:
+    request: Any
+    chains: dict[int, Chain]
+    lookup: Future[int] | None = None
+    lookup_until_ns: int = 0
+    asked: bool = False  # whether the answer was waited for
+    computed_tokens: int = 0  # what the engine had when it was offered more
+    known_tokens: int = 0  # stored on the node, from the first on
+    saved: list[int] = field(default_factory=list)  # blocks, group by group, that need not be saved
+
+
+class Scheduling:
+    """Of one engine."""
+
+    def __init__(self, settings: Settings, identity: Identity, *, with_events: bool) -> None:
+        page_bytes = max(group.page_bytes for group in identity.groups)
+        self._client = open_client(settings, identity, page_bytes)
+        self._groups = identity.groups
+        self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
+        self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
+        self._turns = Turns(self._client, identity.groups)
+        # An engine of several groups takes a failed load back only if it is asynchronous.
+        self._is_async = settings.load == "async" or len(self._groups) > 1
+        self._workers = len(identity.groups[0].shards)
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[Load] = []
+        self._blocks_of: Any = None
+        self._stored_by: dict[tuple[int, bytes], int] = {}
+        self._tokens_of: dict[tuple[int, bytes], Any] | None = {} if with_events else None
+        self._events: list[Any] = []
+        self._clock = SystemClock()
+        self.stats = Stats()
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Learn who knows which blocks a request has."""
+        self._blocks_of = kv_cache_manager.get_block_ids
+
+    # --- a request comes
+
+    def new_request(self, request: Any) -> None:
+        """Ask what is stored of it, long before it is scheduled if the engine is busy."""
+        self._turns.arrived(request)
+        self._begin_lookup(self._known(request))
+
+    def _known(self, request: Any) -> _Request:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            sizes = {group.block_tokens for group in self._groups}
+            known = _Request(request, {size: Chain(request, size) for size in sizes})
+            known.saved = [0] * len(self._groups)
+            self._requests[request.request_id] = known
+        return known
+
+    def _begin_lookup(self, known: _Request) -> None:
+        digests = [known.chains[group.block_tokens].grow() for group in self._groups]
+        if not all(digests):
+            return  # not one block is full
+        known.lookup = self._lookups.begin(digests)
+        known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
+        known.asked = False
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind those computed can be loaded; None: not known yet."""
+        known = self._known(request)
+        if known.lookup is None:
+            self._begin_lookup(known)
+        if known.lookup is None:
+            return 0, False
+        try:
+            known.known_tokens = known.lookup.result(_NEXT_WAIT_S if known.asked else _FIRST_WAIT_S)
+        except NotYet:
+            known.asked = True
+            if self._clock.monotonic_ns() < known.lookup_until_ns:
+                return None, False
+            known.known_tokens = 0
+            self.stats.add("lookups_late")
+        # One token at least is computed: the next one comes of it.
+        step = self._lookups.step_tokens
+        usable = min(known.known_tokens, (request.num_tokens - 1) // step * step)
+        known.computed_tokens = computed_tokens
+        if usable <= computed_tokens:
+            return 0, False
+        return usable - computed_tokens, self._is_async
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Plan the load of what was offered, into the blocks that it has got."""
+        known = self._known(request)
+        known.lookup = None  # whoever is scheduled again, after a preemption, looks again
+        for number, group in enumerate(self._groups):
+            known.saved[number] = max(known.saved[number], known.known_tokens // group.block_tokens)
+        if not external_tokens:
+            return
+        wanted = []
+        for number, group in enumerate(self._groups):
+            size = group.block_tokens
+            digests = known.chains[size].grow()
+            first = known.computed_tokens // size
+            last = (known.computed_tokens + external_tokens) // size
+            of_group = blocks.blocks[number]
+            wanted += [
+                Wanted(number, of_group[at].block_id, digests[at])
+                for at in range(first, last)
+                if not of_group[at].is_null  # outside of the window
+            ]
+        self._loads.append(Load(request.request_id, wanted))
+        self.stats.add("hit_tokens", external_tokens)
+
+    # --- a step
+
+    def plan(self, step: Any) -> Plan:
+        """Say what the workers load and save in this step."""
+        loads, self._loads = self._loads, []
+        saves: list[Wanted] = []
+        try:
+            for request_id, tokens in step.num_scheduled_tokens.items():
+                known = self._requests.get(request_id)
+                if known is not None:
+                    saves += self._full(known, known.request.num_computed_tokens, tokens)
+        except Exception:  # loads that were offered must be made whatever happens: requests wait for them
+            log.exception("Planning saves failed; this step saves nothing.")
+            saves = []
+        return Plan(loads, saves, is_idle=not step.num_scheduled_tokens)
+
+    def _full(self, known: _Request, before_tokens: int, new_tokens: int) -> list[Wanted]:
+        """The blocks of a request that are full after this step and not known to be stored."""
+        # Drafts and placeholders are no tokens yet.
+        tokens = min(before_tokens + new_tokens, len(known.request.all_token_ids))
+        full: list[Wanted] = []
+        ids: Sequence[Sequence[int]] = ()
+        for number, group in enumerate(self._groups):
+            # What is computed although it was said to be stored has not come: it is saved anew.
+            first = min(known.saved[number], before_tokens // group.block_tokens)
+            last = tokens // group.block_tokens
+            if last <= first:
+                continue
+            digests = known.chains[group.block_tokens].grow()
+            ids = ids or self._blocks_of(known.request.request_id)
+            of_group = ids[number]
+            full += [
+                Wanted(number, of_group[at], digests[at])
+                for at in range(first, min(last, len(of_group)))
+                if of_group[at]  # 0 is nobody's: a block that has left the window
+            ]
+            known.saved[number] = last
+            if self._tokens_of is not None and len(self._tokens_of) < _EVENTS_MAX:
+                for at in range(first, last):
+                    self._tokens_of[number, digests[at]] = (
+                        known.request,
+                        at,
+                        digests[at - 1] if at else None,
+                    )
+        return full
+
+    def told(self, told: Told | None) -> None:
+        """Take in what the workers have stored."""
+        for name, workers in (told.stored if told is not None else {}).items():
+            so_far = self._stored_by.pop(name, 0) + workers
+            if so_far < self._workers:
+                self._stored_by[name] = so_far
+                continue
+            self.stats.add("stored_blocks")
+            if self._tokens_of is not None and (about := self._tokens_of.pop(name, None)) is not None:
+                self._events.append(self._event(name, *about))
+
+    def _event(self, name: tuple[int, bytes], request: Any, at: int, before: bytes | None) -> Any:
+        from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored  # noqa: PLC0415  # only if wanted
+
+        number, digest = name
+        size = self._groups[number].block_tokens
+        adapter = request.lora_request
+        return BlockStored(
+            block_hashes=[digest],
+            parent_block_hash=before,
+            token_ids=list(request.all_token_ids[at * size : (at + 1) * size]),
+            block_size=size,
+            lora_id=adapter.lora_int_id if adapter else None,
+            medium=MEDIUM_STORAGE,
+            lora_name=adapter.lora_name if adapter else None,
+            group_idx=number,
+        )
+
+    def take_events(self) -> list[Any]:
+        """What has been stored since this was last asked."""
+        events, self._events = self._events, []
+        return events
+
+    # --- a request ends
+
+    def finished(self, request: Any) -> None:
+        """Forget it; if it is a turn of a session, its blocks become one there too."""
+        known = self._requests.pop(request.request_id, None)
+        if known is not None:
+            self._turns.finished(
+                request,
+                [
+                    known.chains[group.block_tokens].digests[: known.saved[number]]
+                    for number, group in enumerate(self._groups)
+                ],
+            )

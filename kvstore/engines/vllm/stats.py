@@ -1,0 +1,82 @@
+"""What the connector has done, as vLLM's log and its Prometheus page tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+__all__ = ["COUNTS", "PromMetrics", "Stats"]
+
+# Each is a count since it was last told.
+COUNTS = {
+    "hit_tokens": "Tokens whose KV was found on the node and not in the engine",
+    "loaded_bytes": "Bytes of KV that came from the node",
+    "load_ns": "Nanoseconds that loads took, one beside another counted twice",
+    "missing_blocks": "Blocks that were promised and did not come; they were computed",
+    "stored_blocks": "Blocks that are stored, all of their pages, on all workers",
+    "saved_pages": "Pages sent to the node",
+    "saved_bytes": "Bytes of KV sent to the node",
+    "unsaved_pages": "Pages that the node did not take in time",
+    "lookups_late": "Look-ups that the node did not answer in time",
+}
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """Counts by name."""
+
+    data: dict[str, int]
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count."""
+        assert name in COUNTS
+        if count:
+            self.data[name] = self.data.get(name, 0) + count
+
+    def reset(self) -> None:
+        """Start again."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another's counts to these."""
+        for name, count in other.data.items():
+            self.add(name, count)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """As the log has them: no nanoseconds, and a rate."""
+        told: dict[str, int | float] = {name: count for name, count in self.data.items() if name != "load_ns"}
+        if load_ns := self.data.get("load_ns", 0):
+            told["load_GBps"] = round(self.data.get("loaded_bytes", 0) / load_ns, 3)
+        return told
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+    def take(self) -> Stats | None:
+        """What has been counted since this was last asked; None: nothing."""
+        taken, self.data = Stats(data=self.data), {}
+        return None if taken.is_empty() else taken
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """A counter for each of the counts, with the engine as a label."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:triggerkv_{name}", documentation=about, labelnames=self._labelnames
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, about in COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)

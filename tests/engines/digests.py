@@ -1,0 +1,22 @@
+"""What `recording` has written, read back; this module needs no engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_digests(folder: Path) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
+    """What all engines have saved, by key, and what they have loaded."""
+    saved: dict[str, set[str]] = {}
+    loaded = []
+    for file in folder.iterdir():
+        for line in file.read_text().splitlines():
+            what, key, digest = line.split()
+            if what == "saved":
+                saved.setdefault(key, set()).add(digest)
+            else:
+                loaded.append((key, digest))
+    return saved, loaded

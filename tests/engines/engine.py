@@ -1,0 +1,151 @@
+"""A vLLM engine as a child process that is told what to say, line by line, and ends with its parent.
+
+One node's address, or None for an engine without our connector; everything on loopback, one thread to compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ANSWER_TIMEOUT_S = 150.0
+CONNECTOR = {
+    "kv_connector": "RecordingConnector",
+    "kv_connector_module_path": "tests.engines.recording",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    answers: list[list[int]]
+    cached: int  # prompt tokens that were not computed, wherever they came from
+    seconds: float  # in the engine
+
+
+class Engine:
+    def __init__(
+        self,
+        place: Path,
+        name: str,
+        model: Path,
+        node: str | None = None,
+        *,
+        transfer: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        given: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": 32,
+            "seed": 0,
+            "disable_log_stats": False,
+        } | arguments
+        if node is not None:
+            transfer = CONNECTOR | (transfer or {})
+            given["kv_transfer_config"] = transfer | {
+                "kv_connector_extra_config": {"node": node, **(extra or {})}
+            }
+        self.digests = place / "digests"
+        self.digests.mkdir(exist_ok=True)
+        self._log = place / f"{name}.log"
+        environment = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": str(ROOT),
+            "TEST_DIGESTS": str(self.digests / f"{name}.txt"),
+        }
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engines.child", json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+                env=environment,
+                cwd=ROOT,
+            )
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def say(self, prompts: list[list[int]], *, tokens: int = 1, **how: Any) -> Said:
+        """Let it go on from these tokens, all at once."""
+        return Said(**self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how}))
+
+    def forget(self) -> None:
+        """Empty its own prefix cache, and the host memory of an OffloadingSpec."""
+        assert self._ask({"do": "forget"})["forgotten"]
+
+    def counts(self) -> dict[str, float]:
+        """Its metrics, by name."""
+        return dict(self._ask({"do": "counts"}))
+
+    def count(self, name: str) -> float:
+        return self.counts()[f"vllm:triggerkv_{name}"]
+
+    def _ask(self, what: dict[str, Any]) -> Any:
+        if not self._is_ready:
+            self._answer()  # that it is there
+            self._is_ready = True
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        return self._answer()
+
+    def _answer(self) -> Any:
+        out: IO[str] | None = self._process.stdout
+        assert out is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            line = out.readline() if selector.select(ANSWER_TIMEOUT_S) else ""
+        if not line:
+            self.close()
+            raise AssertionError(f"The engine gave no answer; it last said:\n{self.log()[-3000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        process = self._process
+        if process.poll() is None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,39 @@
+"""A node that can be killed, restarted and have its drive damaged, at one address."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from kvstore.demo.node_process import NodeProcess
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.wire.record import RECORD_MAGIC
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Node(NodeProcess):
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        super().__init__(data)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def damage(self, fraction: float) -> int:
+        """Flip a bit in the payloads of so many of the stored records, while it is down; returns how many."""
+        damaged = 0
+        dice = random.Random(7)
+        for drive in self.data.rglob("*"):
+            if not drive.is_file() or drive.stat().st_size < 1 << 20:
+                continue
+            content = bytearray(drive.read_bytes())
+            for header in range(0, len(content) - HEADER_BYTES, PAGE_BYTES):
+                if content[header : header + len(RECORD_MAGIC)] == RECORD_MAGIC and dice.random() < fraction:
+                    content[header + HEADER_BYTES + dice.randrange(PAGE_BYTES)] ^= 1 << dice.randrange(8)
+                    damaged += 1
+            if damaged:
+                drive.write_bytes(content)
+        return damaged

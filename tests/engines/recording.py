@@ -1,0 +1,86 @@
+"""Our connector, with a record of every page's bytes: when it is saved, and when it has been loaded."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.engines.vllm.connector import TriggerKvConnector
+from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
+from kvstore.engines.vllm.plan import Plan
+from kvstore.engines.vllm.working import Working
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from kvstore.engines.vllm.loading import Loaded
+    from kvstore.engines.vllm.plan import Wanted
+
+__all__ = ["RecordingConnector", "RecordingSpec"]
+
+
+class RecordingConnector(TriggerKvConnector):
+    """Writes lines of `saved KEY DIGEST` and `loaded KEY DIGEST`."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert isinstance(self._working, Working)
+        take = self._working._take
+
+        def record(loaded: Loaded) -> None:
+            missing = set(loaded.missing)
+            self._record("loaded", [wanted for wanted in loaded.load.blocks if wanted not in missing])
+            take(loaded)
+
+        self._working._take = record  # type: ignore[method-assign]
+
+    def wait_for_save(self) -> None:
+        plan: Any = self._connector_metadata
+        if isinstance(plan, Plan):
+            self._record("saved", plan.saves)
+        super().wait_for_save()
+
+    def _record(self, what: str, blocks: Iterable[Wanted]) -> None:
+        assert isinstance(self._working, Working)
+        memory = self._working.memory
+        with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
+            for wanted in blocks:
+                group = memory.groups[wanted.group]
+                for key, (buffer, offset) in zip(
+                    group.pages(wanted.digest, 0), memory.pages(wanted.group, wanted.block), strict=True
+                ):
+                    content = memory.bytes_of(buffer, offset, group.page_bytes)
+                    digest = blake2b(content, digest_size=16).hexdigest()
+                    lines.write(f"{what} {key.hex()} {digest}\n")
+
+
+class RecordingSpec(TriggerKvOffloadingSpec):
+    """The same of an OffloadingSpec: chunks, when the engine has filled them, and when it is about to read them."""
+
+    def get_manager(self) -> Any:
+        manager = super().get_manager()
+        host = manager._host
+        fill, hold = host.end_fill, host.hold
+
+        def end_fill(keys: Sequence[bytes], *, filled: bool) -> None:
+            record("saved", keys)
+            fill(keys, filled=filled)
+
+        def hold_keys(keys: Sequence[bytes]) -> list[int]:
+            numbers: list[int] = hold(keys)
+            record("loaded", keys)
+            return numbers
+
+        def record(what: str, keys: Sequence[bytes]) -> None:
+            with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
+                for key in keys:
+                    begin = host._slots[key].number * host._slot_bytes
+                    content = host._memory[begin : begin + host._slot_bytes]
+                    lines.write(f"{what} {key.hex()} {blake2b(content, digest_size=16).hexdigest()}\n")
+
+        host.end_fill, host.hold = end_fill, hold_keys
+        return manager

@@ -1,0 +1,234 @@
+"""vLLM with our connector says what it says without, and every byte it loads is a byte that was saved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Client
+from tests.engines.chats import Chats
+from tests.engines.digests import read_digests
+from tests.engines.engine import Engine
+from tests.engines.model import make_gemma
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.engines.node import Node
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SMALL_BLOCKS = 40  # of 32 tokens: six users want about eighty, and fifty for long answers to short prompts
+
+
+SPEC = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+SPEC_EXTRA = {"spec_name": "RecordingSpec", "spec_module_path": "tests.engines.recording"}
+
+
+def check_digests(engine: Engine) -> int:
+    """Every page that was loaded is one that was saved under its key; how many were."""
+    saved, loaded = read_digests(engine.digests)
+    strange = [key for key, digest in loaded if digest not in saved.get(key, ())]
+    assert not strange
+    return len(loaded)
+
+
+@pytest.fixture(scope="module")
+def engine(place: Path, model: Path, node: Node, chats: Chats) -> Iterator[Engine]:  # noqa: ARG001  # held first
+    with Engine(place, "async", model, node.target) as engine:
+        yield engine
+
+
+def test_every_turn_is_the_same_cold_and_warm(engine: Engine, chats: Chats) -> None:
+    chats.check(engine)
+    assert engine.count("stored_blocks") > 50
+    engine.forget()
+    hit = engine.count("hit_tokens")
+    # All blocks of all prompts come from the node: at least what is left when the last, unfull ones are not counted.
+    assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+    assert engine.count("hit_tokens") > hit
+    assert engine.count("missing_blocks") == 0
+    assert check_digests(engine) > 0
+
+
+def test_the_engines_own_cache_and_ours_go_together(engine: Engine, chats: Chats) -> None:
+    engine.forget()
+    chats.check(engine, range(1))  # the first turn is in the engine's cache now, the rest on the node only
+    hit = engine.count("hit_tokens")
+    cached = chats.check(engine, range(3, 4))
+    came = engine.count("hit_tokens") - hit
+    assert 0 < came < cached
+
+
+def test_a_salt_separates(engine: Engine, chats: Chats) -> None:
+    engine.forget()
+    hit = engine.count("hit_tokens")
+    said = engine.say(chats.last, tokens=24, salt="of one")
+    assert said.answers == chats.answers[-1]
+    assert (said.cached, engine.count("hit_tokens")) == (0, hit)
+    engine.forget()
+    assert engine.say(chats.last, tokens=24, salt="of another").cached == 0
+    engine.forget()
+    assert engine.say(chats.last, tokens=24, salt="of one").cached > 0
+
+
+def test_a_small_engine_under_pressure_and_another_one_share_a_node(
+    place: Path, model: Path, node: Node, engine: Engine, chats: Chats
+) -> None:
+    extra = {"load": "sync"}
+    with Engine(
+        place, "sync", model, node.target, extra=extra, num_gpu_blocks_override=SMALL_BLOCKS
+    ) as small:
+        chats.check(small)
+        chats.check(engine)
+        chats.check(small, range(3, 4))
+        chats.check_long(small)
+        counts = small.counts()
+        assert counts["vllm:num_preemptions"] > 0
+        assert counts["vllm:triggerkv_hit_tokens"] > 1000
+        assert check_digests(small) > 0
+
+
+def test_a_new_process_and_a_restarted_node(
+    place: Path, model: Path, node: Node, engine: Engine, chats: Chats
+) -> None:
+    chats.check(engine)
+    node.restart()
+    with Engine(place, "new", model, node.target) as new:
+        assert chats.check(new, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+        check_digests(new)
+
+
+def test_the_node_is_killed_in_the_middle_and_comes_back(node: Node, engine: Engine, chats: Chats) -> None:
+    def kill_and_restart() -> None:
+        for _ in range(3):
+            started.wait(10)
+            started.clear()
+            node.kill()
+            node.start()
+
+    started = threading.Event()
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    while killer.is_alive():
+        engine.forget()
+        started.set()
+        chats.check(engine)
+    killer.join()
+    until = time.monotonic() + 30
+    while True:  # the client looks for the node again by and by
+        engine.forget()
+        before = engine.count("hit_tokens")
+        chats.check(engine, range(3, 4))
+        if engine.count("hit_tokens") > before:
+            break
+        assert time.monotonic() < until
+    check_digests(engine)
+    assert "Traceback" not in engine.log()
+
+
+def test_one_in_ten_blocks_is_damaged_on_the_drive(node: Node, engine: Engine, chats: Chats) -> None:
+    chats.check(engine)
+    node.stop()
+    damaged = node.damage(0.1)
+    node.start()
+    assert damaged > 10
+    with Client(node.target) as client:
+        client.status(wait_s=10)
+    until = time.monotonic() + 30
+    missing = engine.count("missing_blocks")
+    while engine.count("missing_blocks") == missing:
+        engine.forget()
+        chats.check(engine)
+        assert time.monotonic() < until
+    engine.forget()
+    chats.check(engine)
+    check_digests(engine)
+    assert "Traceback" not in engine.log()
+
+
+def test_a_turn_becomes_one_of_its_session(node: Node, engine: Engine, chats: Chats) -> None:
+    for turn in range(2):
+        engine.say([chats.prompts[turn][0]], tokens=24, session="chat 7")
+        full = (len(chats.prompts[turn][0]) + 23) // 32
+        with Client(node.target) as client:
+            until = time.monotonic() + 10
+            while True:
+                listed = {one.session: one for one in client.sessions("ada")}
+                if "chat 7" in listed and listed["chat 7"].tokens == full * 32:
+                    break
+                assert time.monotonic() < until, listed
+    assert listed["chat 7"].turns == 2
+
+
+def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
+    with Engine(place, "inline", model, node.target, extra={"transport": "inline"}) as inline:
+        chats.check(inline)
+        inline.forget()
+        assert chats.check(inline, range(3, 4)) > 0
+        assert inline.count("hit_tokens") > 0
+        check_digests(inline)
+        assert "over gRPC" in inline.log()
+
+
+def test_a_node_that_is_not_there_changes_nothing(place: Path, model: Path, chats: Chats) -> None:
+    with Engine(place, "alone", model, "127.0.0.1:9") as alone:
+        chats.check(alone)
+        assert alone.count("stored_blocks") == 0
+        assert "Traceback" not in alone.log()
+
+
+def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
+    place: Path, model: Path, node: Node, chats: Chats
+) -> None:
+    for life in range(2):
+        with Engine(place, f"spec {life}", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
+            if life:
+                assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+            chats.check(engine)
+            engine.forget()
+            assert chats.check(engine, range(3, 4)) > 0
+            assert check_digests(engine) > 0
+            assert "Traceback" not in engine.log()
+        node.restart()
+    assert not list(Path("/dev/shm").glob("triggerkv-*"))
+
+
+def test_the_offloading_spec_goes_on_without_its_node(
+    place: Path, model: Path, node: Node, chats: Chats
+) -> None:
+    with Engine(place, "spec killed", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
+        chats.check(engine, range(2))
+        node.kill()
+        engine.forget()
+        chats.check(engine)
+        node.start()
+        chats.check(engine)
+        check_digests(engine)
+        assert "Traceback" not in engine.log()
+
+
+def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> None:
+    gemma = make_gemma(place / "gemma")
+    with Engine(place, "plain gemma", gemma) as plain:
+        chats = Chats.held_with(plain)
+    with Engine(place, "gemma", gemma, node.target) as engine:
+        chats.check(engine)
+        engine.forget()
+        assert chats.check(engine, range(3, 4)) > 0
+        assert engine.count("hit_tokens") > 0
+        assert "KV of 2 groups" in engine.log()
+        node.stop()
+        node.damage(0.3)
+        node.start()
+        until = time.monotonic() + 30
+        while not engine.count("missing_blocks"):
+            engine.forget()
+            chats.check(engine)
+            assert time.monotonic() < until
+        check_digests(engine)
+        assert "Traceback" not in engine.log()
