@@ -60,6 +60,7 @@ __all__ = [
     "QUARANTINE_TIMEOUT_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
+    "RESUME_AHEAD_BATCHES",
     "RESUME_BATCH_BLOCKS",
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
@@ -78,10 +79,17 @@ __all__ = [
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
     "SLOTS_PER_CLIENT_MAX",
+    "STEPS_REPORTED_MAX",
+    "STEP_CLOCK_BYTES",
+    "STEP_DETAIL_BYTES_MAX",
+    "STEP_FIRINGS_MAX",
+    "STEP_PUTS_FOLLOWED_MAX",
     "STORE_QUEUED_MAX",
     "TENANTS_MAX",
     "TENANT_BYTES",
     "TIMER_TICK_MS",
+    "TRACES_MAX",
+    "TRACE_STEPS_MAX",
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
@@ -104,6 +112,7 @@ BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
+RESUME_AHEAD_BATCHES = 2  # of them are under way at a time
 RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least
 
 PREFIX_STEP_BLOCKS = 128  # of a prefix that lies on several drives are looked up at a time
@@ -163,6 +172,14 @@ READ_AHEAD_BYTES = (
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
 
+TRACES_MAX = 1024  # sessions of which a node remembers what it saw
+TRACE_STEPS_MAX = 128  # of one session: the last turns
+STEPS_REPORTED_MAX = 32  # told with one call
+STEP_DETAIL_BYTES_MAX = 96
+STEP_CLOCK_BYTES = 8
+STEP_FIRINGS_MAX = 8  # of one batch of puts are told apart
+STEP_PUTS_FOLLOWED_MAX = 16  # batches of puts of a session whose end has not been told
+
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
 EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
 EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
@@ -196,6 +213,8 @@ assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert PREFETCH_AHEAD_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
+assert STEPS_REPORTED_MAX * (STEP_DETAIL_BYTES_MAX + 64) < 6 << 10  # gRPC takes 8 KiB of headers
+assert STEPS_REPORTED_MAX <= TRACE_STEPS_MAX
 assert PROTECTED_SESSIONS_OF_TENANT_MAX <= PROTECTED_SESSIONS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
 assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits

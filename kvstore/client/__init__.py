@@ -6,8 +6,10 @@ from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.puts import ArmedPuts, Reservation
-from kvstore.client.sessions import ListedSession, Resumed, Session, SessionInfo, TurnInfo
+from kvstore.client.resuming import Resumed, Resuming
+from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
 from kvstore.client.shards import ShardReader, Wanted
+from kvstore.client.trace import Trace
 
 __all__ = [
     "ArmedPuts",
@@ -23,11 +25,13 @@ __all__ = [
     "PutResult",
     "Reservation",
     "Resumed",
+    "Resuming",
     "Session",
     "SessionInfo",
     "ShardReader",
     "Stored",
     "Tls",
+    "Trace",
     "TurnInfo",
     "Wanted",
 ]
