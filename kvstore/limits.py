@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "ACK_GRACE_MS",
     "ACK_WORDS",
+    "ARRIVAL_GRACE_MS",
     "AUDIT_REFUSALS_PER_S",
     "BATCH_BLOCKS_MAX",
     "BLOCK_BYTES_MAX",
@@ -43,6 +44,7 @@ __all__ = [
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
+    "LEARNT_SESSIONS_MAX",
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
@@ -54,6 +56,7 @@ __all__ = [
     "PIN_TIMEOUT_MS_MAX",
     "PREFETCHES_MAX",
     "PREFETCH_AHEAD_BYTES",
+    "PREFETCH_THREADS",
     "PREFIX_STEP_BLOCKS",
     "PROTECTED_SESSIONS_MAX",
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
@@ -90,6 +93,7 @@ __all__ = [
     "TIMER_TICK_MS",
     "TRACES_MAX",
     "TRACE_STEPS_MAX",
+    "TRANSFERS_TOLD_MAX",
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
@@ -171,6 +175,13 @@ READ_AHEAD_BYTES = (
 
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
+
+PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes at a time
+ARRIVAL_GRACE_MS = 1_000  # from the deadline of a request's gets to that of the request
+TRANSFERS_TOLD_MAX = (
+    65_536  # that the requester's catalogue has not taken in; of more, the oldest are not known
+)
+LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing is known of him
 
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw
 TRACE_STEPS_MAX = 128  # of one session: the last turns

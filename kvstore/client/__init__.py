@@ -1,5 +1,6 @@
 """What a serving engine imports."""
 
+from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
@@ -13,6 +14,8 @@ from kvstore.client.trace import Trace
 
 __all__ = [
     "ArmedPuts",
+    "Arrival",
+    "Arrivals",
     "Block",
     "Client",
     "Everywhere",

@@ -36,6 +36,7 @@ from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import Link
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
+from kvstore.client.step_calls import StepCalls
 from kvstore.client.watch import metadata_of
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -123,6 +124,7 @@ class Client(Handle):
         calls = BlockCalls(self._channel, self._calling, tenant, self._fingerprint)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin = calls.delete, calls.pin
+        self.steps = StepCalls(self._channel, self._calling, tenant)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -229,7 +231,7 @@ class Client(Handle):
     ) -> Get | NoGet:
         """Begin the same, and don't wait: `wait(n)` of what is returned waits for the first `n` blocks.
 
-        The node begins with the first. `ended` is called when all outcomes are known, and must not wait for anything.
+        The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
         """
         self._check_batch(blocks)
         fingerprint = self._fingerprint if layout is None else layout.fingerprint

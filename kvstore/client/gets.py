@@ -8,7 +8,6 @@ something else.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.client.blocks import Hit
@@ -20,7 +19,7 @@ from nic_offload.fabric import EventKind
 from nic_offload.trigger import AckWatch, watch_acks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "Get", "NoGet"]
 
-Ended: TypeAlias = Callable[[], object]
+Ended: TypeAlias = "Callable[[list[Hit | Miss]], object]"
 
 _CODE_MASK = 0xFF
 
@@ -40,7 +39,7 @@ class NoGet:
     def __init__(self, blocks: int, miss: Miss, ended: Ended | None) -> None:
         self._outcomes: list[Hit | Miss] = [miss] * blocks
         if ended is not None:
-            ended()
+            ended(self._outcomes)
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """The misses of the first so many blocks, or of all."""
@@ -50,7 +49,7 @@ class NoGet:
 class Get:
     """One batch of blocks being fetched. Begun with the client's lock held.
 
-    `ended` is called once, with that lock held, when the last outcome is known.
+    `ended` is called once, with that lock held and all outcomes, when the last is known.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class Get:
             self._tell_at = len(self._outcomes)  # who wants more says so when he has looked
             self._done.notify_all()
         if not self._open and self._ended is not None:
-            self._ended()
+            self._ended([outcome for outcome in self._outcomes if outcome is not None])
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """Wait for the first so many blocks, or for all; the words' deadline ends that if nothing else does."""

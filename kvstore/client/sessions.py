@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.resuming import Manifest, Resuming
-from kvstore.client.trace import Notes, Trace
+from kvstore.client.trace import Notes
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -36,9 +36,8 @@ from kvstore.limits import (
 from kvstore.miss import Miss, MissReason
 from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
-from kvstore.wire import sessions_pb2_grpc, steps_pb2, steps_pb2_grpc
+from kvstore.wire import sessions_pb2_grpc, steps_pb2
 from kvstore.wire.manifest import Turn
-from kvstore.wire.seen import seen_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from kvstore.client.client import Client
     from kvstore.client.puts import Reservation
     from kvstore.client.resuming import Resumed
-    from kvstore.client.trace import Follower
+    from kvstore.client.trace import Follower, Trace
     from kvstore.layout import Layout
 
 __all__ = ["ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
@@ -99,7 +98,6 @@ class SessionCalls:
         self.client = client
         self.calling = calling
         self.stub = sessions_pb2_grpc.SessionsStub(channel)  # type: ignore[no-untyped-call]
-        self._steps = steps_pb2_grpc.StepsStub(channel)  # type: ignore[no-untyped-call]
 
     def of_user(self, user: str) -> Iterator[ListedSession]:
         """All sessions of a user; what is removed or made meanwhile may or may not be among them."""
@@ -117,18 +115,6 @@ class SessionCalls:
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """One session, whether it is there or not. The node is not called. A follower is told of all its transfers."""
         return Session(self, user, name, follower)
-
-    def report(self, notes: Notes) -> None:
-        """Tell the node what was seen of a session."""
-        request = steps_pb2.ReportStepsRequest(tenant=self.client.tenant, seen=notes.message())
-        with self.calling("Reporting steps"):
-            self._steps.ReportSteps(request, timeout=_TIMEOUT_S)
-
-    def trace(self, name: pb.SessionName) -> Trace:
-        """What was seen of a session."""
-        with self.calling("Asking for a trace"):
-            answer = self._steps.GetTrace(steps_pb2.GetTraceRequest(name=name), timeout=_TIMEOUT_S)
-        return Trace(tuple(seen_of(answer.seen)), answer.now_unix_ms)
 
 
 class Session:
@@ -288,10 +274,11 @@ class Session:
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
-        manifest = self._manifest(timeout_s)
+        manifest = self.manifest(timeout_s)
         return Resuming(self._calls.client, manifest, place, self.notes, clock, until_ns, layout, layer_of)
 
-    def _manifest(self, timeout_s: float) -> Manifest:
+    def manifest(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
+        """What its blocks are, or a Miss that says why nobody knows."""
         try:
             session = self._get(SESSION_BLOCKS_MAX, min(timeout_s, _TIMEOUT_S))
         except NoSession as error:
@@ -330,11 +317,11 @@ class Session:
     def report(self) -> None:
         """Tell the node what was seen here, where no other call would. A node that is away is not told."""
         with suppress(KvError):
-            self._calls.report(self.notes)
+            self._calls.client.steps.report(self.notes)
 
     def trace(self) -> Trace:
         """What the node, and who reported to it, saw of the session's last turns."""
-        return self._calls.trace(self._name)
+        return self._calls.client.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
 
 
 def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:
