@@ -69,6 +69,7 @@ __all__ = [
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_FOLLOWED_MAX",
     "SESSIONS_LISTED_MAX",
     "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
@@ -181,6 +182,7 @@ ARRIVAL_GRACE_MS = 1_000  # from the deadline of a request's gets to that of the
 TRANSFERS_TOLD_MAX = (
     65_536  # that the requester's catalogue has not taken in; of more, the oldest are not known
 )
+SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
 LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing is known of him
 
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw

@@ -38,6 +38,7 @@ from kvstore.limits import (
     BLOCK_BYTES_MAX,
     FETCH_TIMEOUT_MS,
     LEARNT_SESSIONS_MAX,
+    SESSIONS_FOLLOWED_MAX,
     SESSIONS_LISTED_MAX,
     TRANSFERS_TOLD_MAX,
 )
@@ -145,6 +146,7 @@ class Arrivals(Handle):
         self._fetcher = Fetcher(nodes, self._clock)
         self._requester = KvRequester(self._fetcher, limits)
         self._lock = threading.RLock()
+        self._sessions: dict[tuple[str, str], Session] = {}  # unused longest first
         self._reasons: dict[User, _Reason] = {}
         self._running: dict[User, set[int]] = {}  # the requester's requests that have not ended
         self._told: deque[_Told] = deque(maxlen=TRANSFERS_TOLD_MAX)
@@ -153,8 +155,15 @@ class Arrivals(Handle):
     # --- what the catalogue is told, from any thread
 
     def session(self, user: str, context: str) -> Session:
-        """A user's session of an application context, on his home; the catalogue follows its transfers."""
-        return self._nodes.of(user).session(user, context, follower=self)
+        """A user's session of an application context, on his home, always the same; the catalogue follows it."""
+        with self._lock:
+            chat = self._sessions.pop((user, context), None)
+            if chat is None:
+                chat = self._nodes.of(user).session(user, context, follower=self)
+                if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
+                    del self._sessions[next(iter(self._sessions))]  # whoever has it may go on with it
+            self._sessions[user, context] = chat
+            return chat
 
     def stored(self, user: str, key: bytes, length: int) -> None:
         """A put was acknowledged."""

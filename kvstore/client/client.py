@@ -346,6 +346,10 @@ class Client(Handle):
             if self._link is link:
                 self._link = None
 
+    def attach(self) -> None:
+        """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
+        self._attached(RPC_TIMEOUT_MS / 1000)
+
     def _attached(self, timeout_s: float) -> Link:
         """The link there is, or a new one, within this time."""
         until_s = time.monotonic() + timeout_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
@@ -99,6 +100,8 @@ class Fetcher(Handle):
             opened.ahead.add_done_callback(
                 lambda future: self._over(ticket, (), ahead) if future.cancelled() else None
             )
+            if not into:  # the user still thinks: be attached when his request is there
+                self._threads.submit(self._attach, node)
         for batch in batches:
             assert placing is not None
             self._bring(ticket, node, batch, placing)
@@ -133,6 +136,10 @@ class Fetcher(Handle):
             ended([Miss(MissReason.NODE_AWAY, str(error))] * len(blocks))
         else:
             client.getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
+
+    def _attach(self, node: str) -> None:
+        with suppress(KvError):
+            self._nodes.at(node).attach()
 
     def _read_ahead(self, ticket: Hashable, node: str, keys: Sequence[bytes], notes: Notes | None) -> None:
         try:
