@@ -149,6 +149,7 @@ class Arrivals(Handle):
         self._sessions: dict[tuple[str, str], Session] = {}  # unused longest first
         self._reasons: dict[User, _Reason] = {}
         self._running: dict[User, set[int]] = {}  # the requester's requests that have not ended
+        self._closed = False
         self._told: deque[_Told] = deque(maxlen=TRANSFERS_TOLD_MAX)
         self._numbers = itertools.count(1)
 
@@ -202,6 +203,8 @@ class Arrivals(Handle):
         With `place(number, key)` the blocks of the session of the request's context go into registered memory.
         """
         with self._lock:
+            if self._closed:
+                raise ProtocolError("The arrivals are closed.")
             self._take_in()
             entry = self.rules.match(request, self._clock.monotonic_ns())
             if entry is None:
@@ -374,6 +377,8 @@ class Arrivals(Handle):
             self.rules.add_bytes(reason.entry, finished.moved_bytes)
 
     def _pump(self) -> None:
+        if self._closed:
+            return
         for ended in self._requester.pump(self._now_ms()):
             running = self._running[ended.user]
             running.discard(ended.number)
@@ -386,8 +391,12 @@ class Arrivals(Handle):
     def close(self) -> None:
         """Bring nothing more. The nodes stay open: they are not ours."""
         with self._lock:
+            if self._closed:
+                return
             for owner in list(self._reasons):
                 self._requester.cancel_user(owner)
+            self._closed = True
+            self._running.clear()
         self._fetcher.close()
 
 

@@ -346,6 +346,11 @@ class Client(Handle):
             if self._link is link:
                 self._link = None
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a link to the node now."""
+        return self._link is not None
+
     def attach(self) -> None:
         """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
         self._attached(RPC_TIMEOUT_MS / 1000)

@@ -93,15 +93,17 @@ class Fetcher(Handle):
         ahead = [extent.key for extent in extents if extent.key not in wanted]
         batches = [into[at : at + RESUME_BATCH_BLOCKS] for at in range(0, len(into), RESUME_BATCH_BLOCKS)]
         ticket = next(self._numbers)
-        opened = self._open[ticket] = _Open(len(batches) + bool(ahead))
         node = extents[0].node
+        # While the user still thinks is the time to attach, too: that can take longer than his KV does.
+        attaches = not into and not self._is_attached(node)
+        opened = self._open[ticket] = _Open(len(batches) + bool(ahead) + attaches)
         if ahead:
             opened.ahead = self._threads.submit(self._read_ahead, ticket, node, ahead, self.notes.get(user))
             opened.ahead.add_done_callback(
                 lambda future: self._over(ticket, (), ahead) if future.cancelled() else None
             )
-            if not into:  # the user still thinks: be attached when his request is there
-                self._threads.submit(self._attach, node)
+        if attaches:
+            self._threads.submit(self._attach, ticket, node)
         for batch in batches:
             assert placing is not None
             self._bring(ticket, node, batch, placing)
@@ -137,9 +139,15 @@ class Fetcher(Handle):
         else:
             client.getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
 
-    def _attach(self, node: str) -> None:
+    def _is_attached(self, node: str) -> bool:
+        with suppress(KvError):
+            return self._nodes.at(node).is_attached
+        return True  # the nodes are closed: there is nothing to attach to
+
+    def _attach(self, ticket: Hashable, node: str) -> None:
         with suppress(KvError):
             self._nodes.at(node).attach()
+        self._over(ticket, (), ())
 
     def _read_ahead(self, ticket: Hashable, node: str, keys: Sequence[bytes], notes: Notes | None) -> None:
         try:
