@@ -1,8 +1,8 @@
 """What was seen of sessions lately: a bounded ring for each, of what the node did and what callers reported.
 
-What always holds: `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps, and no more; a tenant who has more than his share
-of them makes room himself. A batch is one note, whatever the number of its blocks, and a call that is for no session
-costs nothing but the look for its header. A tenant's traces are found under his own names only.
+What always holds: `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps, and no more; the tenant who has most of them makes
+room. A batch is one note, whatever the number of its blocks, and a call that is for no session costs nothing but the
+look for its header. A tenant's traces are found under his own names only.
 What it doesn't do: decide anything, or outlive the process. A trace is for people: what is lost of it is lost.
 """
 
@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 from kvstore.errors import ProtocolError
 from kvstore.limits import (
     RPC_TIMEOUT_MS,
-    SHARES,
     STEP_DETAIL_BYTES_MAX,
     STEPS_REPORTED_MAX,
     TRACE_STEPS_MAX,
@@ -127,14 +126,14 @@ class Traces:
 
     def of(self, name: SessionName) -> SessionTrace:
         """The trace of a session; begun, if there is none."""
-        mine = self._of.setdefault(name.tenant, OrderedDict())
-        trace = mine.get(name)
+        trace = self.find(name)
         if trace is None:
             if self._count >= TRACES_MAX:
-                self._make_room(mine)
-            trace = mine[name] = SessionTrace(self._clock)
+                self._make_room()
+            trace = SessionTrace(self._clock)
+            self._of.setdefault(name.tenant, OrderedDict())[name] = trace
             self._count += 1
-        mine.move_to_end(name)
+        self._of[name.tenant].move_to_end(name)
         return trace
 
     def find(self, name: SessionName) -> SessionTrace | None:
@@ -150,10 +149,9 @@ class Traces:
         if not mine:
             self._of.pop(name.tenant, None)
 
-    def _make_room(self, mine: OrderedDict[SessionName, SessionTrace]) -> None:
-        most = mine if len(mine) > TRACES_MAX // SHARES else max(self._of.values(), key=len)
-        most.popitem(last=False)
-        self._count -= 1
+    def _make_room(self) -> None:
+        tenant = max(self._of, key=lambda one: len(self._of[one]))
+        self.forget(next(iter(self._of[tenant])))
 
     # --- what callers say
 

@@ -241,6 +241,8 @@ def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: R
     assert back.miss.reason is MissReason.UNKNOWN
     again = rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole()
     assert again.usable_blocks == 4, "the catalogue does not name it any more, and the session does"
+    assert again.miss is not None
+    assert again.miss.reason is MissReason.UNKNOWN
 
 
 def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: Rig) -> None:

@@ -86,6 +86,14 @@ def test_who_has_many_traces_makes_room_for_who_has_few() -> None:
     assert len(traces) == TRACES_MAX
     assert all(traces.find(name_of(OTHER, "ben", f"{number}")) for number in range(TRACES_MAX // SHARES))
     assert traces.find(name_of(OTHER, "ada", "5")) is None, "another tenant's session of the same name"
+    for number in range(TRACES_MAX + 5):
+        traces.of(name_of(number.to_bytes(16), "one", "each"))
+    assert len(traces) == TRACES_MAX
+    for number in range(TRACES_MAX):  # each wants a second one, and the first who has one gives way
+        assert traces.of(name_of(number.to_bytes(16), "one", "more")) is not None
+        assert traces.find(name_of(number.to_bytes(16), "one", "more")) is not None
+    assert len(traces) == sum(map(len, traces._of.values())) == TRACES_MAX
+    assert all(traces._of.values()), "who has none is not remembered"
 
 
 def test_what_is_no_header_of_ours_is_refused_and_a_step_of_a_later_version_is_left_out() -> None:
