@@ -35,6 +35,7 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
+    "GET_THREADS",
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
@@ -177,6 +178,7 @@ READ_AHEAD_BYTES = (
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
 
+GET_THREADS = 4  # of a compute node: gets of arrivals that nodes are taking at a time
 PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes at a time
 ARRIVAL_GRACE_MS = 1_000  # from the deadline of a request's gets to that of the request
 TRANSFERS_TOLD_MAX = (

@@ -207,13 +207,13 @@ class Arrivals(Handle):
                 raise ProtocolError("The arrivals are closed.")
             self._take_in()
             entry = self.rules.match(request, self._clock.monotonic_ns())
-            if entry is None:
-                return Arrival(self, None, miss=Miss(MissReason.UNKNOWN, "No rule is for this request."))
-            owner = _owner(entry, request)
-            denies = any(action.kind is ActionKind.DENY for action in entry.actions)
-            if denies or owner is None or owner.tenant != self._tenant:
-                return Arrival(self, entry, denied=True)
-            return self._allowed(entry, request, owner, place, timeout_s)
+        if entry is None:
+            return Arrival(self, None, miss=Miss(MissReason.UNKNOWN, "No rule is for this request."))
+        owner = _owner(entry, request)
+        denies = any(action.kind is ActionKind.DENY for action in entry.actions)
+        if denies or owner is None or owner.tenant != self._tenant:
+            return Arrival(self, entry, denied=True)
+        return self._allowed(entry, request, owner, place, timeout_s)
 
     def _allowed(
         self,
@@ -223,34 +223,41 @@ class Arrivals(Handle):
         place: Callable[[int, bytes], Block] | None,
         timeout_s: float,
     ) -> Arrival:
+        """Look up what has to be looked up, with no lock held: a node that hangs is to hold nobody else up."""
         until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         chat = self.session(owner.user, request.context)
         actions = ", ".join(map(str, entry.actions))
         chat.notes.note(Step.ARRIVED, detail=f"rule {entry.name}: {actions}")
+        manifest = None
         try:
-            if not self._requester.extents(owner):
-                self._learn(owner)
-            manifest, gone = None, {}
             if place is not None:
                 chat.notes.note(Step.RESUMING)
                 manifest = chat.manifest(timeout_s)
-                gone = self._add(owner, manifest.keys)
+            found, gone = self._look_up(owner, () if manifest is None else manifest.keys)
         except KvError as error:
             return Arrival(self, entry, miss=_miss(error))
-        placing = None
+        placing, pin = None, ExitStack()
         if manifest is not None and place is not None:
-            placing = Placing(_places(manifest, place, gone), chat.notes, until_ns, outcomes=dict(gone))
-            self._requester.cancel_user(owner)  # what is being read ahead would not be asked for again
-            self._fetcher.placings[owner] = placing
-        arrival = self._begin(entry, request, owner, chat.notes, until_ns, manifest, placing)
-        if placing is not None:
+            places = _places(manifest, place, gone)
+            blocks = [block for some in places.values() for block in some]
+            self._nodes.of(owner.user).check_memory(blocks)
+            if blocks:
+                chat.notes.registered(blocks[0].region)
+            placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone))
             with suppress(KvError):  # what is not pinned may miss, and then says so
-                arrival.held.enter_context(
-                    self._nodes.of(owner.user).pin(
-                        list(placing.blocks), time_to_live_ms=int(timeout_s * 1000) + 1
-                    )
+                time_to_live_ms = int(timeout_s * 1000) + 1
+                pin.enter_context(
+                    self._nodes.of(owner.user).pin(list(placing.blocks), time_to_live_ms=time_to_live_ms)
                 )
-        self._pump()
+        with self._lock:
+            for extent in found:
+                self._requester.stored(owner, extent)
+            if placing is not None:
+                self._requester.cancel_user(owner)  # what is being read ahead would not be asked for again
+                self._fetcher.placings[owner] = placing
+            arrival = self._begin(entry, request, owner, chat.notes, until_ns, manifest, placing)
+            arrival.held.push(pin)
+            self._pump()
         return arrival
 
     def _begin(
@@ -278,28 +285,30 @@ class Arrivals(Handle):
 
     # --- what the node knows
 
-    def _learn(self, owner: User) -> None:
-        """Look up what a user has, who is not known here: his latest sessions."""
-        client = self._nodes.of(owner.user)
-        listed = list(itertools.islice(client.sessions(owner.user), SESSIONS_LISTED_MAX))
-        listed.sort(key=lambda one: one.last_turn_unix_ms, reverse=True)
-        for one in listed[:LEARNT_SESSIONS_MAX]:
-            self._add(owner, client.session(owner.user, one.session).keys())
+    def _look_up(self, owner: User, keys: Sequence[bytes]) -> tuple[list[Extent], dict[bytes, Hit | Miss]]:
+        """Ask the node about blocks that are not in the catalogue, and about all of a user who is not.
 
-    def _add(self, owner: User, keys: Sequence[bytes]) -> dict[bytes, Hit | Miss]:
-        """Enter blocks into the catalogue that are not in it; those that are gone, with why."""
-        known = {extent.key for extent in self._requester.extents(owner)}
-        new = [key for key in dict.fromkeys(keys) if key not in known]
-        gone: dict[bytes, Hit | Miss] = {}
+        Gives what is there, and what is gone with why.
+        """
         client = self._nodes.of(owner.user)
+        with self._lock:
+            known = {extent.key for extent in self._requester.extents(owner)}
+        wanted = list(keys)
+        if not known:
+            listed = list(itertools.islice(client.sessions(owner.user), SESSIONS_LISTED_MAX))
+            listed.sort(key=lambda one: one.last_turn_unix_ms, reverse=True)
+            for one in listed[:LEARNT_SESSIONS_MAX]:
+                wanted += client.session(owner.user, one.session).keys()
+        new = [key for key in dict.fromkeys(wanted) if key not in known]
+        number = next(self._numbers)  # of this moment: what is told meanwhile is newer
+        found: list[Extent] = []
+        gone: dict[bytes, Hit | Miss] = {}
         for key, state in zip(new, client.exists(new), strict=True):
             if isinstance(state, Miss):
                 gone[key] = state
             else:
-                self._requester.stored(
-                    owner, self._extent(owner.user, key, state.length, next(self._numbers))
-                )
-        return gone
+                found.append(self._extent(owner.user, key, state.length, number))
+        return found, gone
 
     def _extent(self, user: str, key: bytes, length: int, number: int) -> Extent:
         # Which drive, and where on it, is the node's own affair.

@@ -381,6 +381,10 @@ class Client(Handle):
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
             raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        self.check_memory(blocks)
+
+    def check_memory(self, blocks: Sequence[Block]) -> None:
+        """Refuse blocks in memory that is not registered here, or no longer."""
         for block in blocks:
             if block.region.handle is None or block.region not in self.fabric.regions:
                 raise ProtocolError("A block's memory is not registered with this client, or no longer.")

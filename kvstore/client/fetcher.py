@@ -1,7 +1,7 @@
 """The requester's fetcher over our clients: into registered memory where there is a place, else into the node's memory.
 
 What always holds: each ticket is reported once, in `reports`, whatever becomes of its node; a get into memory ends by
-its deadline, and then nothing writes to that memory any more; `issue` waits for the taking of a get, not for its bytes.
+its deadline, and then nothing writes to that memory any more; `issue` and `cancel` wait for no node.
 What it doesn't do: call the requester. Whoever owns that takes the reports.
 """
 
@@ -16,7 +16,7 @@ from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError
-from kvstore.limits import PREFETCH_THREADS, RESUME_BATCH_BLOCKS
+from kvstore.limits import GET_THREADS, PREFETCH_THREADS, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss, MissReason
 from nic_offload.handle import Handle
 
@@ -80,6 +80,7 @@ class Fetcher(Handle):
         self._nodes = nodes
         self._clock = clock
         self._threads = ThreadPoolExecutor(PREFETCH_THREADS, "kvstore-prefetch")
+        self._getters = ThreadPoolExecutor(GET_THREADS, "kvstore-get")
         self._numbers = itertools.count(1)
         self._changed = Condition()
         self._changes = 0
@@ -106,7 +107,9 @@ class Fetcher(Handle):
             self._threads.submit(self._attach, ticket, node)
         for batch in batches:
             assert placing is not None
-            self._bring(ticket, node, batch, placing)
+            with self._changed:
+                placing.under_way += 1
+            self._getters.submit(self._bring, ticket, node, batch, placing)
         return ticket
 
     def cancel(self, ticket: Hashable) -> None:
@@ -129,15 +132,13 @@ class Fetcher(Handle):
                 placing.under_way -= 1
             self._over(ticket, missing, failed)
 
-        with self._changed:
-            placing.under_way += 1
         left_s = max(0.0, (placing.until_ns - self._clock.monotonic_ns()) / 1e9)
         try:
-            client = self._nodes.at(node)
-        except KvError as error:  # the nodes are closed
+            self._nodes.at(node).getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
+        except (
+            KvError
+        ) as error:  # the client is closed, or the memory has just been taken back: nothing was begun
             ended([Miss(MissReason.NODE_AWAY, str(error))] * len(blocks))
-        else:
-            client.getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
 
     def _is_attached(self, node: str) -> bool:
         with suppress(KvError):
@@ -181,5 +182,6 @@ class Fetcher(Handle):
             self._changed.wait_for(lambda: self._changes != changes, timeout_s)
 
     def close(self) -> None:
-        """Begin nothing more, and wait for the prefetches that are under way, not for ever."""
+        """Begin nothing more, and wait for what is under way, not for ever."""
         self._threads.shutdown(cancel_futures=True)
+        self._getters.shutdown()

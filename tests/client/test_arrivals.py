@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import signal
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +25,8 @@ from tests.node.in_process import NodeInProcess
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 SIZE = 20_000
 WAIT_S = 20.0
@@ -270,6 +276,42 @@ def test_a_node_that_is_away_is_a_miss(tmp_path: Path) -> None:
     assert away.miss is not None
     assert away.miss.reason is MissReason.NODE_AWAY
     rig.close()
+
+
+def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: Rig) -> None:
+    rig.store("ada", 0, 3)
+    rig.region.close()
+    with pytest.raises(ProtocolError, match="not registered"):
+        rig.arrivals.arrived(request("ada"), rig.place)
+    rig.arrivals.close()
+    with pytest.raises(ProtocolError, match="closed"):
+        rig.arrivals.arrived(request("ada"))
+
+
+def test_a_node_that_hangs_holds_up_nobody_elses_users(here: NodeInProcess, node: NodeProcess) -> None:
+    with Nodes([here.target, node.target], tenant="acme") as nodes:
+        users = [f"user {number}" for number in range(50)]
+        stuck = next(user for user in users if nodes.home(user) == node.target)
+        well = next(user for user in users if nodes.home(user) == here.target)
+        for user in (stuck, well):
+            nodes.of(user).put_inline(key(user, 0), b"x" * SIZE)
+            nodes.of(user).session(user, "chat").append([key(user, 0)], 16)
+        table = Table()
+        table.replace(parse_rules(RULES))
+        with Arrivals(nodes, table, tenant="acme") as arrivals:
+            os.kill(node.pid, signal.SIGSTOP)
+            region = nodes.of(well).register(memory := bytearray(SIZE))
+            hanging = threading.Thread(target=lambda: arrivals.arrived(request(stuck)))
+            hanging.start()
+            begun_s = time.monotonic()
+            back = arrivals.arrived(request(well), lambda _, name: Block(name, region, 0, SIZE)).whole()
+            assert back.is_whole
+            assert memory == b"x" * SIZE
+            assert time.monotonic() - begun_s < 5.0
+            assert hanging.is_alive(), "it waits for its own node"
+            node.kill()
+            hanging.join(WAIT_S)
+            assert not hanging.is_alive()
 
 
 def test_a_client_alone_can_have_blocks_read_ahead(rig: Rig) -> None:
