@@ -20,7 +20,8 @@ from kvstore.steps import Step
 from nic_offload.flags import FlagWords
 from nic_offload.match_action import Request, Table
 from nic_offload.match_file import parse_rules
-from tests.node.in_process import NodeInProcess
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import HeldDrive, NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,6 +207,10 @@ def test_another_process_finds_out_from_the_node_what_a_user_has(here: NodeInPro
     assert {one.key for one in other.arrivals.known("bob")} == {
         key("bob", number) for number in (*range(5), 100, 101)
     }
+    looked_up = {one.key: one.generation for one in other.arrivals.known("bob")}
+    other.arrivals.stored("bob", key("bob", 0), SIZE)
+    newer = {one.key: one.generation for one in other.arrivals.known("bob")}
+    assert newer[key("bob", 0)] > max(looked_up.values()), "a put is newer than a look-up before it"
     other.close()
 
 
@@ -276,6 +281,31 @@ def test_a_node_that_is_away_is_a_miss(tmp_path: Path) -> None:
     assert away.miss is not None
     assert away.miss.reason is MissReason.NODE_AWAY
     rig.close()
+
+
+def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_memory_any_more(
+    here: NodeInProcess, rig: Rig
+) -> None:
+    rig.store("ada", 0, 5)
+    drive = HeldDrive(here)
+    first = rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S)
+    wait_until(lambda: drive.waiting() == 5, "the drive has been asked")
+    assert here.call(lambda node: node.pins.count) == 1, "no eviction takes a block of it meanwhile"
+    second = rig.arrivals.arrived(
+        request("ada"), lambda number, name: rig.place(number + 100, name), timeout_s=WAIT_S
+    )
+    came: list[Resumed] = []
+    waiting = threading.Thread(target=lambda: came.append(first.whole()))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "its gets may still come"
+    drive.let_go()
+    assert second.whole().is_whole
+    waiting.join(WAIT_S)
+    assert came[0].is_whole
+    assert rig.has("ada", range(5))
+    assert rig.memory[100 * SIZE : 105 * SIZE] == rig.memory[: 5 * SIZE]
+    assert here.call(lambda node: node.pins.count) == 0
 
 
 def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: Rig) -> None:

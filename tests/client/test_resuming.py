@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,14 +13,11 @@ from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from kvstore.steps import Step
-from tests.node.in_process import NodeInProcess
+from tests.node.in_process import HeldDrive, NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    from kvstore.node.node import Node
-    from kvstore.storage.items import GetItem, GetsDone
 
 SIZE = 20_000
 LAYERS = 4
@@ -41,7 +38,7 @@ def layer_of(number: int) -> int:
 
 
 class Rig:
-    """A client with a session of so many blocks and memory for them, and a drive that can be held up."""
+    """A client with a session of so many blocks and memory for them."""
 
     def __init__(self, node: NodeInProcess, blocks: int) -> None:
         self.node = node
@@ -54,8 +51,6 @@ class Rig:
         self.chat = self.client.session("user", "chat")
         self.chat.append([key(number) for number in range(blocks)], 16 * blocks)
         self.placed: list[int] = []
-        self._held: list[tuple[list[GetItem], GetsDone]] = []
-        self._read: Any = None
 
     def place(self, number: int, name: bytes) -> Block:
         self.placed.append(number)
@@ -63,36 +58,6 @@ class Rig:
 
     def has(self, numbers: Sequence[int]) -> bool:
         return all(self.memory[number * SIZE : (number + 1) * SIZE] == bytes_of(number) for number in numbers)
-
-    def hold_reads(self, of: Callable[[bytes], bool]) -> None:
-        """Let the drive be slow: reads of these keys are not begun until `let_go`."""
-
-        def hold(node: Node) -> None:
-            self._read = node.store.get
-
-            def get(items: Sequence[GetItem], done: GetsDone) -> None:
-                later = [item for item in items if of(item.key)]
-                now = [item for item in items if not of(item.key)]
-                if later:
-                    self._held.append((later, done))
-                if now:
-                    self._read(now, done)
-
-            vars(node.store)["get"] = get
-
-        self.node.call(hold)
-
-    def let_go(self) -> int:
-        """Let the drive read on; how many reads had waited."""
-
-        def go_on(node: Node) -> int:
-            del vars(node.store)["get"]
-            held, self._held = self._held, []
-            for items, done in held:
-                self._read(items, done)
-            return sum(len(items) for items, _ in held)
-
-        return int(self.node.call(go_on))
 
 
 @pytest.fixture
@@ -103,12 +68,12 @@ def here(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 def test_the_first_layer_is_usable_before_the_last_is_read(here: NodeInProcess) -> None:
     rig = Rig(here, 10 * LAYERS)
-    rig.hold_reads(lambda name: name not in {key(number) for number in range(0, 10 * LAYERS, LAYERS)})
+    drive = HeldDrive(here, lambda name: name not in {key(at) for at in range(0, 10 * LAYERS, LAYERS)})
     with rig.chat.resuming(rig.place, layer_of=layer_of, timeout_s=WAIT_S) as back:
         assert back.wait_layer(0)
         assert rig.has(range(0, 10 * LAYERS, LAYERS))
         assert not rig.has([1])
-        assert rig.let_go() == 10 * (LAYERS - 1), "the drive had read nothing of the other layers"
+        assert drive.let_go() == 10 * (LAYERS - 1), "the drive had read nothing of the other layers"
         assert all(back.wait_layer(layer) for layer in range(LAYERS))
         assert back.whole().is_whole
     assert rig.has(range(10 * LAYERS))
