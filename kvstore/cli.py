@@ -94,6 +94,22 @@ def _sessions(arguments: argparse.Namespace) -> int:
     )
 
 
+def _trace(arguments: argparse.Namespace) -> int:
+    from kvstore.client import Tls
+    from kvstore.sessions_command import read_token
+    from kvstore.trace_command import run
+
+    return run(
+        arguments.node,
+        arguments.user,
+        arguments.session,
+        tenant=arguments.tenant,
+        token=None if arguments.token_file is None else read_token(arguments.token_file),
+        tls=None if arguments.tls_authorities is None else Tls(arguments.tls_authorities),
+        as_json=arguments.json,
+    )
+
+
 def _match(arguments: argparse.Namespace) -> int:
     from kvstore.match_command import run
 
@@ -140,6 +156,18 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     bench.add_argument("--json", action="store_true", help="for programs")
     bench.set_defaults(run=_bench)
+
+
+def _ask_node(parser: argparse.ArgumentParser) -> None:
+    """What a command that asks a node about a user takes."""
+    parser.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
+    parser.add_argument("--user", required=True, help="whose sessions; a node knows users by digests only")
+    parser.add_argument("--tenant", default="", help="whose user, on a node that asks for no token")
+    parser.add_argument("--token-file", type=Path, help="a file with the tenant's token")
+    parser.add_argument(
+        "--tls-authorities", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -220,15 +248,18 @@ def _parser() -> argparse.ArgumentParser:
         help="list a user's sessions on a node",
         description="List a user's sessions on a node, the one with the latest turn last.",
     )
-    sessions.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
-    sessions.add_argument("--user", required=True, help="whose sessions; a node knows users by digests only")
-    sessions.add_argument("--tenant", default="", help="whose user, on a node that asks for no token")
-    sessions.add_argument("--token-file", type=Path, help="a file with the tenant's token")
-    sessions.add_argument(
-        "--tls-authorities", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
-    )
-    sessions.add_argument("--json", action="store_true", help="for programs")
+    _ask_node(sessions)
     sessions.set_defaults(run=_sessions)
+
+    trace = commands.add_parser(
+        "trace",
+        help="show the eight steps of a session's last turns, with times",
+        description="Show what a node, and the processes that use it, saw of a session's last turns: the eight steps"
+        " from the registered buffer to the resume, as docs/eight-steps.md says.",
+    )
+    trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
+    _ask_node(trace)
+    trace.set_defaults(run=_trace)
 
     match = commands.add_parser(
         "match",

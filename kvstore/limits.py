@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "ACK_GRACE_MS",
     "ACK_WORDS",
+    "ARRIVAL_GRACE_MS",
     "AUDIT_REFUSALS_PER_S",
     "BATCH_BLOCKS_MAX",
     "BLOCK_BYTES_MAX",
@@ -34,6 +35,7 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
+    "GET_THREADS",
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
@@ -43,6 +45,7 @@ __all__ = [
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
+    "LEARNT_SESSIONS_MAX",
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
@@ -54,17 +57,20 @@ __all__ = [
     "PIN_TIMEOUT_MS_MAX",
     "PREFETCHES_MAX",
     "PREFETCH_AHEAD_BYTES",
+    "PREFETCH_THREADS",
     "PREFIX_STEP_BLOCKS",
     "PROTECTED_SESSIONS_MAX",
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
+    "RESUME_AHEAD_BATCHES",
     "RESUME_BATCH_BLOCKS",
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_FOLLOWED_MAX",
     "SESSIONS_LISTED_MAX",
     "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
@@ -78,10 +84,18 @@ __all__ = [
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
     "SLOTS_PER_CLIENT_MAX",
+    "STEPS_REPORTED_MAX",
+    "STEP_CLOCK_BYTES",
+    "STEP_DETAIL_BYTES_MAX",
+    "STEP_FIRINGS_MAX",
+    "STEP_PUTS_FOLLOWED_MAX",
     "STORE_QUEUED_MAX",
     "TENANTS_MAX",
     "TENANT_BYTES",
     "TIMER_TICK_MS",
+    "TRACES_MAX",
+    "TRACE_STEPS_MAX",
+    "TRANSFERS_TOLD_MAX",
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
@@ -104,6 +118,7 @@ BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
+RESUME_AHEAD_BATCHES = 2  # of them are under way at a time
 RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least
 
 PREFIX_STEP_BLOCKS = 128  # of a prefix that lies on several drives are looked up at a time
@@ -163,6 +178,23 @@ READ_AHEAD_BYTES = (
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
 
+GET_THREADS = 4  # of a compute node: gets of arrivals that nodes are taking at a time
+PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes at a time
+ARRIVAL_GRACE_MS = 1_000  # from the deadline of a request's gets to that of the request
+TRANSFERS_TOLD_MAX = (
+    65_536  # that the requester's catalogue has not taken in; of more, the oldest are not known
+)
+SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
+LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing is known of him
+
+TRACES_MAX = 1024  # sessions of which a node remembers what it saw
+TRACE_STEPS_MAX = 128  # of one session: the last turns
+STEPS_REPORTED_MAX = 32  # told with one call
+STEP_DETAIL_BYTES_MAX = 96
+STEP_CLOCK_BYTES = 8
+STEP_FIRINGS_MAX = 8  # of one batch of puts are told apart
+STEP_PUTS_FOLLOWED_MAX = 16  # batches of puts of a session whose end has not been told
+
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
 EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
 EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
@@ -196,6 +228,8 @@ assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert PREFETCH_AHEAD_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
+assert STEPS_REPORTED_MAX * (STEP_DETAIL_BYTES_MAX + 64) < 6 << 10  # gRPC takes 8 KiB of headers
+assert STEPS_REPORTED_MAX <= TRACE_STEPS_MAX
 assert PROTECTED_SESSIONS_OF_TENANT_MAX <= PROTECTED_SESSIONS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
 assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits

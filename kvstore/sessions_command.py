@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvstore.client import ListedSession
 
-__all__ = ["run"]
+__all__ = ["read_token", "run"]
 
 _HEADS = ("session", "turns", "blocks", "tokens", "last turn (UTC)")
 
@@ -35,14 +35,15 @@ def run(
 ) -> int:
     """Print them; the exit status."""
     tls = None if authorities is None else Tls(authorities)
-    token = None if token_file is None else _read(token_file)
+    token = None if token_file is None else read_token(token_file)
     with Client(node, tenant=tenant, token=token, tls=tls) as client:
         sessions = sorted(client.sessions(user), key=lambda one: (one.last_turn_unix_ms, one.session))
     print(json.dumps(list(map(asdict, sessions)), indent=2) if as_json else _table(sessions))  # noqa: T201 - its output
     return 0
 
 
-def _read(path: Path) -> str:
+def read_token(path: Path) -> str:
+    """The token in a file."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import enum
 import struct
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,6 +133,7 @@ class Region(Handle):
         self.pointer = int(ffi.cast("uintptr_t", self.handle))
         self.key = int(lib.tk_region_key(self.handle))
         self.base = int(lib.tk_region_base(self.handle))
+        self.registered_ns = time.monotonic_ns()
         fabric.regions.add(self)
 
     def through(self, endpoint: Endpoint) -> Region:

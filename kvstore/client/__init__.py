@@ -1,16 +1,21 @@
 """What a serving engine imports."""
 
+from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.puts import ArmedPuts, Reservation
-from kvstore.client.sessions import ListedSession, Resumed, Session, SessionInfo, TurnInfo
+from kvstore.client.resuming import Resumed, Resuming
+from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
 from kvstore.client.shards import ShardReader, Wanted
+from kvstore.client.trace import Trace
 
 __all__ = [
     "ArmedPuts",
+    "Arrival",
+    "Arrivals",
     "Block",
     "Client",
     "Everywhere",
@@ -23,11 +28,13 @@ __all__ = [
     "PutResult",
     "Reservation",
     "Resumed",
+    "Resuming",
     "Session",
     "SessionInfo",
     "ShardReader",
     "Stored",
     "Tls",
+    "Trace",
     "TurnInfo",
     "Wanted",
 ]

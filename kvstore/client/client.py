@@ -32,10 +32,12 @@ import grpc
 from kvstore.client.block_calls import BlockCalls, durability_message
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
-from kvstore.client.gets import Get
+from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import Link
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
+from kvstore.client.step_calls import StepCalls
+from kvstore.client.watch import metadata_of
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.channel import Tls
+    from kvstore.client.gets import Ended
+    from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from nic_offload.fabric import Region
 
@@ -122,6 +126,7 @@ class Client(Handle):
         calls = BlockCalls(self._channel, self._calling, tenant, self._fingerprint)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin = calls.delete, calls.pin
+        self.steps = StepCalls(self._channel, self._calling, tenant)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -156,8 +161,12 @@ class Client(Handle):
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
+        watch: Watch | None = None,
     ) -> Reservation:
-        """Lease a slot on the node for each block, all or none. The only call that a triggered put makes."""
+        """Lease a slot on the node for each block, all or none. The only call that a triggered put makes.
+
+        `watch` is told what becomes of them; a session's `reserve` gives one.
+        """
         self._check_batch(blocks)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
@@ -177,7 +186,9 @@ class Client(Handle):
         asked_ns = time.monotonic_ns()
         try:
             with self._calling("Reserving slots"):
-                answer = self._stub.Reserve(request, timeout=RPC_TIMEOUT_MS / 1000)
+                answer = self._stub.Reserve(
+                    request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(watch)
+                )
         except KvError as error:
             with self.lock:
                 link.give_back_words(words)
@@ -185,7 +196,7 @@ class Client(Handle):
                 self.lose(link, error)  # leases may stand that we know nothing of
             raise
         return Reservation(
-            self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms)
+            self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms), watch
         )
 
     def abort(self, link: Link, leases: Sequence[pb.Lease]) -> threading.Event:
@@ -222,6 +233,21 @@ class Client(Handle):
 
         They are of the client's own layout unless another one is given.
         """
+        return self.getting(blocks, layout=layout, timeout_s=timeout_s).wait()
+
+    def getting(
+        self,
+        blocks: Sequence[Block],
+        *,
+        layout: Layout | None = None,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        watch: Watch | None = None,
+        ended: Ended | None = None,
+    ) -> Get | NoGet:
+        """Begin the same, and don't wait: `wait(n)` of what is returned waits for the first `n` blocks.
+
+        The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
+        """
         self._check_batch(blocks)
         fingerprint = self._fingerprint if layout is None else layout.fingerprint
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
@@ -230,21 +256,25 @@ class Client(Handle):
             with self.lock:
                 if link.error is not None:
                     raise link.error
-                get = Get(self, link, blocks, deadline_ns)
+                get = Get(self, link, blocks, deadline_ns, ended)
         except Overloaded as error:
-            return [Miss(MissReason.BUSY, str(error))] * len(blocks)
+            return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
         except KvError as error:
-            return [Miss(MissReason.NODE_AWAY, str(error))] * len(blocks)
+            return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
             with self._calling("Fetching blocks"):
-                self._stub.Fetch(get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000))
+                self._stub.Fetch(
+                    get.request(fingerprint),
+                    timeout=min(left_s, RPC_TIMEOUT_MS / 1000),
+                    metadata=metadata_of(watch),
+                )
         except Overloaded as refusal:
             with self.lock:
                 get.refuse(Miss(MissReason.BUSY, str(refusal)))
         except KvError as error:
             self.lose(link, error)
-        return get.wait()
+        return get
 
     # --- blocks inside gRPC
 
@@ -331,6 +361,15 @@ class Client(Handle):
             if self._link is link:
                 self._link = None
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a link to the node now."""
+        return self._link is not None
+
+    def attach(self) -> None:
+        """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
+        self._attached(RPC_TIMEOUT_MS / 1000)
+
     def _attached(self, timeout_s: float) -> Link:
         """The link there is, or a new one, within this time."""
         until_s = time.monotonic() + timeout_s
@@ -357,6 +396,10 @@ class Client(Handle):
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
             raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        self.check_memory(blocks)
+
+    def check_memory(self, blocks: Sequence[Block]) -> None:
+        """Refuse blocks in memory that is not registered here, or no longer."""
         for block in blocks:
             if block.region.handle is None or block.region not in self.fabric.regions:
                 raise ProtocolError("A block's memory is not registered with this client, or no longer.")

@@ -8,7 +8,7 @@ something else.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.client.blocks import Hit
 from kvstore.errors import DeadlineExceeded
@@ -19,23 +19,44 @@ from nic_offload.fabric import EventKind
 from nic_offload.trigger import AckWatch, watch_acks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
     from kvstore.errors import KvError
     from nic_offload.fabric import Event
 
-__all__ = ["Get"]
+__all__ = ["Ended", "Get", "NoGet"]
+
+Ended: TypeAlias = "Callable[[list[Hit | Miss]], object]"
 
 _CODE_MASK = 0xFF
 
 
-class Get:
-    """One batch of blocks being fetched. Begun with the client's lock held."""
+class NoGet:
+    """A batch that could not even be begun: a miss for each block, at once."""
 
-    def __init__(self, client: Host, link: Link, blocks: Sequence[Block], deadline_ns: int) -> None:
+    def __init__(self, blocks: int, miss: Miss, ended: Ended | None) -> None:
+        self._outcomes: list[Hit | Miss] = [miss] * blocks
+        if ended is not None:
+            ended(self._outcomes)
+
+    def wait(self, first: int | None = None) -> list[Hit | Miss]:
+        """The misses of the first so many blocks, or of all."""
+        return self._outcomes[:first]
+
+
+class Get:
+    """One batch of blocks being fetched. Begun with the client's lock held.
+
+    `ended` is called once, with that lock held and all outcomes, when the last is known.
+    """
+
+    def __init__(
+        self, client: Host, link: Link, blocks: Sequence[Block], deadline_ns: int, ended: Ended | None = None
+    ) -> None:
         self._client = client
+        self._ended = ended
         self._link = link
         self._blocks = blocks
         self._outcomes: list[Hit | Miss | None] = [None] * len(blocks)
@@ -44,6 +65,8 @@ class Get:
         self._tags = [client.next_tags() for _ in blocks]
         self._index = {tag: i for i, tag in enumerate(self._tags)}
         self._open = len(blocks)
+        self._came = 0  # so many of the first outcomes are known, without a gap
+        self._tell_at = len(blocks)  # the least number of them that somebody waits for
         self._done = threading.Condition(client.lock)
         for tag in self._tags:
             link.operations[tag] = self
@@ -104,11 +127,22 @@ class Get:
         self._link.operations.pop(self._tags[i], None)
         self._link.give_back_words([self._words[i]])
         self._open -= 1
-        if not self._open:
+        while self._came < len(self._outcomes) and self._outcomes[self._came] is not None:
+            self._came += 1
+        if self._came >= self._tell_at:
+            self._tell_at = len(self._outcomes)  # who wants more says so when he has looked
             self._done.notify_all()
+        if not self._open and self._ended is not None:
+            self._ended([outcome for outcome in self._outcomes if outcome is not None])
 
-    def wait(self) -> list[Hit | Miss]:
-        """Wait for the end, which the words' deadline brings about if nothing else does."""
+    def wait(self, first: int | None = None) -> list[Hit | Miss]:
+        """Wait for the first so many blocks, or for all; the words' deadline ends that if nothing else does."""
+        wanted = len(self._outcomes) if first is None else min(first, len(self._outcomes))
+
+        def have_come() -> bool:
+            self._tell_at = min(self._tell_at, wanted)
+            return self._came >= wanted
+
         with self._done:
-            self._done.wait_for(lambda: not self._open)
-            return [outcome for outcome in self._outcomes if outcome is not None]
+            self._done.wait_for(have_come)
+            return [outcome for outcome in self._outcomes[:wanted] if outcome is not None]

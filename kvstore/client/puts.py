@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
+    from kvstore.client.watch import Watch
     from kvstore.wire import kvstore_pb2 as pb
     from nic_offload.counter import Counter
     from nic_offload.fabric import Event
@@ -64,8 +65,10 @@ class Reservation:
         words: Sequence[int],
         durability: Durability,
         deadline_ns: int,
+        watch: Watch | None = None,
     ) -> None:
         self.durability = durability
+        self._watch = watch
         self._client = client
         self._link = link
         self._deadline_ns = deadline_ns
@@ -87,7 +90,12 @@ class Reservation:
     def arm(self, flag: FlagWord | Counter) -> ArmedPuts:
         """Queue the puts: each goes out when `flag` reaches its block's threshold."""
         self._spend()
-        return ArmedPuts(self._client, self._link, self._puts, self.durability, flag, self._deadline_ns)
+        puts = ArmedPuts(
+            self._client, self._link, self._puts, self.durability, flag, self._deadline_ns, self._watch
+        )
+        if self._watch is not None:
+            self._watch.armed([put.block for put in self._puts], puts)
+        return puts
 
     def give_back(self) -> None:
         """Return the leases: nothing will be put. When this returns, the slots are free again."""
@@ -110,8 +118,10 @@ class ArmedPuts:
         durability: Durability,
         flag: FlagWord | Counter,
         deadline_ns: int,
+        watch: Watch | None = None,
     ) -> None:
         self._client = client
+        self._told = watch
         self._link = link
         self._puts = puts
         self._durability = durability
@@ -132,6 +142,7 @@ class ArmedPuts:
             if put.lease.already_stored:
                 put.result = PutResult(put.block.key, self._durability, None, already_stored=True)
                 link.give_back_words([put.word])
+                self._tell(put)
                 continue
             put.tag = client.next_tags()
             self._by_tag[put.tag] = self._by_tag[put.tag + 1] = put
@@ -264,12 +275,17 @@ class ArmedPuts:
         self._open -= 1
         if not self._open and self._counter is not None:
             self._counter.close()
+        self._tell(put)
         self._done.notify_all()
 
     def _has_landed(self) -> None:
         self._unlanded -= 1
         if not self._unlanded:
             self._done.notify_all()
+
+    def _tell(self, put: _Put) -> None:
+        if self._told is not None and put.result is not None:
+            self._told.put_ended(put.block, put.result)
 
     # --- for the application
 
@@ -281,6 +297,12 @@ class ArmedPuts:
                 sum(put.landed_ns > 0 for put in self._puts),
                 sum(put.result is not None for put in self._puts),
             )
+
+    def ended(self) -> list[PutResult] | None:
+        """The results in the order of the blocks, or None while one is still under way."""
+        with self._client.lock:
+            results = [put.result for put in self._puts if put.result is not None]
+            return results if len(results) == len(self._puts) else None
 
     def cancel(self) -> int:
         """Withdraw the puts that have not gone out, exactly; returns how many."""

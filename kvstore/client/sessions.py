@@ -9,12 +9,13 @@ What it doesn't do: put blocks, which comes before they are appended; know what 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.blocks import Hit
+from kvstore.client.resuming import Manifest, Resuming
+from kvstore.client.trace import Notes
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -28,14 +29,15 @@ from kvstore.errors import (
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     FETCH_TIMEOUT_MS,
-    RESUME_BATCH_BLOCKS,
+    LEASE_TIMEOUT_MS,
     RPC_TIMEOUT_MS,
     SESSION_BLOCKS_MAX,
 )
 from kvstore.miss import Miss, MissReason
+from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
-from kvstore.wire import sessions_pb2_grpc
-from kvstore.wire.manifest import Turn, cut_turns
+from kvstore.wire import sessions_pb2_grpc, steps_pb2
+from kvstore.wire.manifest import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,9 +47,12 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
+    from kvstore.client.puts import Reservation
+    from kvstore.client.resuming import Resumed
+    from kvstore.client.trace import Follower, Trace
     from kvstore.layout import Layout
 
-__all__ = ["ListedSession", "Resumed", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
+__all__ = ["ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
 
 _TIMEOUT_S = RPC_TIMEOUT_MS / 1000
 
@@ -81,22 +86,6 @@ class ListedSession:
     last_turn_unix_ms: int  # 0: it has none
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What a resume has brought. Only the first `usable_blocks` of the memory hold what they should."""
-
-    blocks: int  # of the session
-    tokens: int
-    usable_blocks: int
-    usable_tokens: int
-    miss: Miss | None  # of the first block that did not come; None: all did
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the session."""
-        return self.miss is None
-
-
 class SessionCalls:
     """The calls of one client. Any thread."""
 
@@ -123,16 +112,17 @@ class SessionCalls:
             if not token:
                 return
 
-    def one(self, user: str, name: str) -> Session:
-        """One session, whether it is there or not. The node is not called."""
-        return Session(self, user, name)
+    def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
+        """One session, whether it is there or not. The node is not called. A follower is told of all its transfers."""
+        return Session(self, user, name, follower)
 
 
 class Session:
     """One session of one user. Appends of one such object come one after the other."""
 
-    def __init__(self, calls: SessionCalls, user: str, name: str) -> None:
+    def __init__(self, calls: SessionCalls, user: str, name: str, follower: Follower | None = None) -> None:
         self.user = user
+        self.notes = Notes(user, name, SystemClock(), follower)
         self.name = name
         self._calls = calls
         self._name = pb.SessionName(tenant=calls.client.tenant, user=user, session=name)
@@ -163,7 +153,7 @@ class Session:
                 durability=durability_message(durability),
             )
             with self._calls.calling("Appending to a session"):
-                self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S)
+                self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S, metadata=self.notes.metadata())
         self._blocks = first + len(keys)
         return self._blocks
 
@@ -191,7 +181,9 @@ class Session:
     def _get(self, blocks: int, timeout_s: float = _TIMEOUT_S) -> pb.GetSessionResponse:
         with self._calls.calling("Asking for a session"):
             request = pb.GetSessionRequest(name=self._name, blocks=blocks)
-            answer: pb.GetSessionResponse = self._calls.stub.GetSession(request, timeout=timeout_s)
+            answer: pb.GetSessionResponse = self._calls.stub.GetSession(
+                request, timeout=timeout_s, metadata=self.notes.metadata()
+            )
         self._blocks = answer.blocks
         return answer
 
@@ -228,6 +220,8 @@ class Session:
         with self._calls.calling("Removing a session"):
             answer = self._calls.stub.RemoveSession(request, timeout=_TIMEOUT_S)
         self._blocks = 0
+        if delete_blocks and self.notes.follower is not None:
+            self.notes.follower.forgotten(self.user)
         return int(answer.unreferenced)
 
     def protect(self, blocks: int = 0) -> None:
@@ -246,7 +240,10 @@ class Session:
         """Have the node read its first blocks into its memory, and don't wait; returns how many that will be."""
         with self._calls.calling("Prefetching a session"):
             request = pb.PrefetchSessionRequest(name=self._name)
-            return int(self._calls.stub.PrefetchSession(request, timeout=_TIMEOUT_S).blocks)
+            metadata = self.notes.metadata()
+            return int(
+                self._calls.stub.PrefetchSession(request, timeout=_TIMEOUT_S, metadata=metadata).blocks
+            )
 
     def resume(
         self,
@@ -255,55 +252,76 @@ class Session:
         layout: Layout | None = None,
         timeout_s: float = FETCH_TIMEOUT_MS / 1000,
     ) -> Resumed:
-        """Bring its blocks into memory, in order, each where `place(number, key)` says.
+        """Bring its blocks into memory, in order, each where `place(number, key)` says: whole, or a MISS.
 
         They are pinned meanwhile, so that no eviction takes one in between, unless they are more than a tenant may pin.
         """
+        with self.resuming(place, layout=layout, timeout_s=timeout_s) as resuming:
+            return resuming.whole()
+
+    def resuming(
+        self,
+        place: Callable[[int, bytes], Block],
+        *,
+        layout: Layout | None = None,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        layer_of: Callable[[int], int] | None = None,
+    ) -> Resuming:
+        """Begin the same, and don't wait: the first blocks can be used before the last have come.
+
+        `layer_of(number)` says which layer a block is of, if it is of one: those of the lowest are brought first.
+        """
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
+        self.notes.note(Step.RESUMING)
+        manifest = self.manifest(timeout_s)
+        return Resuming(self._calls.client, manifest, place, self.notes, clock, until_ns, layout, layer_of)
 
-        def left_s() -> float:
-            return max(0.0, (until_ns - clock.monotonic_ns()) / 1e9)
-
+    def manifest(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
+        """What its blocks are, or a Miss that says why nobody knows."""
         try:
             session = self._get(SESSION_BLOCKS_MAX, min(timeout_s, _TIMEOUT_S))
         except NoSession as error:
-            return Resumed(0, 0, 0, 0, Miss(MissReason.UNKNOWN, str(error)))
+            return Manifest((), (), Miss(MissReason.UNKNOWN, str(error)))
         except Overloaded as error:
-            return Resumed(0, 0, 0, 0, Miss(MissReason.BUSY, str(error)))
+            return Manifest((), (), Miss(MissReason.BUSY, str(error)))
         except (NodeUnavailable, DeadlineExceeded) as error:
-            return Resumed(0, 0, 0, 0, Miss(MissReason.NODE_AWAY, str(error)))
-        usable, miss = 0, None
-        with ExitStack() as held:
-            try:
-                if session.keys:
-                    time_to_live_ms = max(1, int(timeout_s * 1000))
-                    held.enter_context(self._calls.client.pin(session.keys, time_to_live_ms=time_to_live_ms))
-            except KvError:  # what is not pinned may miss, and then says so
-                pass
-            while miss is None and usable < len(session.keys):
-                keys = session.keys[usable : usable + RESUME_BATCH_BLOCKS]
-                blocks = [_placed(place, usable + at, key) for at, key in enumerate(keys)]
-                for outcome in self._calls.client.get(blocks, layout=layout, timeout_s=left_s()):
-                    if not isinstance(outcome, Hit):
-                        miss = outcome
-                        break
-                    usable += 1
-        turns = _turns(session)
-        return Resumed(
-            session.blocks,
-            sum(turn.tokens for turn in turns),
-            usable,
-            sum(turn.tokens for turn in cut_turns(turns, session.blocks, usable)),
-            miss,
+            return Manifest((), (), Miss(MissReason.NODE_AWAY, str(error)))
+        return Manifest(session.keys, _turns(session))
+
+    # --- puts of its blocks, and what was seen of it
+
+    def reserve(
+        self,
+        blocks: Sequence[Block],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> Reservation:
+        """Lease slots for blocks that will be this session's, as `Client.reserve` does, and say so to the node."""
+        if blocks:
+            self.notes.registered(blocks[0].region)
+        return self._calls.client.reserve(
+            blocks,
+            durability=durability,
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+            watch=self.notes,
         )
 
+    def mark(self, step: Step, *, tokens: int = 0, detail: str = "") -> None:
+        """Note what only the application knows, such as Step.ANSWERED; told with the next call, or by `report`."""
+        self.notes.note(step, tokens=tokens, detail=detail)
 
-def _placed(place: Callable[[int, bytes], Block], number: int, key: bytes) -> Block:
-    block = place(number, key)
-    if block.key != key:
-        raise ProtocolError(f"Block {number} of the session was given a place under another key.")
-    return block
+    def report(self) -> None:
+        """Tell the node what was seen here, where no other call would. A node that is away is not told."""
+        with suppress(KvError):
+            self._calls.client.steps.report(self.notes)
+
+    def trace(self) -> Trace:
+        """What the node, and who reported to it, saw of the session's last turns."""
+        return self._calls.client.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
 
 
 def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:

@@ -23,6 +23,7 @@ from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.demo.show import Progress, say, table
 from kvstore.names import block_key
+from kvstore.trace_command import table as trace_table
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 
@@ -170,6 +171,19 @@ def _read_back_by_cpu(client: Client, blocks: Sequence[Block], memory: mmap.mmap
     return _gbps(_TOTAL, time.monotonic_ns() - start_ns)
 
 
+def _resume(client: Client, blocks: Sequence[Block], memory: mmap.mmap, digests: Sequence[str]) -> None:
+    chat = client.session("somebody", "demo")
+    chat.append([block.key for block in blocks], tokens=len(blocks))
+    client.steps.prefetch([block.key for block in blocks], chat.notes)
+    memory[:] = bytes(_TOTAL)
+    resumed = chat.resume(lambda i, _: blocks[i], timeout_s=_WAIT_S)
+    if not resumed.is_whole:
+        raise _Difference(f"only {resumed.usable_blocks} blocks came: {resumed.miss}")
+    _compare(memory, digests, "after the resume")
+    chat.report()
+    say("\n".join(f"   {line}" for line in trace_table(chat.trace()).splitlines()))
+
+
 def _compare(memory: mmap.mmap, digests: Sequence[str], after: str) -> None:
     for i, digest in enumerate(digests):
         found = blake2b(memory[i * _BLOCK_BYTES : (i + 1) * _BLOCK_BYTES]).hexdigest()
@@ -240,6 +254,8 @@ def _story(data: Path) -> None:
         back[:] = bytes(_TOTAL)
         figures.get_inline.append(_read_back_by_cpu(client, by_cpu, back))
         _compare(back, digests, "after an inline get")
+        say("6. they become a chat's turn; its user thinks, and is back")
+        _resume(client, _blocks(target, run_id, "tokens"), back, digests)
         target.close()
         source.close()
     kv.close()

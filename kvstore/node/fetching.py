@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.traces import SeenGet
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
@@ -62,6 +63,7 @@ class FetchRequest:
     target_key: int
     ack_word: int
     ack_generation: int
+    seen: SeenGet | None = None  # who traces the get that it is of
 
 
 @dataclass(slots=True)
@@ -164,6 +166,8 @@ class Fetches:
             fetch.hot = fetch.piece is not None
         if fetch.piece is not None and entry is not None:
             puts.append(self._put(fetch, entry.length, entry.crc32c, entry.generation))
+            if fetch.request.seen is not None:
+                fetch.request.seen.found()
         else:
             fetch.piece = self._memory.take(fetch.request.length)
             if fetch.piece is None:
@@ -198,6 +202,8 @@ class Fetches:
             else:
                 assert fetch.piece is not None
                 self._memory.pages.keep(fetch.piece, done.generation)
+                if fetch.request.seen is not None:
+                    fetch.request.seen.read(done.length)
                 puts.append(self._put(fetch, done.length, done.crc32c, done.generation))
         if misses:
             put_words(self._fabric, misses)
@@ -231,6 +237,8 @@ class Fetches:
     def _end(self, fetch: _Fetch) -> None:
         del self._under_way[fetch.tag]
         assert fetch.piece is not None
+        if fetch.request.seen is not None:
+            fetch.request.seen.over()
         self._memory.shares.release(fetch.flow, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
 
@@ -253,6 +261,8 @@ class Fetches:
         self._memory.pages.forget(fetch.piece)
         if fetch.hot:  # its bytes changed in our memory; the drive's may be right
             log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
+            if fetch.request.seen is not None:
+                fetch.request.seen.again()
             self._queued.put_back(_Fetch(fetch.connection, fetch.request, next(self._tags)))
         else:
             self._store.quarantine(*fetch.name, fetch.generation)

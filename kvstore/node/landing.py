@@ -24,6 +24,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
+    from kvstore.node.traces import SessionTrace
 
 __all__ = ["LandingLayout", "Lease", "SlotState", "Slots", "pages_of"]
 
@@ -91,6 +92,7 @@ class Lease:
     ack_word: int
     expires_unix_ms: int
     state: SlotState = SlotState.LEASED
+    trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
 
 
 class Slots:

@@ -38,6 +38,8 @@ from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
+from kvstore.node.traces import Traces
+from kvstore.steps import Step
 from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
@@ -84,6 +86,7 @@ class Node:
         self.fetches = Fetches(fabric, store, self.hot, self._tags, clock)
         self.inline = InlineBlocks(store, self.hot, clock)
         self.pins = Pins(store, clock)
+        self.traces = Traces(clock)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
@@ -243,6 +246,7 @@ class Node:
                         self._lease_over(event)
                     case _:
                         self.fetches.sent(event)
+        self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
         self.fetches.pump()
@@ -276,9 +280,12 @@ class Node:
 
     def _kept(self, batch: Sequence[PutDone]) -> None:
         words: list[WordPut] = []
+        kept: dict[Durability, list[Lease]] = {}
         for done in batch:
             connection = self._leased.pop(done.tag)
             lease = connection.slots.finished(done.tag)
+            if done.error is None and lease.trace is not None:
+                kept.setdefault(done.durability, []).append(lease)
             if connection.closed:
                 self._free_if_idle(connection)
             elif done.error is not None:
@@ -288,6 +295,8 @@ class Node:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
         if words:
             put_words(self.fabric, words)
+        for durability, leases in kept.items():
+            self.traces.saw(Step.KEPT, leases, durability.name.lower())
 
     def _lease_over(self, event: Event) -> None:
         connection = self._leased.pop(event.tag, None)

@@ -3,8 +3,8 @@
 What always holds: a prefetch never reads while a fetch waits for the drive, and has no more than `PREFETCH_AHEAD_BYTES`
 of it at a time; one asks for no more than an eighth of the hot memory, and takes room only from what is not in use;
 tenants take turns. What was prefetched and is never asked for is the first to make room.
-It promises nothing: a block that is gone, or that finds no room, is left out, and nobody is told. It checks no payload:
-whoever sends one does.
+It promises nothing: a block that is gone, or that finds no room, is left out; who asked may be told what came. It
+checks no payload: whoever sends one does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,42 @@ if TYPE_CHECKING:
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
 
-__all__ = ["Prefetches"]
+__all__ = ["Asked", "Prefetched", "Prefetches"]
+
+
+class Prefetched(NamedTuple):
+    """What a prefetch has brought."""
+
+    came: Sequence[bytes]  # lie in the memory, or did a moment ago
+    size_bytes: int
+
+
+class Asked:
+    """One prefetch. `ended` is called once, when nothing of it waits or is read any more."""
+
+    def __init__(self, ended: Callable[[Prefetched], object] | None) -> None:
+        self._ended = ended
+        self._came: list[bytes] = []
+        self._size_bytes = 0
+        self.waiting = 0  # of its blocks
+        self.reading = 0
+        self.blocks = 0  # that there was a share for
+
+    def came(self, one: _Wanted) -> None:
+        """A block is in the memory."""
+        self._came.append(one.key)
+        self._size_bytes += one.length
+
+    def so_far(self) -> Prefetched:
+        """What has come by now."""
+        return Prefetched(tuple(self._came), self._size_bytes)
+
+    def end_if_over(self) -> None:
+        """Tell, if this was the last."""
+        if not self.waiting and not self.reading:
+            ended, self._ended = self._ended, None
+            if ended is not None:
+                ended(self.so_far())
 
 
 class _Wanted(NamedTuple):
@@ -37,6 +72,7 @@ class _Wanted(NamedTuple):
     length: int
     generation: int
     size_bytes: int
+    asked: Asked
 
 
 class Prefetches:
@@ -48,30 +84,42 @@ class Prefetches:
         self._memory = memory
         self._is_wanted_elsewhere = is_wanted_elsewhere
         self._queued: FairQueue[_Wanted] = FairQueue()
-        self._left: dict[tuple[bytes, Hashable], int] = {}  # of each prefetch, how many of its blocks wait
-        self._reading: dict[int, Piece] = {}
+        self._left: dict[tuple[bytes, Hashable], Asked] = {}  # those of which a block waits
+        self._reading: dict[int, tuple[Piece, _Wanted]] = {}
         self._reading_bytes = 0
         self._tag = 0
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def add(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes]) -> int:
-        """Queue a session's first blocks, as many as there is a share for; returns how many of them that is."""
-        if (tenant, flow) in self._left:  # it is asked for again before it has been done: it is done anew
+    def add(
+        self,
+        tenant: bytes,
+        flow: Hashable,
+        keys: Sequence[bytes],
+        ended: Callable[[Prefetched], object] | None = None,
+    ) -> Asked:
+        """Queue a session's first blocks, as many as there is a share for; `ended` is told when that is over."""
+        before = self._left.pop((tenant, flow), None)
+        if before is not None:  # it is asked for again before it has been done: it is done anew
             self._queued.drop(tenant, flow)
-            del self._left[tenant, flow]
+            before.waiting = 0
+            before.end_if_over()
         mine = sum(1 for whose, _ in self._left if whose == tenant)
         if len(self._left) >= PREFETCHES_MAX or mine >= PREFETCHES_MAX // SHARES:
             raise Overloaded("As many sessions wait to be prefetched as the node takes; fetch it instead.")
-        wanted = self._first_of(tenant, flow, keys)
+        asked = Asked(ended)
+        wanted = self._first_of(tenant, flow, keys, asked)
+        asked.blocks = asked.waiting = len(wanted)
         if wanted:
-            self._left[tenant, flow] = len(wanted)
+            self._left[tenant, flow] = asked
             self._queued.add(wanted)
             self.pump()
-        return len(wanted)
+        else:
+            asked.end_if_over()
+        return asked
 
-    def _first_of(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes]) -> list[_Wanted]:
+    def _first_of(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes], asked: Asked) -> list[_Wanted]:
         """Give the blocks up to the first gap, which nobody can use anything behind, and up to the share."""
         left_bytes = self._memory.size_bytes // SHARES
         wanted: list[_Wanted] = []
@@ -85,7 +133,16 @@ class Prefetches:
                 if left_bytes < 0:
                     return wanted
                 wanted.append(
-                    _Wanted(tenant, flow, key, entry.fingerprint, entry.length, entry.generation, size_bytes)
+                    _Wanted(
+                        tenant,
+                        flow,
+                        key,
+                        entry.fingerprint,
+                        entry.length,
+                        entry.generation,
+                        size_bytes,
+                        asked,
+                    )
                 )
         return wanted
 
@@ -101,32 +158,38 @@ class Prefetches:
             one = self._queued.take(lambda _: True)
             if one is None:
                 break
-            self._forget_one(one)
-            if not self._memory.pages.has(one.generation):
+            self._no_longer_waits(one)
+            if self._memory.pages.has(one.generation):
+                one.asked.came(one)
+            else:
                 piece = self._memory.pages.take_unasked(pages_of(one.length))
                 if piece is not None:
                     reads.append(self._read(one, piece))
+            one.asked.end_if_over()
         if reads:
             self._store.get(reads, self._arrived)
 
     def _read(self, one: _Wanted, piece: Piece) -> GetItem:
         self._tag += 1
-        self._reading[self._tag] = piece
+        self._reading[self._tag] = piece, one
+        one.asked.reading += 1
         self._reading_bytes += one.size_bytes
         address = self._memory.address(piece)
         return GetItem(one.tenant, one.key, one.fingerprint, one.length, address, one.size_bytes, self._tag)
 
-    def _forget_one(self, one: _Wanted) -> None:
-        name = one.tenant, one.flow
-        self._left[name] -= 1
-        if not self._left[name]:
-            del self._left[name]
+    def _no_longer_waits(self, one: _Wanted) -> None:
+        one.asked.waiting -= 1
+        if not one.asked.waiting:
+            del self._left[one.tenant, one.flow]
 
     def _arrived(self, batch: Sequence[GetDone]) -> None:
         for done in batch:
-            piece = self._reading.pop(done.tag)
+            piece, one = self._reading.pop(done.tag)
+            one.asked.reading -= 1
             self._reading_bytes -= piece.pages * PAGE_BYTES
             if done.miss is None:
                 self._memory.pages.keep(piece, done.generation)
+                one.asked.came(one)
+            one.asked.end_if_over()
             self._memory.pages.release(piece)
         self.pump()

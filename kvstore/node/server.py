@@ -25,9 +25,10 @@ from kvstore.node.node import Node
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
+from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc, steps_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
+    steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
 
 

@@ -11,6 +11,7 @@ from kvstore.node.calls import durability_of, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_block, check_count
 from kvstore.node.fetching import FetchRequest
 from kvstore.node.inline import deadline
+from kvstore.node.traces import SeenGet
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 
@@ -115,6 +116,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 request.lease_ms,
                 request.expires_unix_ms,
             )
+            self._node.traces.leased(self._node.traces.hear(context, connection.tenant), leases)
             return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
         raise AssertionError
 
@@ -136,6 +138,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             for block in request.blocks:
                 check_block(block.name.key, block.name.fingerprint, block.name.length)
                 connection.acks.target(block.ack_word)
+            trace = self._node.traces.hear(context, connection.tenant)
+            seen = None
+            if trace is not None:
+                size_bytes = sum(block.name.length for block in request.blocks)
+                seen = SeenGet(trace, len(request.blocks), size_bytes, self._node.clock)
             self._node.fetches.enqueue(
                 connection,
                 [
@@ -147,6 +154,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                         target_key=block.target_key,
                         ack_word=block.ack_word,
                         ack_generation=block.ack_generation,
+                        seen=seen,
                     )
                     for block in request.blocks
                 ],

@@ -14,13 +14,13 @@ from kvstore.limits import (
     PROTECTED_SESSIONS_OF_TENANT_MAX,
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
-    SESSION_LABEL_BYTES_MAX,
     SESSIONS_LISTED_MAX,
 )
-from kvstore.names import session_name, user_name
+from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
+from kvstore.node.names import check_text, name_of
+from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
-from kvstore.storage.manifests import SessionName
 from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.storage.items import SessionDone
-    from kvstore.storage.manifests import Stored
+    from kvstore.storage.manifests import SessionName, Stored
 
 __all__ = ["SessionsService"]
 
@@ -62,7 +62,14 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 continues=request.continues,
                 label=request.name.session.encode(),
             )
-            return pb.AppendSessionResponse(blocks=(await self._do(item)).blocks)
+            done = await self._do(item)
+            self._node.traces.of(item.name).saw(
+                Step.APPENDED,
+                len(request.keys),
+                tokens=request.tokens,
+                detail=f"{item.durability.name.lower()}, the session has {done.blocks} blocks",
+            )
+            return pb.AppendSessionResponse(blocks=done.blocks)
         raise AssertionError
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
@@ -90,7 +97,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """List a user's sessions."""
         async with refusals(context):
             tenant = self._gate.enter("list sessions", context, request.tenant)
-            _check_text("user", request.user)
+            check_text("user", request.user)
             if len(request.page_token) not in {0, SESSION_BYTES}:
                 raise ProtocolError("The page token is not one of a list of sessions.")
             limit = min(request.page_size or SESSIONS_LISTED_MAX, SESSIONS_LISTED_MAX)
@@ -159,6 +166,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             )
             done = await self._do(item)
             self._no_longer_protected(name)
+            self._node.traces.forget(name)
             self._gate.audit.note("remove session", tenant=tenant.name, peer=context.peer())
             return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
         raise AssertionError
@@ -198,11 +206,21 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             keys = self._node.store.manifests.keys(name)
             if keys is None:
                 raise NoSession("There is no such session.")
-            return pb.PrefetchSessionResponse(blocks=self._node.prefetches.add(name.tenant, name, keys))
+            trace = self._node.traces.of(name)
+            trace.saw(Step.PREFETCHING, len(keys))
+            asked = self._node.prefetches.add(
+                name.tenant,
+                name,
+                keys,
+                lambda done: trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes),
+            )
+            return pb.PrefetchSessionResponse(blocks=asked.blocks)
         raise AssertionError
 
     def _enter(self, what: str, context: Context, name: pb.SessionName, requests: int = 1) -> Tenant:
-        return self._gate.enter(what, context, name.tenant, requests)
+        tenant = self._gate.enter(what, context, name.tenant, requests)
+        self._node.traces.hear(context, tenant.id)
+        return tenant
 
     def _stored(self, name: SessionName) -> Stored:
         stored = self._node.store.manifests.get(name)
@@ -226,14 +244,4 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
 
 def _name(tenant: Tenant, name: pb.SessionName) -> SessionName:
-    _check_text("user", name.user)
-    _check_text("session", name.session)
-    user = user_name(tenant.id, name.user)
-    return SessionName(tenant.id, user, session_name(user, name.session))
-
-
-def _check_text(what: str, text: str) -> None:
-    if not 1 <= len(text.encode()) <= SESSION_LABEL_BYTES_MAX:
-        raise ProtocolError(
-            f"A {what}'s name has 1 to {SESSION_LABEL_BYTES_MAX} bytes, not {len(text.encode())}."
-        )
+    return name_of(tenant.id, name.user, name.session)

@@ -28,7 +28,15 @@ from kvstore.errors import (
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.node.tenants import token_digest
-from kvstore.wire import blocks_pb2, blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2, sessions_pb2_grpc
+from kvstore.wire import (
+    blocks_pb2,
+    blocks_pb2_grpc,
+    kvstore_pb2_grpc,
+    sessions_pb2,
+    sessions_pb2_grpc,
+    steps_pb2,
+    steps_pb2_grpc,
+)
 from kvstore.wire import kvstore_pb2 as pb
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
@@ -96,7 +104,12 @@ Stubs = Any  # of all services; no two have a call of the same name
 def stubs(channel: grpc.Channel) -> Stubs:
     made = [
         make(channel)
-        for make in (kvstore_pb2_grpc.KvStoreStub, blocks_pb2_grpc.BlocksStub, sessions_pb2_grpc.SessionsStub)
+        for make in (
+            kvstore_pb2_grpc.KvStoreStub,
+            blocks_pb2_grpc.BlocksStub,
+            sessions_pb2_grpc.SessionsStub,
+            steps_pb2_grpc.StepsStub,
+        )
     ]
     return SimpleNamespace(**{name: call for stub in made for name, call in vars(stub).items()})
 
@@ -163,6 +176,9 @@ REQUESTS = {
     "ProtectSession": sessions_pb2.ProtectSessionRequest(name=CHAT, blocks=1),
     "UnprotectSession": sessions_pb2.UnprotectSessionRequest(name=CHAT),
     "PrefetchSession": sessions_pb2.PrefetchSessionRequest(name=CHAT),
+    "PrefetchBlocks": steps_pb2.PrefetchBlocksRequest(keys=[KEY]),
+    "ReportSteps": steps_pb2.ReportStepsRequest(seen=steps_pb2.SeenByCaller(user="user", session="chat")),
+    "GetTrace": steps_pb2.GetTraceRequest(name=CHAT),
 }
 
 
@@ -191,7 +207,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Status": status,
     **{name: of_tenant(name) for name in REQUESTS},
 }
-FILES = (pb, blocks_pb2, sessions_pb2)
+FILES = (pb, blocks_pb2, sessions_pb2, steps_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
 BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
 # And this concerns no tenant.

@@ -19,8 +19,10 @@ from kvstore.storage.store import Store
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from kvstore.storage.items import GetItem, GetsDone
 
 WAIT_S = 30.0
 
@@ -71,3 +73,42 @@ class NodeInProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HeldDrive:
+    """A slow drive: reads of some keys are not begun until `let_go`."""
+
+    def __init__(self, node: NodeInProcess, of: Callable[[bytes], bool] = lambda _: True) -> None:
+        self._node = node
+        self._held: list[tuple[list[GetItem], GetsDone]] = []
+        self._read: Any = None
+        node.call(lambda one: self._hold(one, of))
+
+    def _hold(self, node: Node, of: Callable[[bytes], bool]) -> None:
+        self._read = node.store.get
+
+        def get(items: Sequence[GetItem], done: GetsDone) -> None:
+            later = [item for item in items if of(item.key)]
+            now = [item for item in items if not of(item.key)]
+            if later:
+                self._held.append((later, done))
+            if now:
+                self._read(now, done)
+
+        vars(node.store)["get"] = get
+
+    def waiting(self) -> int:
+        """How many reads wait."""
+        return int(self._node.call(lambda _: sum(len(items) for items, _ in self._held)))
+
+    def let_go(self) -> int:
+        """Read on; how many reads had waited."""
+
+        def go_on(node: Node) -> int:
+            del vars(node.store)["get"]
+            held, self._held = self._held, []
+            for items, done in held:
+                self._read(items, done)
+            return sum(len(items) for items, _ in held)
+
+        return int(self._node.call(go_on))

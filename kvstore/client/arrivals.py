@@ -1,0 +1,446 @@
+"""Requests that arrive on the compute side: matched, and all KV of their user brought, at best while he still thinks.
+
+    with Arrivals(nodes, table) as arrivals:
+        chat = arrivals.session("ada", "chat 7")         # whose transfers the requester's catalogue follows
+        ...
+        arrivals.arrived(request)                        # Ada begins to type: her KV goes into the nodes' memory
+        back = arrivals.arrived(request, place).whole()  # her prompt is there: into registered memory
+
+A request is matched against the rules by its tenant, user, context, model and 5-tuple; a hit's action points to all KV
+of the user, and the requester asks the user's node for it. With a `place`, the blocks of the session that the context
+names go there and are whole or a MISS; all others go into the node's memory.
+
+What always holds: a request that no rule lets pass, from a 5-tuple that the user is not bound to above all, has
+caused no call; a denial and a MISS are answers, and no errors; the catalogue is told of each put that was acknowledged,
+of each block that turned out to be gone, and forgets a user of whom something was deleted; what it doesn't know the
+node is asked for, and a node that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
+What it doesn't do: have a thread that watches; `poll` or any wait takes in what has come. Any thread may call; one at
+a time is served. It believes the 5-tuple that it is given, which has to come from the connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote
+
+from kvstore.client.blocks import Hit
+from kvstore.client.fetcher import Fetcher, Placing
+from kvstore.client.resuming import Manifest, Resumed
+from kvstore.clock import SystemClock
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.limits import (
+    ARRIVAL_GRACE_MS,
+    BATCH_BLOCKS_MAX,
+    BLOCK_BYTES_MAX,
+    FETCH_TIMEOUT_MS,
+    LEARNT_SESSIONS_MAX,
+    SESSIONS_FOLLOWED_MAX,
+    SESSIONS_LISTED_MAX,
+    TRANSFERS_TOLD_MAX,
+)
+from kvstore.miss import Miss, MissReason
+from kvstore.steps import Step
+from nic_offload.handle import Handle
+from nic_offload.match_action import ActionKind, perform
+from nic_offload.requester import KvRequester
+from nic_offload.requester_at import At
+from nic_offload.requester_catalogue import Extent, User
+from nic_offload.requester_terms import Limits, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvstore.client.blocks import Block
+    from kvstore.client.fetcher import Report
+    from kvstore.client.nodes import Nodes
+    from kvstore.client.sessions import Session
+    from kvstore.client.trace import Notes
+    from nic_offload.match_action import Entry, Request, Table
+    from nic_offload.requester_terms import Statistics
+
+__all__ = ["Arrival", "Arrivals"]
+
+_LIMITS = Limits(extent_bytes_max=BLOCK_BYTES_MAX, gets_per_ticket_max=BATCH_BLOCKS_MAX)
+_NS_PER_MS = 1_000_000
+_LOOK_S = 0.1  # how long a wait for reports lasts at most before deadlines are looked at
+
+
+class _Told(NamedTuple):
+    """A transfer, for the catalogue; without a key, something of the user was deleted."""
+
+    user: str
+    key: bytes
+    length: int  # 0: it is gone
+    number: int  # in the order in which it was told
+
+
+class _Reason(NamedTuple):
+    """Why something is brought for a user: the entry that was hit, and who notes what is seen."""
+
+    entry: Entry
+    notes: Notes
+
+
+class Arrival(Handle):
+    """What became of a request that arrived."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        entry: Entry | None,
+        *,
+        denied: bool = False,
+        miss: Miss | None = None,
+        manifest: Manifest | None = None,
+        placing: Placing | None = None,
+        request: tuple[User, int | None] | None = None,
+    ) -> None:
+        self.rule = None if entry is None else entry.name
+        self.denied = denied
+        self.miss = miss  # why nothing is brought, or not all; None: it is
+        self.request = request  # of the requester
+        self.placing = placing
+        self.held = ExitStack()
+        self._arrivals = arrivals
+        self._manifest = manifest
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that was asked for has come or failed; False if the time was over before."""
+        return self._arrivals.wait(self, timeout_s)
+
+    def whole(self) -> Resumed:
+        """Wait for the session's blocks: all are in memory, or it is a MISS, and what is usable before it."""
+        manifest, placing = self._manifest, self.placing
+        if manifest is None or placing is None:
+            return Resumed(0, 0, 0, 0, self.miss or Miss(MissReason.UNKNOWN, "The request named no place."))
+        self.close()
+        outcomes = [placing.outcomes.get(key) for key in manifest.keys]
+        usable = next((at for at, one in enumerate(outcomes) if not isinstance(one, Hit)), len(outcomes))
+        miss = self.miss
+        if usable < len(outcomes):
+            late = Miss(MissReason.NODE_AWAY, "It had not come when the time was over.")
+            first = outcomes[usable]
+            miss = first if isinstance(first, Miss) else self.miss or late
+        resumed = manifest.resumed(usable, miss)
+        placing.notes.resumed(resumed)
+        return resumed
+
+    def close(self) -> None:
+        """Wait until nothing of it goes into memory any more."""
+        self._arrivals.settle(self)
+
+
+class Arrivals(Handle):
+    """The table, the requester and the clients, joined; see the top of this file."""
+
+    def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
+        """`tenant` is what the rules call the tenant for whom the nodes' clients act."""
+        self.rules = rules
+        self._tenant = tenant
+        self._nodes = nodes
+        self._clock = SystemClock()
+        self._fetcher = Fetcher(nodes, self._clock)
+        self._requester = KvRequester(self._fetcher, limits)
+        self._lock = threading.RLock()
+        self._sessions: dict[tuple[str, str], Session] = {}  # unused longest first
+        self._reasons: dict[User, _Reason] = {}
+        self._running: dict[User, set[int]] = {}  # the requester's requests that have not ended
+        self._closed = False
+        self._told: deque[_Told] = deque(maxlen=TRANSFERS_TOLD_MAX)
+        self._numbers = itertools.count(1)
+
+    # --- what the catalogue is told, from any thread
+
+    def session(self, user: str, context: str) -> Session:
+        """A user's session of an application context, on his home, always the same; the catalogue follows it."""
+        with self._lock:
+            chat = self._sessions.pop((user, context), None)
+            if chat is None:
+                chat = self._nodes.of(user).session(user, context, follower=self)
+                if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
+                    del self._sessions[next(iter(self._sessions))]  # whoever has it may go on with it
+            self._sessions[user, context] = chat
+            return chat
+
+    def stored(self, user: str, key: bytes, length: int) -> None:
+        """A put was acknowledged."""
+        self._told.append(_Told(user, key, length, next(self._numbers)))
+
+    def dropped(self, user: str, key: bytes) -> None:
+        """A block is gone: deleted, evicted, or broken."""
+        self._told.append(_Told(user, key, 0, next(self._numbers)))
+
+    def forgotten(self, user: str) -> None:
+        """Something of the user was deleted; what he has is looked up when he comes again."""
+        self._told.append(_Told(user, b"", 0, next(self._numbers)))
+
+    def known(self, user: str) -> tuple[Extent, ...]:
+        """Where the user's KV lies, as far as this process knows."""
+        with self._lock:
+            self._take_in()
+            return self._requester.extents(User(self._tenant, user))
+
+    def statistics(self) -> Statistics:
+        """The requester's counts."""
+        with self._lock:
+            return self._requester.statistics()
+
+    # --- requests
+
+    def arrived(
+        self,
+        request: Request,
+        place: Callable[[int, bytes], Block] | None = None,
+        *,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+    ) -> Arrival:
+        """Match a request, and begin to bring what the rule says; nothing that can be waited for is waited for.
+
+        With `place(number, key)` the blocks of the session of the request's context go into registered memory.
+        """
+        with self._lock:
+            if self._closed:
+                raise ProtocolError("The arrivals are closed.")
+            self._take_in()
+            entry = self.rules.match(request, self._clock.monotonic_ns())
+        if entry is None:
+            return Arrival(self, None, miss=Miss(MissReason.UNKNOWN, "No rule is for this request."))
+        owner = _owner(entry, request)
+        denies = any(action.kind is ActionKind.DENY for action in entry.actions)
+        if denies or owner is None or owner.tenant != self._tenant:
+            return Arrival(self, entry, denied=True)
+        return self._allowed(entry, request, owner, place, timeout_s)
+
+    def _allowed(
+        self,
+        entry: Entry,
+        request: Request,
+        owner: User,
+        place: Callable[[int, bytes], Block] | None,
+        timeout_s: float,
+    ) -> Arrival:
+        """Look up what has to be looked up, with no lock held: a node that hangs is to hold nobody else up."""
+        until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        chat = self.session(owner.user, request.context)
+        actions = ", ".join(map(str, entry.actions))
+        chat.notes.note(Step.ARRIVED, detail=f"rule {entry.name}: {actions}")
+        manifest = None
+        try:
+            if place is not None:
+                chat.notes.note(Step.RESUMING)
+                manifest = chat.manifest(timeout_s)
+            found, gone = self._look_up(owner, () if manifest is None else manifest.keys)
+        except KvError as error:
+            return Arrival(self, entry, miss=_miss(error))
+        placing, pin = None, ExitStack()
+        if manifest is not None and place is not None:
+            places = _places(manifest, place, gone)
+            blocks = [block for some in places.values() for block in some]
+            self._nodes.of(owner.user).check_memory(blocks)
+            if blocks:
+                chat.notes.registered(blocks[0].region)
+            placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone))
+            with suppress(KvError):  # what is not pinned may miss, and then says so
+                time_to_live_ms = int(timeout_s * 1000) + 1
+                pin.enter_context(
+                    self._nodes.of(owner.user).pin(list(placing.blocks), time_to_live_ms=time_to_live_ms)
+                )
+        with self._lock:
+            for extent in found:
+                self._requester.stored(owner, extent)
+            if placing is not None:
+                self._requester.cancel_user(owner)  # what is being read ahead would not be asked for again
+                self._fetcher.placings[owner] = placing
+            arrival = self._begin(entry, request, owner, chat.notes, until_ns, manifest, placing)
+            arrival.held.push(pin)
+            self._pump()
+        return arrival
+
+    def _begin(
+        self,
+        entry: Entry,
+        request: Request,
+        owner: User,
+        notes: Notes,
+        until_ns: int,
+        manifest: Manifest | None,
+        placing: Placing | None,
+    ) -> Arrival:
+        now_ms = self._now_ms()
+        at = At(self._requester, now_ms, until_ns // _NS_PER_MS + ARRIVAL_GRACE_MS)
+        perform(entry, request, at)
+        number = next((answer.number for answer in at.answers if answer.number is not None), None)
+        miss = None if manifest is None else manifest.miss
+        if number is not None:
+            self._running.setdefault(owner, set()).add(number)
+            self._reasons[owner] = _Reason(entry, notes)
+            self._fetcher.notes[owner] = notes
+        else:
+            miss = miss or _refusal([answer.outcome for answer in at.answers])
+        return Arrival(self, entry, miss=miss, manifest=manifest, placing=placing, request=(owner, number))
+
+    # --- what the node knows
+
+    def _look_up(self, owner: User, keys: Sequence[bytes]) -> tuple[list[Extent], dict[bytes, Hit | Miss]]:
+        """Ask the node about blocks that are not in the catalogue, and about all of a user who is not.
+
+        Gives what is there, and what is gone with why.
+        """
+        client = self._nodes.of(owner.user)
+        with self._lock:
+            known = {extent.key for extent in self._requester.extents(owner)}
+        wanted = list(keys)
+        if not known:
+            listed = list(itertools.islice(client.sessions(owner.user), SESSIONS_LISTED_MAX))
+            listed.sort(key=lambda one: one.last_turn_unix_ms, reverse=True)
+            for one in listed[:LEARNT_SESSIONS_MAX]:
+                wanted += client.session(owner.user, one.session).keys()
+        new = [key for key in dict.fromkeys(wanted) if key not in known]
+        number = next(self._numbers)  # of this moment: what is told meanwhile is newer
+        found: list[Extent] = []
+        gone: dict[bytes, Hit | Miss] = {}
+        for key, state in zip(new, client.exists(new), strict=True):
+            if isinstance(state, Miss):
+                gone[key] = state
+            else:
+                found.append(self._extent(owner.user, key, state.length, number))
+        return found, gone
+
+    def _extent(self, user: str, key: bytes, length: int, number: int) -> Extent:
+        # Which drive, and where on it, is the node's own affair.
+        return Extent(self._nodes.home(user), 0, 0, length, key, number)
+
+    # --- what has come
+
+    def poll(self) -> None:
+        """Take in what has come, and ask for what there is room for now."""
+        with self._lock:
+            self._take_in()
+
+    def wait(self, arrival: Arrival, timeout_s: float) -> bool:
+        """Wait until a request's fetch has ended; False if the time was over before."""
+        return self._until(lambda: self._has_ended(arrival), timeout_s)
+
+    def _has_ended(self, arrival: Arrival) -> bool:
+        if arrival.request is None:
+            return True
+        owner, number = arrival.request
+        return number not in self._running.get(owner, ())
+
+    def settle(self, arrival: Arrival) -> None:
+        """Wait until a request's blocks are in memory or won't come; each get has its own deadline."""
+        placing = arrival.placing
+        if placing is None:
+            return
+
+        def is_over() -> bool:
+            return not placing.under_way and (placing.left == 0 or self._has_ended(arrival))
+
+        left_ms = max(0, placing.until_ns - self._clock.monotonic_ns()) / _NS_PER_MS + ARRIVAL_GRACE_MS
+        self._until(is_over, left_ms / 1000 + 1.0)
+        with self._lock:
+            for owner in [owner for owner, one in self._fetcher.placings.items() if one is placing]:
+                del self._fetcher.placings[owner]
+        arrival.held.close()
+
+    def _until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        while True:
+            changes = self._fetcher.changes()
+            with self._lock:
+                self._take_in()
+                if is_over():
+                    return True
+            left_s = (until_ns - self._clock.monotonic_ns()) / 1e9
+            if left_s <= 0:
+                return False
+            self._fetcher.wait(changes, min(left_s, _LOOK_S))
+
+    def _take_in(self) -> None:
+        """Whatever has been told since, in its order; then ask for more."""
+        with suppress(IndexError):
+            while True:
+                self._tell(self._told.popleft())
+        with suppress(IndexError):
+            while True:
+                self._finished(self._fetcher.reports.popleft())
+        self._pump()
+
+    def _tell(self, told: _Told) -> None:
+        owner = User(self._tenant, told.user)
+        if not told.key:
+            self._requester.forget(owner)
+        elif told.length:
+            self._requester.stored(owner, self._extent(told.user, told.key, told.length, told.number))
+        else:
+            self._requester.dropped(owner, told.key, told.number)
+
+    def _finished(self, report: Report) -> None:
+        finished = self._requester.finished(report.ticket, missing=report.missing, failed=report.failed)
+        reason = self._reasons.get(finished.user)
+        if reason is not None:
+            self.rules.add_bytes(reason.entry, finished.moved_bytes)
+
+    def _pump(self) -> None:
+        if self._closed:
+            return
+        for ended in self._requester.pump(self._now_ms()):
+            running = self._running[ended.user]
+            running.discard(ended.number)
+            if not running:
+                del self._running[ended.user], self._reasons[ended.user], self._fetcher.notes[ended.user]
+
+    def _now_ms(self) -> int:
+        return self._clock.monotonic_ns() // _NS_PER_MS
+
+    def close(self) -> None:
+        """Bring nothing more. The nodes stay open: they are not ours."""
+        with self._lock:
+            if self._closed:
+                return
+            for owner in list(self._reasons):
+                self._requester.cancel_user(owner)
+            self._closed = True
+            self._running.clear()
+        self._fetcher.close()
+
+
+def _owner(entry: Entry, request: Request) -> User | None:
+    """Whose KV the entry points to."""
+    parts = [unquote(part) for part in entry.sessions_of(request).split("/")]
+    return User(*parts) if len(parts) == len(User._fields) and parts[0] == request.tenant else None
+
+
+def _places(
+    manifest: Manifest, place: Callable[[int, bytes], Block], gone: Mapping[bytes, object]
+) -> dict[bytes, list[Block]]:
+    places: dict[bytes, list[Block]] = {}
+    for number, key in enumerate(manifest.keys):
+        if key in gone:
+            continue
+        block = place(number, key)
+        if block.key != key:
+            raise ProtocolError(f"Block {number} of the session was given a place under another key.")
+        places.setdefault(key, []).append(block)
+    return places
+
+
+def _miss(error: KvError) -> Miss:
+    """A look-up that failed as a miss; an error that has nothing to do with the node being away stays one."""
+    if isinstance(error, Overloaded):
+        return Miss(MissReason.BUSY, str(error))
+    if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
+        return Miss(MissReason.NODE_AWAY, str(error))
+    raise error
+
+
+def _refusal(outcomes: Sequence[Outcome]) -> Miss:
+    """Why the requester brings nothing."""
+    if not outcomes:
+        return Miss(MissReason.UNKNOWN, "The rule asks for nothing to be brought.")
+    reason = MissReason.UNKNOWN if outcomes[0] is Outcome.MISS else MissReason.BUSY
+    return Miss(reason, f"{outcomes[0].value[0].upper()}{outcomes[0].value[1:]}.")

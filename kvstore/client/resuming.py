@@ -1,0 +1,211 @@
+"""A resume under way: blocks come in the order in which they were asked for, and the first can be used before the last.
+
+    with chat.resuming(place, layer_of=lambda number: number % layers) as back:
+        for layer in range(layers):
+            if not back.wait_layer(layer):
+                break  # a MISS: compute
+            ...        # attention over this layer, while the next ones come
+        resumed = back.whole()
+
+What always holds: whoever waits is told True only if all that he waited for is in memory, checked; after a miss nothing
+more is asked for; when `whole` or `close` returns nothing of it is under way any more. Blocks are pinned until then,
+unless they are more than a tenant may pin. All of it ends within its deadline.
+What it doesn't do: have a thread. The next blocks are asked for when somebody waits; two batches are under way at
+a time. One thread waits at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.client.blocks import Hit
+from kvstore.errors import KvError, ProtocolError
+from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
+from kvstore.miss import Miss
+from kvstore.steps import Step
+from kvstore.wire.manifest import Turn, cut_turns
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore.client.blocks import Block
+    from kvstore.client.client import Client
+    from kvstore.client.gets import Get, NoGet
+    from kvstore.client.trace import Notes
+    from kvstore.clock import Clock
+    from kvstore.layout import Layout
+
+__all__ = ["Manifest", "Resumed", "Resuming"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a resume has brought. Only the first `usable_blocks` of the memory hold what they should."""
+
+    blocks: int  # of the session
+    tokens: int
+    usable_blocks: int
+    usable_tokens: int
+    miss: Miss | None  # of the first block that did not come; None: all did
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the session."""
+        return self.miss is None
+
+
+class Manifest(NamedTuple):
+    """What a session is made of, or why that could not be found out."""
+
+    keys: Sequence[bytes]
+    turns: Sequence[Turn]
+    miss: Miss | None = None
+
+    def resumed(self, usable: int, miss: Miss | None) -> Resumed:
+        """What its first so many blocks are worth."""
+        return Resumed(
+            len(self.keys),
+            sum(turn.tokens for turn in self.turns),
+            usable,
+            sum(turn.tokens for turn in cut_turns(self.turns, len(self.keys), usable)),
+            miss,
+        )
+
+
+class _Batch(NamedTuple):
+    get: Get | NoGet
+    first: int  # in the order asked
+    numbers: Sequence[int]
+
+
+class Resuming(Handle):
+    """One resume; see the top of this file. `Session.resuming` makes it."""
+
+    def __init__(
+        self,
+        client: Client,
+        manifest: Manifest,
+        place: Callable[[int, bytes], Block],
+        notes: Notes,
+        clock: Clock,
+        until_ns: int,
+        layout: Layout | None,
+        layer_of: Callable[[int], int] | None,
+    ) -> None:
+        self._client = client
+        self._manifest = manifest
+        self._place = place
+        self._notes = notes
+        self._clock = clock
+        self._until_ns = until_ns
+        self._layout = layout
+        layers = [0 if layer_of is None else layer_of(number) for number in range(len(manifest.keys))]
+        self._order = sorted(
+            range(len(layers)), key=layers.__getitem__
+        )  # a stable sort: else as in the session
+        self._layers = [layers[number] for number in self._order]
+        self._outcomes: list[Hit | Miss | None] = [None] * len(layers)
+        self._batches: deque[_Batch] = deque()
+        self._asked = 0
+        self._came = 0  # of those asked, so many outcomes are known, without a gap
+        self._miss = manifest.miss
+        self._closed = False
+        self._held = ExitStack()
+        if manifest.keys:
+            self._pin()
+            self._ask()
+
+    def _left_s(self) -> float:
+        return max(0.0, (self._until_ns - self._clock.monotonic_ns()) / 1e9)
+
+    def _pin(self) -> None:
+        try:
+            time_to_live_ms = max(1, int(self._left_s() * 1000))
+            self._held.enter_context(self._client.pin(self._manifest.keys, time_to_live_ms=time_to_live_ms))
+        except KvError:  # what is not pinned may miss, and then says so
+            pass
+
+    def _ask(self) -> None:
+        """Have as many batches under way as may be."""
+        try:
+            while (
+                self._miss is None
+                and not self._closed
+                and len(self._batches) < RESUME_AHEAD_BATCHES
+                and self._asked < len(self._order)
+            ):
+                numbers = self._order[self._asked : self._asked + RESUME_BATCH_BLOCKS]
+                blocks = [self._placed(number) for number in numbers]
+                get = self._client.getting(
+                    blocks, layout=self._layout, timeout_s=self._left_s(), watch=self._notes
+                )
+                self._batches.append(_Batch(get, self._asked, numbers))
+                self._asked += len(numbers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _placed(self, number: int) -> Block:
+        key = self._manifest.keys[number]
+        block = self._place(number, key)
+        if block.key != key:
+            raise ProtocolError(f"Block {number} of the session was given a place under another key.")
+        if not self._asked:
+            self._notes.registered(block.region)
+        return block
+
+    def wait_blocks(self, count: int) -> bool:
+        """Wait for the first so many blocks, as they were asked for; whether they all came."""
+        count = min(count, len(self._order))
+        if self._closed and self._came < count and self._miss is None:
+            raise ProtocolError("The resume was closed before all of it had come.")
+        first = not self._came
+        while self._came < count and self._miss is None:
+            self._ask()
+            batch = self._batches[0]
+            self._take(batch, min(count - batch.first, len(batch.numbers)))
+        if first and self._miss is None and 0 < self._came < len(self._order):
+            self._notes.note(Step.FIRST_USABLE, blocks=self._came)
+        return self._miss is None
+
+    def wait_layer(self, layer: int) -> bool:
+        """Wait for the blocks of all layers up to this one; whether they all came."""
+        return self.wait_blocks(sum(one <= layer for one in self._layers))
+
+    def _take(self, batch: _Batch, count: int) -> None:
+        """Wait for the first so many outcomes of the batch that was asked for first."""
+        outcomes = batch.get.wait(count)
+        for number, outcome in zip(batch.numbers, outcomes, strict=False):
+            self._outcomes[number] = outcome
+            if isinstance(outcome, Miss):
+                self._miss = self._miss or outcome
+                self._notes.missed(self._manifest.keys[number], outcome)
+        self._came = batch.first + count
+        if count == len(batch.numbers):
+            self._batches.popleft()
+
+    def whole(self) -> Resumed:
+        """Wait for all of it, and say what came: all blocks, or a MISS and what is usable before it."""
+        self.wait_blocks(len(self._order))
+        self.close()
+        usable = next(
+            (number for number, outcome in enumerate(self._outcomes) if not isinstance(outcome, Hit)),
+            len(self._outcomes),
+        )
+        miss = self._miss
+        if usable < len(self._outcomes) and isinstance(first := self._outcomes[usable], Miss):
+            miss = first
+        resumed = self._manifest.resumed(usable, miss)
+        self._notes.resumed(resumed)
+        return resumed
+
+    def close(self) -> None:
+        """Wait until nothing is under way any more, and let the blocks go. Nothing more is asked for."""
+        self._closed = True
+        while self._batches:
+            self._take(self._batches[0], len(self._batches[0].numbers))
+        self._held.close()

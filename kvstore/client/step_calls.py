@@ -1,0 +1,70 @@
+"""What a client asks its node about the eight steps: read ahead, take down what was seen, say what was seen.
+
+What always holds: a call ends within `RPC_TIMEOUT_MS`, a prefetch within twice that, with an answer or one typed error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.client.trace import Trace
+from kvstore.client.watch import metadata_of
+from kvstore.limits import RPC_TIMEOUT_MS
+from kvstore.miss import Miss, MissReason
+from kvstore.wire import steps_pb2 as pb
+from kvstore.wire import steps_pb2_grpc
+from kvstore.wire.seen import seen_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import grpc
+
+    from kvstore.client.trace import Notes
+    from kvstore.client.watch import Watch
+
+__all__ = ["ReadAhead", "StepCalls"]
+
+_TIMEOUT_S = RPC_TIMEOUT_MS / 1000
+
+
+class ReadAhead(NamedTuple):
+    """What a prefetch of blocks came to. Those that are in neither list lie in the node's memory."""
+
+    unread: Sequence[bytes]  # stored, but there was no share for them, or no time
+    missing: dict[bytes, Miss]
+
+
+class StepCalls:
+    """The calls of one client. Any thread."""
+
+    def __init__(
+        self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], tenant: str
+    ) -> None:
+        self._stub = steps_pb2_grpc.StepsStub(channel)  # type: ignore[no-untyped-call]
+        self._calling = calling
+        self._tenant = tenant
+
+    def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
+        """Have the node read blocks into its memory, while nobody waits for others, and wait for that."""
+        with self._calling("Prefetching blocks"):
+            answer = self._stub.PrefetchBlocks(
+                pb.PrefetchBlocksRequest(tenant=self._tenant, keys=keys),
+                timeout=2 * _TIMEOUT_S,  # the node answers within one of them
+                metadata=metadata_of(watch),
+            )
+        missing = {one.key: Miss(MissReason(one.miss.reason), one.miss.detail) for one in answer.missing}
+        return ReadAhead(list(answer.unread), missing)
+
+    def report(self, notes: Notes) -> None:
+        """Tell the node what was seen of a session."""
+        request = pb.ReportStepsRequest(tenant=self._tenant, seen=notes.message())
+        with self._calling("Reporting steps"):
+            self._stub.ReportSteps(request, timeout=_TIMEOUT_S)
+
+    def trace(self, request: pb.GetTraceRequest) -> Trace:
+        """What was seen of a session."""
+        with self._calling("Asking for a trace"):
+            answer = self._stub.GetTrace(request, timeout=_TIMEOUT_S)
+        return Trace(tuple(seen_of(answer.seen)), answer.now_unix_ms)

@@ -1,0 +1,187 @@
+"""What a process of the compute side saw of a session's steps; it rides to the node on calls that are made anyway.
+
+What always holds: at most `STEPS_REPORTED_MAX` steps wait to be told, the oldest go first; noting costs no call, and a
+put no more than its batch does. Times are of CLOCK_MONOTONIC: a node on the same machine takes them as they are, any
+other as long before its receiving them as they were before the sending.
+What it doesn't do: promise anything. What rode on a call that failed, or waits in a process that is killed, is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvstore.durability import Durability
+from kvstore.limits import (
+    STEP_FIRINGS_MAX,
+    STEP_PUTS_FOLLOWED_MAX,
+    STEPS_REPORTED_MAX,
+)
+from kvstore.miss import Miss, MissReason
+from kvstore.steps import Seen, Step
+from kvstore.wire import steps_pb2 as pb
+from kvstore.wire.seen import STEPS_HEADER, machine_clock, seen_message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.client.blocks import Block, PutResult
+    from kvstore.client.puts import ArmedPuts
+    from kvstore.client.resuming import Resumed
+    from kvstore.client.watch import Metadata
+    from kvstore.clock import Clock
+    from nic_offload.fabric import Region
+
+__all__ = ["Follower", "Notes", "Trace"]
+
+_NOT_GONE = {MissReason.NODE_AWAY, MissReason.BUSY, MissReason.UNREADABLE, MissReason.LAYOUT}
+
+
+class Follower(Protocol):
+    """Who keeps a list of what a user has where. Told from any thread, and must not wait."""
+
+    def stored(self, user: str, key: bytes, length: int) -> None:
+        """A put of a block was acknowledged, or it was there already."""
+        ...
+
+    def dropped(self, user: str, key: bytes) -> None:
+        """A get has found that the block is gone."""
+        ...
+
+    def forgotten(self, user: str) -> None:
+        """Some of what the user has was deleted."""
+        ...
+
+
+class Trace(NamedTuple):
+    """What was seen of a session, the earliest first; `at_ns` is how long before `now_unix_ms`."""
+
+    seen: tuple[Seen, ...]
+    now_unix_ms: int
+
+
+class Notes:
+    """Of one session, in one process. Any thread."""
+
+    def __init__(self, user: str, session: str, clock: Clock, follower: Follower | None = None) -> None:
+        self.user = user
+        self.session = session
+        self.follower = follower
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: deque[Seen] = deque(maxlen=STEPS_REPORTED_MAX)
+        self._puts: deque[tuple[Sequence[Block], ArmedPuts]] = deque(maxlen=STEP_PUTS_FOLLOWED_MAX)
+        self._registered_ns = 0  # of the region that was noted last
+
+    def note(
+        self,
+        step: Step,
+        *,
+        blocks: int = 0,
+        size_bytes: int = 0,
+        tokens: int = 0,
+        detail: str = "",
+        at_ns: int | None = None,
+    ) -> None:
+        """Something was seen, now unless it is said when."""
+        at_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
+        with self._lock:
+            self._seen.append(Seen(step, at_ns, blocks, size_bytes, tokens, detail))
+
+    def registered(self, region: Region) -> None:
+        """Its blocks lie in this region, or will."""
+        if region.registered_ns != self._registered_ns:
+            self._registered_ns = region.registered_ns
+            self.note(Step.REGISTERED, size_bytes=region.length, at_ns=region.registered_ns)
+
+    def resumed(self, resumed: Resumed) -> None:
+        """A resume has ended."""
+        step = Step.WHOLE if resumed.is_whole else Step.MISSED
+        self.note(
+            step,
+            blocks=resumed.usable_blocks,
+            tokens=resumed.usable_tokens,
+            detail="" if resumed.miss is None else str(resumed.miss),
+        )
+
+    def missed(self, key: bytes, miss: Miss) -> None:
+        """A block did not come."""
+        if self.follower is not None and miss.reason not in _NOT_GONE:
+            self.follower.dropped(self.user, key)
+
+    # --- as the watch of transfers
+
+    def armed(self, blocks: Sequence[Block], puts: ArmedPuts) -> None:
+        """Puts have been armed; what becomes of them is told when they have ended."""
+        thresholds = [block.threshold for block in blocks]
+        self.note(
+            Step.ARMED,
+            blocks=len(blocks),
+            size_bytes=sum(block.length for block in blocks),
+            detail=f"one counter, {_thresholds(min(thresholds), max(thresholds))}",
+        )
+        with self._lock:
+            self._puts.append((blocks, puts))
+
+    def put_ended(self, block: Block, result: PutResult) -> None:
+        """A put has ended."""
+        if self.follower is not None and result.error is None:
+            self.follower.stored(self.user, block.key, block.length)
+
+    def metadata(self) -> Metadata:
+        """What is to go along with a call; it counts as told."""
+        return ((STEPS_HEADER, self.message().SerializeToString()),)
+
+    def message(self) -> pb.SeenByCaller:
+        """The same as a message."""
+        with self._lock:
+            followed, self._puts = self._puts, deque(maxlen=STEP_PUTS_FOLLOWED_MAX)
+        fired: list[Seen] = []
+        for blocks, puts in followed:
+            results = puts.ended()
+            if results is not None:
+                fired += _firings(blocks, results)
+            else:
+                with self._lock:
+                    self._puts.append((blocks, puts))
+        with self._lock:
+            seen = sorted([*self._seen, *fired], key=lambda one: one.at_ns)[-STEPS_REPORTED_MAX:]
+            self._seen.clear()
+        return pb.SeenByCaller(
+            user=self.user,
+            session=self.session,
+            clock=machine_clock(),
+            sent_ns=self._clock.monotonic_ns(),
+            seen=map(seen_message, seen),
+        )
+
+
+def _thresholds(low: int, high: int) -> str:
+    return f"threshold {low}" if low == high else f"thresholds {low} to {high}"
+
+
+def _firings(blocks: Sequence[Block], results: Sequence[PutResult]) -> Iterator[Seen]:
+    """One for each threshold that fired; of many, the last are told together."""
+    fired = [(block, result) for block, result in zip(blocks, results, strict=True) if result.fired_ns]
+    thresholds = sorted({block.threshold for block, _ in fired})
+    for at, low in enumerate(thresholds[:STEP_FIRINGS_MAX]):
+        high = low if at + 1 < STEP_FIRINGS_MAX else thresholds[-1]
+        some = [(block, result) for block, result in fired if low <= block.threshold <= high]
+        begun_ns = min(result.fired_ns for _, result in some)
+        told = [_thresholds(low, high)]
+        failed = sum(result.error is not None for _, result in some)
+        if failed:
+            told.append(f"{failed} failed")
+        else:
+            told.append(f"landed after {_ms(max(result.landed_ns for _, result in some) - begun_ns)}")
+            durability = min(result.durability or Durability.LANDED for _, result in some)
+            if durability > Durability.LANDED:
+                after = _ms(max(result.durable_ns for _, result in some) - begun_ns)
+                told.append(f"{durability.name.lower()} after {after}")
+        size_bytes = sum(block.length for block, _ in some)
+        yield Seen(Step.FIRED, begun_ns, len(some), size_bytes, detail=", ".join(told))
+
+
+def _ms(duration_ns: int) -> str:
+    return f"{duration_ns / 1e6:.2f} ms"

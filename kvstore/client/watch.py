@@ -1,0 +1,40 @@
+"""Who watches transfers: a session is told what becomes of its blocks, and says on each call whose session it is for.
+
+What always holds: a watch is told of each put's end once, with the client's lock held, so it must not wait.
+What it doesn't do: change what is transferred, or when.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.client.blocks import Block, PutResult
+    from kvstore.client.puts import ArmedPuts
+
+__all__ = ["Metadata", "Watch", "metadata_of"]
+
+Metadata: TypeAlias = "tuple[tuple[str, bytes], ...]"
+
+
+class Watch(Protocol):
+    """What a client tells of transfers that are watched."""
+
+    def metadata(self) -> Metadata:
+        """What goes along with a call that is made for them."""
+        ...
+
+    def armed(self, blocks: Sequence[Block], puts: ArmedPuts) -> None:
+        """These have been armed."""
+        ...
+
+    def put_ended(self, block: Block, result: PutResult) -> None:
+        """A put has ended, one way or the other."""
+        ...
+
+
+def metadata_of(watch: Watch | None) -> Metadata:
+    """What goes along with a call; nothing, if nobody watches."""
+    return () if watch is None else watch.metadata()

@@ -1,0 +1,104 @@
+"""The service Steps: blocks read ahead for a request that has arrived, and what was seen of a session.
+
+What always holds: a call sees the sessions and blocks of its caller's tenant and no others; a prefetch is answered
+within `RPC_TIMEOUT_MS`, with what is in memory by then.
+What it doesn't do: wait for the drive while a fetch does (`prefetch`), or keep a trace beyond the process (`traces`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.errors import NoSession
+from kvstore.limits import RPC_TIMEOUT_MS
+from kvstore.node.calls import check_keys, refusals
+from kvstore.node.names import name_of
+from kvstore.steps import Step
+from kvstore.wire import kvstore_pb2, steps_pb2_grpc
+from kvstore.wire import steps_pb2 as pb
+from kvstore.wire.seen import seen_message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+    from kvstore.node.node import Node
+    from kvstore.node.prefetch import Prefetched
+
+__all__ = ["StepsService"]
+
+
+class StepsService(steps_pb2_grpc.StepsServicer):
+    """One node's."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node = node
+        self._gate = gate
+
+    async def PrefetchBlocks(  # noqa: N802 - named by the proto, like all that follow
+        self, request: pb.PrefetchBlocksRequest, context: Context
+    ) -> pb.PrefetchBlocksResponse:
+        """Read blocks into memory, and say when that is done."""
+        async with refusals(context):
+            tenant = self._gate.enter("prefetch blocks", context, request.tenant, len(request.keys))
+            check_keys(request.keys)
+            trace = self._node.traces.hear(context, tenant.id)
+            entries = self._node.store.lookup([(tenant.id, key) for key in request.keys])
+            stored = [key for key, entry in zip(request.keys, entries, strict=True) if entry is not None]
+            missing = [key for key, entry in zip(request.keys, entries, strict=True) if entry is None]
+            if trace is not None:
+                trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(missing)} missing" if missing else "")
+            done = await self._read_ahead(tenant.id, stored)
+            if trace is not None:
+                trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes)
+            came = set(done.came)
+            return pb.PrefetchBlocksResponse(
+                in_memory=len(came),
+                unread=[key for key in stored if key not in came],
+                missing=[self._missing(tenant.id, key) for key in missing],
+            )
+        raise AssertionError
+
+    async def _read_ahead(self, tenant: bytes, keys: Sequence[bytes]) -> Prefetched:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ended(_: Prefetched) -> None:
+            if not over.done():  # done: the call was given up
+                over.set_result(None)
+
+        asked = self._node.prefetches.add(tenant, ("blocks", *keys[:1]), keys, ended)
+        await asyncio.wait([over], timeout=RPC_TIMEOUT_MS / 1000)
+        return asked.so_far()
+
+    def _missing(self, tenant: bytes, key: bytes) -> pb.BlockMiss:
+        miss = self._node.store.explain(tenant, key).miss
+        return pb.BlockMiss(key=key, miss=kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail))
+
+    async def ReportSteps(  # noqa: N802
+        self, request: pb.ReportStepsRequest, context: Context
+    ) -> pb.ReportStepsResponse:
+        """Take down what a caller saw."""
+        async with refusals(context):
+            tenant = self._gate.enter("report steps", context, request.tenant)
+            self._node.traces.told(tenant.id, request.seen)
+            return pb.ReportStepsResponse()
+        raise AssertionError
+
+    async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:  # noqa: N802
+        """Say what was seen of a session."""
+        async with refusals(context):
+            tenant = self._gate.enter("get trace", context, request.name.tenant)
+            name = name_of(tenant.id, request.name.user, request.name.session)
+            trace = self._node.traces.find(name)
+            if trace is None and self._node.store.manifests.get(name) is None:
+                raise NoSession("There is no such session.")
+            answer = pb.GetTraceResponse(now_unix_ms=self._node.clock.wall_ms())
+            now_ns = self._node.clock.monotonic_ns()
+            for seen in () if trace is None else trace.in_order():
+                message = seen_message(seen)
+                message.at_ns = now_ns - seen.at_ns
+                answer.seen.append(message)
+            return answer
+        raise AssertionError

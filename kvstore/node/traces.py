@@ -1,0 +1,209 @@
+"""What was seen of sessions lately: a bounded ring for each, of what the node did and what callers reported.
+
+What always holds: `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps, and no more; the tenant who has most of them makes
+room. A batch is one note, whatever the number of its blocks, and a call that is for no session costs nothing but the
+look for its header. A tenant's traces are found under his own names only.
+What it doesn't do: decide anything, or outlive the process. A trace is for people: what is lost of it is lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from kvstore.errors import ProtocolError
+from kvstore.limits import (
+    RPC_TIMEOUT_MS,
+    STEP_DETAIL_BYTES_MAX,
+    STEPS_REPORTED_MAX,
+    TRACE_STEPS_MAX,
+    TRACES_MAX,
+)
+from kvstore.node.names import name_of
+from kvstore.steps import Seen, Step
+from kvstore.wire import steps_pb2 as pb
+from kvstore.wire.seen import STEPS_HEADER, machine_clock, seen_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.clock import Clock
+    from kvstore.node.calls import Context
+    from kvstore.node.landing import Lease
+    from kvstore.storage.manifests import SessionName
+
+__all__ = ["SeenGet", "SessionTrace", "Traces"]
+
+_NS_PER_MS = 1_000_000
+
+
+class SessionTrace:
+    """Of one session."""
+
+    __slots__ = ("_clock", "_seen")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: deque[Seen] = deque(maxlen=TRACE_STEPS_MAX)
+
+    def saw(
+        self,
+        step: Step,
+        blocks: int = 0,
+        size_bytes: int = 0,
+        *,
+        tokens: int = 0,
+        detail: str = "",
+        at_ns: int | None = None,
+    ) -> None:
+        """The node did something, now unless it is said when."""
+        at_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
+        self._seen.append(Seen(step, at_ns, blocks, size_bytes, tokens, detail, by_node=True))
+
+    def reported(self, seen: Seen) -> None:
+        """Somebody else saw something; its time is already the node's."""
+        self._seen.append(seen)
+
+    def in_order(self) -> list[Seen]:
+        """All of it, the earliest first."""
+        return sorted(self._seen, key=attrgetter("at_ns"))
+
+
+class SeenGet:
+    """A get that is traced: its blocks are counted as they come, and told when the last is over."""
+
+    __slots__ = ("_clock", "_hot", "_left", "_read_bytes", "_read_first_ns", "_read_ns", "_reads", "_trace")
+
+    def __init__(self, trace: SessionTrace, blocks: int, size_bytes: int, clock: Clock) -> None:
+        self._trace = trace
+        self._clock = clock
+        self._left = blocks
+        self._hot = self._reads = self._read_bytes = self._read_ns = self._read_first_ns = 0
+        trace.saw(Step.FETCHING, blocks, size_bytes)
+
+    def found(self) -> None:
+        """A block was in the hot memory."""
+        self._hot += 1
+
+    def read(self, size_bytes: int) -> None:
+        """A block came from the drive."""
+        self._read_ns = self._clock.monotonic_ns()
+        self._read_first_ns = self._read_first_ns or self._read_ns
+        self._reads += 1
+        self._read_bytes += size_bytes
+
+    def again(self) -> None:
+        """A block that was being sent has to be fetched once more."""
+        self._hot -= 1
+        self._left += 1
+
+    def over(self) -> None:
+        """One block is over, sent or missed."""
+        self._left -= 1
+        if self._left:
+            return
+        if self._reads:
+            lasted_ms = (self._read_ns - self._read_first_ns) / _NS_PER_MS
+            detail = f"the first {lasted_ms:.2f} ms earlier" if self._reads > 1 else ""
+            self._trace.saw(Step.READ, self._reads, self._read_bytes, detail=detail, at_ns=self._read_ns)
+        self._trace.saw(Step.SENT, self._hot + self._reads, detail=f"{self._hot} from memory")
+
+
+class Traces:
+    """Of all sessions of a node."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._of: dict[bytes, OrderedDict[SessionName, SessionTrace]] = {}  # by tenant, unused longest first
+        self._count = 0
+        self._machine = machine_clock()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def of(self, name: SessionName) -> SessionTrace:
+        """The trace of a session; begun, if there is none."""
+        trace = self.find(name)
+        if trace is None:
+            if self._count >= TRACES_MAX:
+                self._make_room()
+            trace = SessionTrace(self._clock)
+            self._of.setdefault(name.tenant, OrderedDict())[name] = trace
+            self._count += 1
+        self._of[name.tenant].move_to_end(name)
+        return trace
+
+    def find(self, name: SessionName) -> SessionTrace | None:
+        """The trace of a session, if there is one."""
+        mine = self._of.get(name.tenant)
+        return None if mine is None else mine.get(name)
+
+    def forget(self, name: SessionName) -> None:
+        """The session is gone."""
+        mine = self._of.get(name.tenant, OrderedDict())
+        if mine.pop(name, None) is not None:
+            self._count -= 1
+        if not mine:
+            self._of.pop(name.tenant, None)
+
+    def _make_room(self) -> None:
+        tenant = max(self._of, key=lambda one: len(self._of[one]))
+        self.forget(next(iter(self._of[tenant])))
+
+    # --- what callers say
+
+    def hear(self, context: Context, tenant: bytes) -> SessionTrace | None:
+        """The trace of the session that a call says it is for, with what its caller saw; None if it says none."""
+        for key, value in context.invocation_metadata() or ():
+            if key == STEPS_HEADER and isinstance(value, bytes):
+                try:
+                    return self.told(tenant, pb.SeenByCaller.FromString(value))
+                except DecodeError:
+                    raise ProtocolError(f"The header {STEPS_HEADER} is no SeenByCaller.") from None
+        return None
+
+    def told(self, tenant: bytes, message: pb.SeenByCaller) -> SessionTrace:
+        """Take down what a caller saw."""
+        if len(message.seen) > STEPS_REPORTED_MAX:
+            raise ProtocolError(f"A call tells of {STEPS_REPORTED_MAX} steps at most.")
+        if any(len(seen.detail.encode()) > STEP_DETAIL_BYTES_MAX for seen in message.seen):
+            raise ProtocolError(f"A step's detail has at most {STEP_DETAIL_BYTES_MAX} bytes.")
+        trace = self.of(name_of(tenant, message.user, message.session))
+        now_ns = self._clock.monotonic_ns()
+        since_ns = now_ns - message.sent_ns
+        one_clock = message.clock == self._machine and 0 <= since_ns <= RPC_TIMEOUT_MS * _NS_PER_MS
+        offset_ns = 0 if one_clock and self._machine else since_ns
+        for seen in seen_of(message.seen):
+            at_ns = min(max(0, seen.at_ns + offset_ns), now_ns)
+            trace.reported(
+                Seen(seen.step, at_ns, seen.blocks, seen.size_bytes, seen.tokens, seen.detail, by_node=False)
+            )
+        return trace
+
+    # --- what the node sees of puts
+
+    def leased(self, trace: SessionTrace | None, leases: Iterable[Lease | None]) -> None:
+        """Slots were leased for a session's blocks; None stands for a block that was stored already."""
+        if trace is None:
+            return
+        given = [lease for lease in leases if lease is not None]
+        for lease in given:
+            lease.trace = trace
+        if given:
+            trace.saw(Step.LEASED, len(given), sum(lease.length for lease in given))
+
+    def saw(self, step: Step, leases: Iterable[Lease], detail: str = "") -> None:
+        """Something happened to a batch of leased blocks, of whatever sessions."""
+        if not self._count:
+            return
+        counts: dict[SessionTrace, list[int]] = {}
+        for lease in leases:
+            if lease.trace is not None:
+                count = counts.setdefault(lease.trace, [0, 0])
+                count[0] += 1
+                count[1] += lease.length
+        for trace, (blocks, size_bytes) in counts.items():
+            trace.saw(step, blocks, size_bytes, detail=detail)

@@ -1,0 +1,352 @@
+"""Requests that arrive: matched by the real table, fetched by the real requester, from a real node."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Arrivals, Block, Nodes, Resumed
+from kvstore.errors import ProtocolError
+from kvstore.limits import RESUME_BATCH_BLOCKS
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from kvstore.steps import Step
+from nic_offload.flags import FlagWords
+from nic_offload.match_action import Request, Table
+from nic_offload.match_file import parse_rules
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import HeldDrive, NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+SIZE = 20_000
+WAIT_S = 20.0
+RULES = """
+[[rule]]
+name = "ada"
+priority = 200
+tenant = "acme"
+user = "ada"
+bind = [{ source = "10.1.0.0/16" }]
+actions = ["prefetch"]
+
+[[rule]]
+name = "bob's brother sees bob's"
+tenant = "acme"
+user = "ben"
+actions = ["fetch"]
+sessions = "acme/bob"
+
+[[rule]]
+name = "counted"
+tenant = "acme"
+user = "carl"
+actions = ["count"]
+
+[[rule]]
+name = "everybody of acme"
+priority = 10
+tenant = "acme"
+actions = ["fetch", "store"]
+
+[[rule]]
+name = "others"
+priority = 5
+tenant = "zeta"
+actions = ["fetch"]
+"""
+
+
+def key(user: str, number: int) -> bytes:
+    return block_key(user.encode(), number.to_bytes(4))
+
+
+def bytes_of(user: str, number: int) -> bytes:
+    return (user[0].encode() + number.to_bytes(4)) * (SIZE // 5)
+
+
+def request(user: str, context: str = "chat", *, tenant: str = "acme", source: str = "10.1.2.3") -> Request:
+    fields: dict[str, Any] = {"tenant": tenant, "user": user, "context": context, "model": "m"}
+    five = {"source": source, "destination": "10.9.9.9", "source_port": 40000, "destination_port": 443}
+    return Request.parse({**fields, **five, "protocol": "tcp"})
+
+
+class Rig:
+    """A compute node: rules, nodes, and registered memory of so many blocks."""
+
+    def __init__(self, target: str, blocks: int = 300) -> None:
+        self.nodes = Nodes([target], tenant="acme")
+        self.client = self.nodes.at(target)
+        self.table = Table()
+        self.table.replace(parse_rules(RULES))
+        self.arrivals = Arrivals(self.nodes, self.table, tenant="acme")
+        self.memory = mmap.mmap(-1, blocks * SIZE)
+        self.memory[:] = b"\xdd" * len(self.memory)
+        self.region = self.client.register(self.memory)
+
+    def place(self, number: int, name: bytes) -> Block:
+        return Block(name, self.region, number * SIZE, SIZE)
+
+    def store(self, user: str, first: int, last: int, context: str = "chat") -> None:
+        for number in range(first, last):
+            self.client.put_inline(key(user, number), bytes_of(user, number))
+        keys = [key(user, number) for number in range(first, last)]
+        self.arrivals.session(user, context).append(keys, 16 * len(keys))
+
+    def has(self, user: str, numbers: range) -> bool:
+        expected = b"".join(bytes_of(user, number) for number in numbers)
+        return self.memory[: len(numbers) * SIZE] == expected
+
+    def close(self) -> None:
+        self.arrivals.close()
+        self.nodes.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "data") as node:
+        yield node
+
+
+@pytest.fixture
+def rig(here: NodeInProcess) -> Iterator[Rig]:
+    rig = Rig(here.target)
+    yield rig
+    rig.close()
+
+
+def test_kv_that_was_prefetched_while_the_user_thought_is_resumed_without_the_drive(
+    here: NodeInProcess, rig: Rig
+) -> None:
+    """Think time > fetch time: no stall. The think time is as long as the prefetch takes; no clock is asked."""
+    count = RESUME_BATCH_BLOCKS + 20
+    rig.store("ada", 0, count)
+    rig.store("ada", 500, 503, context="another chat")
+    typing = rig.arrivals.arrived(request("ada"))
+    assert (typing.denied, typing.miss, typing.rule) == (False, None, "ada")
+    assert typing.wait(WAIT_S)
+    before = here.call(lambda node: node.hot.pages.statistics().found)
+    back = rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S)
+    assert back.whole() == Resumed(count, 16 * count, count, 16 * count, None)
+    assert rig.has("ada", range(count))
+    assert here.call(lambda node: node.hot.pages.statistics().found) - before >= count, "all of it was hot"
+    chat = rig.arrivals.session("ada", "chat")
+    seen = chat.trace().seen
+    assert not [one for one in seen if one.step is Step.READ]
+    prefetched = next(one for one in seen if one.step is Step.PREFETCHED)
+    assert prefetched.blocks == count + 3, "all KV of the user, of whatever context"
+    assert rig.arrivals.wait(back, WAIT_S)
+    entry = next(one for one in rig.table if one.name == "ada")
+    assert rig.table.counters(entry).moved_bytes == 2 * (count + 3) * SIZE
+    assert rig.table.counters(entry).hits == 2
+
+
+def test_without_a_prefetch_the_same_bytes_come_from_the_drive(rig: Rig) -> None:
+    rig.store("ada", 0, 30)
+    assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
+    assert rig.has("ada", range(30))
+    chat = rig.arrivals.session("ada", "chat")
+    chat.report()
+    (read,) = [one for one in chat.trace().seen if one.step is Step.READ]
+    assert (read.blocks, read.size_bytes) == (30, 30 * SIZE)
+
+
+def test_a_request_that_comes_while_the_prefetch_runs_is_whole_all_the_same(rig: Rig) -> None:
+    """What is being read ahead counts as asked for, and has to be asked for again, into memory."""
+    rig.store("ada", 0, 200)
+    for _ in range(3):
+        rig.memory[:] = b"\xdd" * len(rig.memory)
+        rig.arrivals.arrived(request("ada"))
+        assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
+        assert rig.has("ada", range(200))
+
+
+def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: Rig) -> None:
+    rig.store("ada", 0, 3)
+    calls = rig.client.calls
+    for place in (None, rig.place):
+        spoofed = rig.arrivals.arrived(request("ada", source="192.0.2.7"), place)
+        assert spoofed.denied
+        assert spoofed.rule == "guard of acme/ada"
+        assert not spoofed.whole().is_whole
+    foreign = rig.arrivals.arrived(request("eve", tenant="zeta"), rig.place)
+    assert foreign.denied, "these nodes' clients act for acme"
+    assert rig.client.calls == calls
+    assert rig.memory[:] == b"\xdd" * len(rig.memory)
+
+
+def test_who_is_unknown_is_a_miss_with_its_reason(rig: Rig) -> None:
+    nobody = rig.arrivals.arrived(request("dora"), rig.place, timeout_s=WAIT_S)
+    assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "There is no such session.")
+    ahead = rig.arrivals.arrived(request("dora"))
+    assert ahead.miss == Miss(MissReason.UNKNOWN, "Nothing is known of this user.")
+    nothing = rig.arrivals.arrived(request("eve", tenant="theta"))
+    assert nothing.miss == Miss(MissReason.UNKNOWN, "No rule is for this request.")
+    counted = rig.arrivals.arrived(request("carl"), rig.place)
+    assert counted.miss is not None
+    assert rig.arrivals.statistics().missed == 2
+
+
+def test_another_process_finds_out_from_the_node_what_a_user_has(here: NodeInProcess, rig: Rig) -> None:
+    rig.store("bob", 0, 5)
+    rig.store("bob", 100, 102, context="second")
+    other = Rig(here.target)
+    assert other.arrivals.known("bob") == ()
+    assert other.arrivals.arrived(request("ben", "chat"), other.place, timeout_s=WAIT_S).whole().is_whole
+    assert other.has("bob", range(5)), "the rule points to bob's KV"
+    assert {one.key for one in other.arrivals.known("bob")} == {
+        key("bob", number) for number in (*range(5), 100, 101)
+    }
+    looked_up = {one.key: one.generation for one in other.arrivals.known("bob")}
+    other.arrivals.stored("bob", key("bob", 0), SIZE)
+    newer = {one.key: one.generation for one in other.arrivals.known("bob")}
+    assert newer[key("bob", 0)] > max(looked_up.values()), "a put is newer than a look-up before it"
+    other.close()
+
+
+def test_the_catalogue_follows_every_transfer(rig: Rig) -> None:
+    """N puts are N updates; a block that a get misses leaves; what is put again is there again."""
+    chat = rig.arrivals.session("ada", "chat")
+    blocks = [rig.place(number, key("ada", number)) for number in range(4)]
+    with FlagWords.create(1) as flags:
+        puts = chat.reserve(blocks).arm(flags[0])
+        assert rig.arrivals.known("ada") == (), "what is not acknowledged is not known"
+        flags[0].store(1)
+        assert all(result.error is None for result in puts.wait(WAIT_S))
+        first = rig.arrivals.known("ada")
+        assert {one.key for one in first} == {block.key for block in blocks}
+        assert all(one.length == SIZE and one.node == rig.nodes.home("ada") for one in first)
+        chat.append([block.key for block in blocks], 64)
+        rig.client.delete([blocks[2].key])
+        back = chat.resume(rig.place)
+        assert (back.usable_blocks, back.miss is not None) == (2, True)
+        assert {one.key for one in rig.arrivals.known("ada")} == {blocks[at].key for at in (0, 1, 3)}
+        flags[0].store(0)
+        again = chat.reserve([blocks[2]]).arm(flags[0])
+        flags[0].store(1)
+        assert again.wait(WAIT_S)[0].error is None
+        new = {one.key: one.generation for one in rig.arrivals.known("ada")}
+        assert new[blocks[2].key] > max(one.generation for one in first)
+        assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
+    chat.remove(delete_blocks=True)
+    assert rig.arrivals.known("ada") == ()
+
+
+def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: Rig) -> None:
+    rig.store("ada", 0, 10)
+    assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
+    rig.client.delete([key("ada", 4)])
+    back = rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole()
+    assert (back.usable_blocks, back.usable_tokens) == (4, 64)
+    assert back.miss is not None
+    assert back.miss.reason is MissReason.UNKNOWN
+    again = rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole()
+    assert again.usable_blocks == 4, "the catalogue does not name it any more, and the session does"
+    assert again.miss is not None
+    assert again.miss.reason is MissReason.UNKNOWN
+
+
+def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: Rig) -> None:
+    rig.store("ada", 0, 2)
+    chat = rig.arrivals.session("ada", "twice")
+    chat.append([key("ada", number) for number in (0, 1, 0)], 48)
+    assert rig.arrivals.arrived(request("ada", "twice"), rig.place, timeout_s=WAIT_S).whole().is_whole
+    assert rig.memory[: 3 * SIZE] == b"".join(bytes_of("ada", number) for number in (0, 1, 0))
+    with pytest.raises(ProtocolError, match="Block 0 of the session"):
+        rig.arrivals.arrived(request("ada", "twice"), lambda number, _: rig.place(number, bytes(32)))
+
+
+def test_a_node_that_is_away_is_a_miss(tmp_path: Path) -> None:
+    with NodeInProcess(tmp_path / "data") as node:
+        rig = Rig(node.target)
+        rig.store("ada", 0, 3)
+        assert rig.arrivals.arrived(request("ada")).wait(WAIT_S)
+    for _ in range(2):
+        for place in (None, rig.place):
+            away = rig.arrivals.arrived(request("ada"), place, timeout_s=2.0)
+            assert away.wait(WAIT_S)
+            back = away.whole()
+            assert not back.is_whole
+            assert back.usable_blocks == 0
+    assert away.miss is not None
+    assert away.miss.reason is MissReason.NODE_AWAY
+    rig.close()
+
+
+def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_memory_any_more(
+    here: NodeInProcess, rig: Rig
+) -> None:
+    rig.store("ada", 0, 5)
+    drive = HeldDrive(here)
+    first = rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S)
+    wait_until(lambda: drive.waiting() == 5, "the drive has been asked")
+    assert here.call(lambda node: node.pins.count) == 1, "no eviction takes a block of it meanwhile"
+    second = rig.arrivals.arrived(
+        request("ada"), lambda number, name: rig.place(number + 100, name), timeout_s=WAIT_S
+    )
+    came: list[Resumed] = []
+    waiting = threading.Thread(target=lambda: came.append(first.whole()))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "its gets may still come"
+    drive.let_go()
+    assert second.whole().is_whole
+    waiting.join(WAIT_S)
+    assert came[0].is_whole
+    assert rig.has("ada", range(5))
+    assert rig.memory[100 * SIZE : 105 * SIZE] == rig.memory[: 5 * SIZE]
+    assert here.call(lambda node: node.pins.count) == 0
+
+
+def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: Rig) -> None:
+    rig.store("ada", 0, 3)
+    rig.region.close()
+    with pytest.raises(ProtocolError, match="not registered"):
+        rig.arrivals.arrived(request("ada"), rig.place)
+    rig.arrivals.close()
+    with pytest.raises(ProtocolError, match="closed"):
+        rig.arrivals.arrived(request("ada"))
+
+
+def test_a_node_that_hangs_holds_up_nobody_elses_users(here: NodeInProcess, node: NodeProcess) -> None:
+    with Nodes([here.target, node.target], tenant="acme") as nodes:
+        users = [f"user {number}" for number in range(50)]
+        stuck = next(user for user in users if nodes.home(user) == node.target)
+        well = next(user for user in users if nodes.home(user) == here.target)
+        for user in (stuck, well):
+            nodes.of(user).put_inline(key(user, 0), b"x" * SIZE)
+            nodes.of(user).session(user, "chat").append([key(user, 0)], 16)
+        table = Table()
+        table.replace(parse_rules(RULES))
+        with Arrivals(nodes, table, tenant="acme") as arrivals:
+            os.kill(node.pid, signal.SIGSTOP)
+            region = nodes.of(well).register(memory := bytearray(SIZE))
+            hanging = threading.Thread(target=lambda: arrivals.arrived(request(stuck)))
+            hanging.start()
+            begun_s = time.monotonic()
+            back = arrivals.arrived(request(well), lambda _, name: Block(name, region, 0, SIZE)).whole()
+            assert back.is_whole
+            assert memory == b"x" * SIZE
+            assert time.monotonic() - begun_s < 5.0
+            assert hanging.is_alive(), "it waits for its own node"
+            node.kill()
+            hanging.join(WAIT_S)
+            assert not hanging.is_alive()
+
+
+def test_a_client_alone_can_have_blocks_read_ahead(rig: Rig) -> None:
+    rig.store("ada", 0, 3)
+    read = rig.client.steps.prefetch([key("ada", number) for number in (0, 1, 7)])
+    assert read.unread == []
+    assert list(read.missing) == [key("ada", 7)]
+    assert read.missing[key("ada", 7)].reason is MissReason.UNKNOWN

@@ -1,0 +1,43 @@
+"""The example in `docs/client.md`, run as printed, and what `docs/eight-steps.md` says about the steps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.steps import Step
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+
+
+def fenced(page: str, kind: str) -> list[str]:
+    text = (DOCS / page).read_text()
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_of_the_page_runs_as_printed_and_prints_what_it_says(node: NodeProcess) -> None:
+    (example,) = fenced("client.md", "python")
+    (printed,) = fenced("client.md", "text")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example.replace("127.0.0.1:7070", node.target)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed
+
+
+def test_the_page_of_the_eight_steps_names_every_step_under_its_number() -> None:
+    text = (DOCS / "eight-steps.md").read_text()
+    rows = dict(re.findall(r"^\| (\d) \|(.*)\|$", text, re.MULTILINE))
+    assert sorted(rows) == list("12345678")
+    for step in Step:
+        assert f"`{step.sentence}`" in rows[str(step.number)]
