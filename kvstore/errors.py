@@ -12,6 +12,7 @@
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
+    │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── NoSession          there is no session of this name
     │   ├── SessionRefused     a step that can't be done to the session as it is
@@ -65,6 +66,7 @@ __all__ = [
     "Overloaded",
     "ProtocolError",
     "PutFailed",
+    "QuotaExceeded",
     "ReadOnly",
     "RuleError",
     "SessionRefused",
@@ -122,6 +124,10 @@ class StorageError(KvError):
 
 class NoSpace(StorageError):
     """No extent is free for the block."""
+
+
+class QuotaExceeded(StorageError):
+    """The tenant has as many bytes as his quota, and nothing of his may go for the block."""
 
 
 class Corrupt(StorageError):

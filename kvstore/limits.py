@@ -58,6 +58,7 @@ __all__ = [
     "PROTECTED_SESSIONS_MAX",
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
+    "QUOTA_OWNERS_MAX",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_BATCH_BLOCKS",
@@ -120,6 +121,7 @@ SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64
 TENANTS_MAX = 4096  # of a node
+QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
 AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
 SLOTS_PER_CLIENT_MAX = 1024

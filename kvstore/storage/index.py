@@ -24,7 +24,7 @@ import os
 import shutil
 import struct
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -263,6 +263,14 @@ class Index:
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             found = dict(cursor.getmulti(names))
         return [_BORN.unpack(found[name])[0] if name in found else 0 for name in names]
+
+    def generations_of_tenant(self, tenant: bytes) -> list[int]:
+        """Give the generations of all blocks of a tenant, in the order of their names."""
+        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
+            if not cursor.set_range(tenant):
+                return []
+            rows = takewhile(lambda item: item[0].startswith(tenant), cursor)
+            return [_BORN.unpack(row)[0] for _, row in rows]
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""

@@ -169,6 +169,7 @@ class Statistics:
     eviction: eviction.Statistics
     puts_pending: int
     waiting_for_room: int
+    waiting_for_quota: int
     gets_pending: int
     deletes_pending: int
     sessions_pending: int

@@ -31,7 +31,7 @@ from kvstore.storage.eviction.policies import new_policy
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -48,10 +48,12 @@ __all__ = ["Explanation", "Held", "Keeping", "restore_sessions", "watermarks"]
 _LOW_FRACTION: Final = 64  # one in so many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
+_MISSES: Final = {Reason.EXPIRED: MissReason.EXPIRED, Reason.QUOTA: MissReason.QUOTA}
 _SAID: Final = {
     Reason.SPACE: "evicted for room",
     Reason.STRANDED: "evicted for room, since its session had a gap before it",
     Reason.CLEARED: "evicted for room that had to be in one piece",
+    Reason.QUOTA: "evicted because its tenant was at the quota and put more",
     Reason.EXPIRED: "removed when its time to live was over",
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
@@ -90,7 +92,7 @@ class Explanation(NamedTuple):
         if self.gone.reason in _FOR_ROOM:
             reason = MissReason.EVICTED
         else:
-            reason = MissReason.EXPIRED if self.gone.reason is Reason.EXPIRED else MissReason.UNKNOWN
+            reason = _MISSES.get(self.gone.reason, MissReason.UNKNOWN)
         return Miss(reason, f"it was {_SAID[self.gone.reason]}")
 
 
@@ -125,6 +127,7 @@ class Keeping:
         )
         self.ground = Ground(pages)
         self._history = History(EVICTIONS_REMEMBERED)
+        self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.quarantined = 0
         self.quarantined_bytes = 0
 
@@ -133,7 +136,13 @@ class Keeping:
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
         records = [
-            Record(entry.generation, _pages(entry), self._digest(*name), entry.expires_ms)
+            Record(
+                entry.generation,
+                _pages(entry),
+                self._digest(*name),
+                entry.expires_ms,
+                owner=self.owner_numbers.get(name[0], 0),
+            )
             for name, entry in blocks
         ]
         now_ms = self._clock.wall_ms()
@@ -235,6 +244,15 @@ class Keeping:
             Held(name, entry.generation) if entry and entry.generation not in refused else None
             for name, entry in zip(names, entries, strict=True)
         ]
+
+    @property
+    def takes_writes(self) -> bool:
+        """Tell whether blocks can go from the drive."""
+        return self._writes.stopped is None
+
+    def generations_of(self, tenant: bytes) -> list[int]:
+        """Give the generations of all blocks of a tenant."""
+        return self._index.generations_of_tenant(tenant)
 
     def has_passing_guards(self) -> bool:
         """Tell whether any block has a guard that is to end by and by."""

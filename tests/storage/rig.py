@@ -278,6 +278,14 @@ class Rig:
         while self.is_busy():
             self.poll()
 
+    def settle_by_polling(self, tag: int) -> None:
+        """Poll until a put is answered, though nothing but the time brings that about."""
+        for _ in range(_ANSWER_MS_MAX):
+            if tag in self.put_done:
+                return
+            self.store.poll()
+        raise AssertionError("the put is not answered")
+
     def is_busy(self) -> bool:
         now = self.store.statistics()
         pending = now.puts_pending + now.gets_pending + now.deletes_pending + now.sessions_pending
