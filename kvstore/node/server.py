@@ -106,6 +106,7 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     """Read the file of tenants again; one that can't be used changes nothing."""
     try:
         log.info("%d tenants", tenants.load(path))
+        node.store.change_quotas(tenants.quotas())
     except ConfigError as error:
         log.warning("%s The tenants stay as they were.", error)
         return
@@ -144,6 +145,7 @@ async def _serve(config: NodeConfig) -> None:
         tenants = Tenants(store.salt, clock)
         if config.tenants is not None:
             tenants.load(config.tenants)
+            store.change_quotas(tenants.quotas())
             loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
         server = grpc.aio.server(options=_GRPC_OPTIONS)
         health = add_services(server, node, Gate(tenants, audit))

@@ -1,12 +1,12 @@
 """Quotas: how many bytes of a store a tenant may have, and that he makes room for himself when he would have more.
 
-What counts is what his blocks take on the drives, whole pages and headers included, and what his puts that are under way
-will take. Manifests of sessions are not counted.
+What counts is what his blocks take on the drives, whole pages and headers included, and what his puts that are under
+way will take. Manifests of sessions are not counted.
 
 Always holds:
 
-- A tenant with a quota never has more than it, on all drives together, but for what he had before he got it; of that the
-  oldest goes at once, as far as it may.
+- A tenant with a quota never has more than it, on all drives together, but for what he had before he got it; of that
+  the oldest goes at once, as far as it may.
 - To make room for him only his own blocks go: of those that may go the one used longest ago, exactly, on whatever drive
   it is. After an opening nobody knows their uses; then they go by age, drives in step.
 - A put that would be too much waits, before it takes any room, for as long as something of his is under way or guarded
@@ -14,8 +14,8 @@ Always holds:
   behind it, and nobody else's do.
 - No step is long: `EVICTION_URGENT_BLOCKS` go at most between two looks at other work.
 
-What is counted is counted where it changes (`eviction.owners`), so it can't drift away from what is stored. A drive that
-takes no writes still counts, and nothing goes there.
+What is counted is counted where it changes (`eviction.owners`), so it can't drift away from what is stored. A drive
+that takes no writes still counts, and nothing goes there. A put that is refused may have cost blocks that could go.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class Charged(RecordWrite):
 
     __slots__ = ("charged_pages", "tenant")
 
-    def __init__(
-        self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes
-    ) -> None:
+    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
         super().__init__(writes, owner, address, size_bytes)
         self.tenant = tenant
         self.charged_pages = 0
@@ -258,7 +256,9 @@ class QuotaQueue:
                 self._more = self._more or made.more
                 break
             else:
-                self._refuse(write, "All of the tenant's blocks that could go are guarded, and the block exceeds")
+                self._refuse(
+                    write, "All of the tenant's blocks that could go are guarded, and the block exceeds"
+                )
             waiting.popleft()
         return made.blocks
 

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c371c05dbcf230302b718de28631ae22
+# Generated from proto sources with BLAKE2b 2c6a3748ee03b4f509c5ce7b4c30cea4
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -19,6 +19,7 @@ class GoneReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GONE_REASON_DELETED: _ClassVar[GoneReason]
     GONE_REASON_QUARANTINED: _ClassVar[GoneReason]
     GONE_REASON_CLEARED: _ClassVar[GoneReason]
+    GONE_REASON_QUOTA: _ClassVar[GoneReason]
 GONE_REASON_UNSPECIFIED: GoneReason
 GONE_REASON_SPACE: GoneReason
 GONE_REASON_STRANDED: GoneReason
@@ -27,6 +28,7 @@ GONE_REASON_SUPERSEDED: GoneReason
 GONE_REASON_DELETED: GoneReason
 GONE_REASON_QUARANTINED: GoneReason
 GONE_REASON_CLEARED: GoneReason
+GONE_REASON_QUOTA: GoneReason
 
 class ExistsRequest(_message.Message):
     __slots__ = ("tenant", "blocks")

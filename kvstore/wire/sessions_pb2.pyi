@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c371c05dbcf230302b718de28631ae22
+# Generated from proto sources with BLAKE2b 2c6a3748ee03b4f509c5ce7b4c30cea4
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -294,7 +294,11 @@ class QuotaMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.drives = 1
         self.limits = dict(PAGES_MAX)
-        self.blocks: dict[bytes, dict[int, tuple[int, int]]] = {TENANT: {}, OTHER: {}, FREE: {}}  # in order of use
+        self.blocks: dict[bytes, dict[int, tuple[int, int]]] = {
+            TENANT: {},
+            OTHER: {},
+            FREE: {},
+        }  # in order of use
         self.held: list[tuple[bytes, int, Held]] = []
         self.rig: Rig
 

@@ -144,7 +144,7 @@ class Evictor:
         """Note whose blocks these are that had no owner before; they count as used as long ago as they were.
 
         Nobody knows more of their order than the time of their last use and their age, and nothing of it among several
-        drives. So they are spread evenly over the stamps that have been given, oldest first, which are as many at least.
+        drives. So they are spread evenly over the stamps given so far, of which there are as many, oldest first.
         """
         rows = [row for row in self._rows.find_all(generations) if not self.owners.of(row)]
         rows.sort(key=lambda row: (self._used[row], self._generations[row]))
@@ -288,7 +288,7 @@ class Evictor:
         return EvictionPlan(goal.mode, victims, pages, more, stuck)
 
     def oldest_use(self, owner: int, steps: Steps) -> int | None:
-        """Tell when that block of an owner was used that would go first, as the number of the use; None: none may go."""
+        """Tell when the block of an owner that goes first was used, as the number of the use; None: none may go."""
         while (row := self.owners.oldest(owner)) != NO_ROW:
             if self._may_go(row):
                 return self.owners.stamp(row)

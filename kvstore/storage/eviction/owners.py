@@ -1,7 +1,7 @@
 """Whose blocks are whose, for owners who may keep only so much: an exact LRU order and a count of pages for each.
 
-It stands beside the policy, which orders the blocks of all. An owner is a small number; 0 is nobody in particular, whose
-rows are neither ordered nor counted here and cost nothing as long as no row behind them has an owner.
+It stands beside the policy, which orders the blocks of all. An owner is a small number; 0 is nobody in particular,
+whose rows are neither ordered nor counted here and cost nothing as long as no row behind them has an owner.
 
 Always holds:
 
