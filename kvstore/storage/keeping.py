@@ -250,9 +250,9 @@ class Keeping:
         """Tell whether blocks can go from the drive."""
         return self._writes.stopped is None
 
-    def generations_of(self, tenant: bytes) -> list[int]:
-        """Give the generations of all blocks of a tenant."""
-        return self._index.generations_of_tenant(tenant)
+    def generations_of(self, tenant: bytes) -> array[int]:
+        """Give the generations of all blocks of a tenant, in ascending order."""
+        return _column("Q", self._index.generations_of_tenant(tenant))
 
     def has_passing_guards(self) -> bool:
         """Tell whether any block has a guard that is to end by and by."""

@@ -100,13 +100,11 @@ class Puts:
             if old is not None and old == write.replaces:
                 self._keeping.let_go([(write.name, old)], Reason.SUPERSEDED)
         self._keeping.published(blocks)
-        for write in writes:
-            self._queue.quotas.leave(write)
 
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
-        self._queue.quotas.leave(record)  # if it has not been published
+        self._queue.quotas.leave(record)
         del self._by_name[record.name]
         for item, done in ((record.item, record.done), *record.followers):
             if error is None:

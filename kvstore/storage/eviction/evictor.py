@@ -141,16 +141,14 @@ class Evictor:
         return refused
 
     def own(self, generations: Sequence[int], owner: int) -> None:
-        """Note whose blocks these are that had no owner before; they count as used as long ago as they were.
+        """Note whose blocks these are, all that he has; they are given in the order of their age.
 
         Nobody knows more of their order than the time of their last use and their age, and nothing of it among several
         drives. So they are spread evenly over the stamps given so far, of which there are as many, oldest first.
         """
-        rows = [row for row in self._rows.find_all(generations) if not self.owners.of(row)]
-        rows.sort(key=lambda row: (self._used[row], self._generations[row]))
-        before = self.owners.uses.count
-        for at, row in enumerate(rows):
-            self.owners.take(row, owner, self._pages[row], before * (at + 1) // len(rows))
+        rows = self._rows.find_all(generations)
+        rows.sort(key=self._used.__getitem__)
+        self.owners.take_all(rows, owner, sum(map(self._pages.__getitem__, rows)))
 
     def joined(
         self, generations: Sequence[int], session: int, first_position: int, now_ms: int

@@ -57,23 +57,37 @@ class Owners:
         """Tell a row's owner."""
         return self._owners[row] if row < len(self._owners) else 0
 
-    def take(self, row: int, owner: int, pages: int, stamp: int | None = None) -> None:
-        """Note whose a row is, one without an owner; it has been used just now, or else at `stamp`, as the last one."""
+    def take(self, row: int, owner: int, pages: int) -> None:
+        """Note whose a new row is; it has been used just now."""
         if not owner:
             return
-        assert not self.of(row)
-        missing = row + 1 - len(self._owners)
-        if missing > 0:
-            self._owners.extend([0] * missing)
-            self._stamps.extend([0] * missing)
-            self._rings.reach(_HEADS + row)
+        self._reach(row)
         self._owners[row] = owner
         self.pages[owner] = self.pages.get(owner, 0) + pages
-        if stamp is None:
-            self.uses.count += 1
-            stamp = self.uses.count
-        self._stamps[row] = stamp
+        self.uses.count += 1
+        self._stamps[row] = self.uses.count
         self._rings.push(owner, _HEADS + row)
+
+    def take_all(self, rows: Sequence[int], owner: int, pages: int) -> None:
+        """Note all rows of an owner who had none, in the order of their use; it may be a million of them."""
+        assert owner not in self.pages
+        if not rows:
+            return
+        self._reach(max(rows))
+        self.pages[owner] = pages
+        before, count = self.uses.count, len(rows)
+        owners, stamps, push = self._owners, self._stamps, self._rings.push
+        for at, row in enumerate(rows, 1):
+            owners[row] = owner
+            stamps[row] = before * at // count
+            push(owner, _HEADS + row)
+
+    def _reach(self, row: int) -> None:
+        missing = row + 1 - len(self._owners)
+        if missing > 0:
+            self._owners.extend(bytes(missing))
+            self._stamps.frombytes(bytes(self._stamps.itemsize * missing))
+            self._rings.reach(_HEADS + row)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Note uses, in this order; what was set aside is back."""
@@ -91,8 +105,9 @@ class Owners:
     def inherit(self, row: int, place: int) -> None:
         """Let a row have been used when `place` was, unless it was used after that."""
         owner = self.of(row)
-        if not owner or owner != self.of(place) or not self._rings.is_linked(_HEADS + place):
+        if not owner or not self._rings.is_linked(_HEADS + place):
             return
+        assert owner == self.of(place), "a session's blocks are one tenant's"
         node = _HEADS + row
         if self._rings.is_linked(node):
             if self._stamps[row] > self._stamps[place]:
