@@ -66,6 +66,7 @@ __all__ = [
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_LISTED_MAX",
     "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
@@ -75,6 +76,7 @@ __all__ = [
     "SESSION_LABEL_BYTES_MAX",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
+    "SESSION_TIME_TO_LIVE_MS_MAX",
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
@@ -114,9 +116,11 @@ SESSION_CHUNK_BLOCKS = (
 )
 SESSION_CHUNKS_MAX = 256
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
+SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of one that is to end by itself
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
+SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64

@@ -68,6 +68,7 @@ class SessionInfo:
     blocks: int
     tokens: int
     turns: tuple[TurnInfo, ...]
+    expires_unix_ms: int = 0  # 0: it does not end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class ListedSession:
     turns: int
     tokens: int
     last_turn_unix_ms: int  # 0: it has none
+    expires_unix_ms: int = 0  # 0: it does not end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,14 @@ class SessionCalls:
             with self.calling("Listing sessions"):
                 page = self.stub.ListSessions(request, timeout=_TIMEOUT_S)
             for one in page.sessions:
-                yield ListedSession(one.session, one.blocks, one.turns, one.tokens, one.last_turn_unix_ms)
+                yield ListedSession(
+                    one.session,
+                    one.blocks,
+                    one.turns,
+                    one.tokens,
+                    one.last_turn_unix_ms,
+                    one.expires_unix_ms,
+                )
             token = page.next_page_token
             if not token:
                 return
@@ -139,9 +148,16 @@ class Session:
         self._blocks: int | None = None  # how many it has, as far as we know
 
     def append(
-        self, keys: Sequence[bytes], tokens: int, *, durability: Durability = Durability.WRITTEN
+        self,
+        keys: Sequence[bytes],
+        tokens: int,
+        *,
+        time_to_live_ms: int | None = None,
+        durability: Durability = Durability.WRITTEN,
     ) -> int:
         """Name blocks, which are stored, as a turn of so many tokens; returns how many blocks the session has now.
+
+        With a time to live it ends by itself so long from now, as `limit` says.
 
         SessionRefused, and nothing done, if somebody else has changed the session since this object last saw it (`info`
         looks again), or if a block is not stored.
@@ -160,6 +176,7 @@ class Session:
                 tokens=tokens if is_last else 0,
                 first_block=first + at,
                 continues=at > 0,
+                time_to_live_ms=time_to_live_ms,
                 durability=durability_message(durability),
             )
             with self._calls.calling("Appending to a session"):
@@ -182,7 +199,7 @@ class Session:
         for turn, end in zip(turns, ends, strict=True):
             told.append(TurnInfo(range(turn.first_block, end), range(token, token + turn.tokens), turn.at_ms))
             token += turn.tokens
-        return SessionInfo(answer.blocks, token, tuple(told))
+        return SessionInfo(answer.blocks, token, tuple(told), answer.expires_unix_ms)
 
     def keys(self) -> list[bytes]:
         """The keys of its blocks, in order."""
@@ -229,6 +246,17 @@ class Session:
             answer = self._calls.stub.RemoveSession(request, timeout=_TIMEOUT_S)
         self._blocks = 0
         return int(answer.unreferenced)
+
+    def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
+        """Let it end by itself so long from now, 0 for never; returns when that is, in milliseconds since 1970.
+
+        Then it is removed, with its protection, and its blocks stay as long as others do.
+        """
+        request = pb.LimitSessionRequest(
+            name=self._name, time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
+        )
+        with self._calls.calling("Limiting a session"):
+            return int(self._calls.stub.LimitSession(request, timeout=_TIMEOUT_S).expires_unix_ms)
 
     def protect(self, blocks: int = 0) -> None:
         """Keep its first blocks from being evicted, or all, those to come as well, while the node's process lives."""

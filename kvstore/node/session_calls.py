@@ -15,6 +15,7 @@ from kvstore.limits import (
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_LABEL_BYTES_MAX,
+    SESSION_TIME_TO_LIVE_MS_MAX,
     SESSIONS_LISTED_MAX,
 )
 from kvstore.names import session_name, user_name
@@ -61,6 +62,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 at_ms=self._node.clock.wall_ms(),
                 continues=request.continues,
                 label=request.name.session.encode(),
+                expires_ms=self._ends_ms(request.time_to_live_ms)
+                if request.HasField("time_to_live_ms")
+                else None,
             )
             return pb.AppendSessionResponse(blocks=(await self._do(item)).blocks)
         raise AssertionError
@@ -81,6 +85,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                     for turn in manifest.turns
                 ],
                 keys=keys,
+                expires_unix_ms=manifest.expires_ms,
             )
         raise AssertionError
 
@@ -96,7 +101,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             limit = min(request.page_size or SESSIONS_LISTED_MAX, SESSIONS_LISTED_MAX)
             user = user_name(tenant.id, request.user)
             found = self._node.store.manifests.of_user(tenant.id, user, request.page_token, limit + 1)
-            page = found[:limit]
+            page, now_ms = found[:limit], self._node.clock.wall_ms()
             return pb.ListSessionsResponse(
                 sessions=[
                     pb.ListedSession(
@@ -105,8 +110,10 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                         turns=one.turns,
                         tokens=one.tokens,
                         last_turn_unix_ms=one.at_ms,
+                        expires_unix_ms=one.expires_ms,
                     )
                     for one in page
+                    if not 0 < one.expires_ms <= now_ms
                 ],
                 next_page_token=page[-1].session if len(found) > limit else b"",
             )
@@ -163,6 +170,18 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
         raise AssertionError
 
+    async def LimitSession(  # noqa: N802
+        self, request: pb.LimitSessionRequest, context: Context
+    ) -> pb.LimitSessionResponse:
+        """Let a session end by itself after a time."""
+        async with refusals(context):
+            name = _name(self._enter("limit session", context, request.name), request.name)
+            ends_ms = self._ends_ms(request.time_to_live_ms)
+            durability = kept_durability_of(request.durability)
+            await self._do(SessionItem(name, SessionStep.LIMIT, durability, 0, expires_ms=ends_ms))
+            return pb.LimitSessionResponse(expires_unix_ms=ends_ms)
+        raise AssertionError
+
     async def ProtectSession(  # noqa: N802
         self, request: pb.ProtectSessionRequest, context: Context
     ) -> pb.ProtectSessionResponse:
@@ -171,6 +190,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             name = _name(self._enter("protect session", context, request.name), request.name)
             self._stored(name)
             mine = self._protected.get(name.tenant, set())
+            if len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:  # some may have ended by themselves
+                mine.intersection_update([one for one in mine if self._node.store.manifests.get(one)])
             if name not in mine and len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:
                 raise Overloaded(f"A tenant protects at most {PROTECTED_SESSIONS_OF_TENANT_MAX} sessions.")
             if self._node.store.protect(name, request.blocks or SESSION_BLOCKS_MAX) is not None:
@@ -195,9 +216,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Begin to read a session's first blocks into memory."""
         async with refusals(context):
             name = _name(self._enter("prefetch session", context, request.name), request.name)
-            keys = self._node.store.manifests.keys(name)
-            if keys is None:
-                raise NoSession("There is no such session.")
+            self._stored(name)
+            keys = self._node.store.manifests.keys(name) or []
             return pb.PrefetchSessionResponse(blocks=self._node.prefetches.add(name.tenant, name, keys))
         raise AssertionError
 
@@ -206,9 +226,14 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     def _stored(self, name: SessionName) -> Stored:
         stored = self._node.store.manifests.get(name)
-        if stored is None:
+        if stored is None or stored.is_over(self._node.clock.wall_ms()):
             raise NoSession("There is no such session.")
         return stored
+
+    def _ends_ms(self, time_to_live_ms: int) -> int:
+        if time_to_live_ms > SESSION_TIME_TO_LIVE_MS_MAX:
+            raise ProtocolError(f"A session lives {SESSION_TIME_TO_LIVE_MS_MAX} ms at most, or without end.")
+        return self._node.clock.wall_ms() + time_to_live_ms if time_to_live_ms else 0
 
     async def _do(self, item: SessionItem) -> SessionDone:
         ends: Ends[SessionDone] = Ends(1)

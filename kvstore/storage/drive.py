@@ -30,6 +30,7 @@ from kvstore.limits import (
     HEADER_BYTES,
     PAGE_BYTES,
     SESSION_BLOCKS_MAX,
+    SESSIONS_EXPIRED_AT_ONCE,
     SESSIONS_QUEUED_MAX,
     STORE_QUEUED_MAX,
 )
@@ -106,8 +107,9 @@ class Drive(Handle):
         self._puts = Puts(self._writes, index, keeping, self._quota_queue, clock)
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
-            self._writes, self._wipes, index, self.manifests, keeping, others=self.others
+            self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
         )
+        self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
         self._outboxes: tuple[Outbox[Any], ...] = (
             self._puts.outbox,
@@ -333,6 +335,8 @@ class Drive(Handle):
         self._traffic.poll()
         self._writes.settle_finished()
         self._wipes.settle_finished()
+        if not self._closed:
+            self._sessions.expire(min(self.sessions_left, SESSIONS_EXPIRED_AT_ONCE))
         self._quota_queue.step()
         self._room.step()
         self._writes.sync_if_awaited()

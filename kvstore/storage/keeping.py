@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.clock import Clock
+    from kvstore.storage.deadlines import Deadlines
     from kvstore.storage.eviction.items import Eviction, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
@@ -316,9 +317,10 @@ class Keeping:
         return int.from_bytes(digest, "little") or 1
 
 
-def restore_sessions(manifests: Manifests, of_drives: Sequence[Keeping]) -> None:
-    """Let all drives of a store know who stands where in the sessions of one of them."""
-    for name, _ in manifests.all():
+def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequence[Keeping]) -> None:
+    """Let all drives of a store know who stands where in the sessions of one of them, and itself when they end."""
+    for name, stored in manifests.all():
+        deadlines.set(name, stored.manifest.expires_ms)
         keys: Sequence[bytes] = ()
         with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
             keys = manifests.keys(name) or ()

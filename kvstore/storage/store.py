@@ -98,7 +98,7 @@ class Store(Handle):
         for drive in drives:
             drive.others.extend(other for other in drives if other is not drive)
             drive.share_quotas(self._quotas)
-            restore_sessions(drive.manifests, [each.keeping for each in drives])
+            restore_sessions(drive.manifests, drive.deadlines, [each.keeping for each in drives])
         self._ready = select.epoll()
         for drive in drives:
             self._ready.register(drive.fileno(), select.EPOLLIN)

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 2c6a3748ee03b4f509c5ce7b4c30cea4
+# Generated from proto sources with BLAKE2b 4fff5485a7172ba01cc5e6bb2a7a03e4
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

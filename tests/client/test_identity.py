@@ -160,6 +160,7 @@ REQUESTS = {
     "ForkSession": sessions_pb2.ForkSessionRequest(source=CHAT),
     "TruncateSession": sessions_pb2.TruncateSessionRequest(name=CHAT, blocks=1),
     "RemoveSession": sessions_pb2.RemoveSessionRequest(name=CHAT, delete_blocks=True),
+    "LimitSession": sessions_pb2.LimitSessionRequest(name=CHAT, time_to_live_ms=9_000_000),
     "ProtectSession": sessions_pb2.ProtectSessionRequest(name=CHAT, blocks=1),
     "UnprotectSession": sessions_pb2.UnprotectSessionRequest(name=CHAT),
     "PrefetchSession": sessions_pb2.PrefetchSessionRequest(name=CHAT),

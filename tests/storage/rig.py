@@ -204,6 +204,7 @@ class Rig:
         at_ms: int = 0,
         continues: bool = False,
         label: str = "",
+        expires_ms: int | None = None,
     ) -> int:
         tag = self._take_tag()
         item = SessionItem(
@@ -220,6 +221,7 @@ class Rig:
             at_ms,
             continues,
             label.encode(),
+            expires_ms,
         )
         self.store.change_sessions([item], self._sessions_done)
         return tag

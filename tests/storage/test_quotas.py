@@ -227,6 +227,28 @@ def test_a_session_goes_from_its_tail_for_a_quota_too(rig: Rig) -> None:
     assert stored(rig) == [0, 1, 11, 20, 21]
 
 
+def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: Rig) -> None:
+    rig.store.change_quotas({TENANT: 3 * BLOCK})
+    fill(rig, 2)
+    rig.append(1, range(2))
+    fill(rig, 1, first=5)
+    rig.get(1)
+    rig.delete(1)
+    fill(rig, 2, first=10)
+    assert stored(rig) == [0, 10, 11], "0 was used with 1, after 5"
+
+
+def test_what_stood_before_a_deleted_block_keeps_a_later_use_of_its_own(rig: Rig) -> None:
+    rig.store.change_quotas({TENANT: 3 * BLOCK})
+    fill(rig, 2)
+    rig.append(1, range(2))
+    fill(rig, 1, first=5)
+    rig.get(0)
+    rig.delete(1)
+    fill(rig, 2, first=10)
+    assert stored(rig) == [0, 10, 11], "0 was used after 5"
+
+
 def test_over_two_drives_the_oldest_goes_wherever_it_lies(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
