@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import KvError
+from kvstore.errors import ConfigError, KvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,15 +76,21 @@ def _fsck(arguments: argparse.Namespace) -> int:
 
 
 def _sessions(arguments: argparse.Namespace) -> int:
-    from kvstore.sessions_command import run
+    from kvstore.sessions_command import Asked, export_one, import_one, list_all
 
-    return run(
+    asked = Asked(
         arguments.node,
         arguments.user,
         tenant=arguments.tenant,
         token_file=arguments.token_file,
         authorities=arguments.tls_authorities,
-        as_json=arguments.json,
+    )
+    if arguments.action == "list":
+        return list_all(asked, as_json=arguments.json)
+    if arguments.session is None or arguments.file is None:
+        raise ConfigError(f"To {arguments.action} a session, say --session and --file.")
+    return (export_one if arguments.action == "export" else import_one)(
+        asked, arguments.session, arguments.file
     )
 
 
@@ -193,11 +199,21 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
 
+    _add_sessions(commands)
+    _add_match(commands)
+    return parser
+
+
+def _add_sessions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sessions = commands.add_parser(
         "sessions",
-        help="list a user's sessions on a node",
-        description="List a user's sessions on a node, the one with the latest turn last.",
+        help="list a user's sessions on a node, export one into a file, or import one",
+        description="List a user's sessions on a node, the one with the latest turn last; export one with its"
+        " blocks into a file; or import one out of a file under a name that is free.",
     )
+    sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
+    sessions.add_argument("--session", help="the one that is exported, or the name of the one imported")
+    sessions.add_argument("--file", type=Path, help="where it is written, or read")
     sessions.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
     sessions.add_argument("--user", required=True, help="whose sessions; a node knows users by digests only")
     sessions.add_argument("--tenant", default="", help="whose user, on a node that asks for no token")
@@ -208,6 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     sessions.add_argument("--json", action="store_true", help="for programs")
     sessions.set_defaults(run=_sessions)
 
+
+def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     match = commands.add_parser(
         "match",
         help="check a file of match-action rules, and say which one a request hits",
@@ -220,7 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     match.add_argument("--request", metavar="FIELD=VALUE,...", help="all nine fields of one request")
     match.add_argument("--json", action="store_true", help="for programs")
     match.set_defaults(run=_match)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   └── LeaseExpired       the lease of a reserved slot is over
+    ├── SessionFileError       a file that is no exported session, not all of one, or can't be written whole
     ├── NodeUnavailable        the node could not be reached, or went away
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
@@ -69,6 +70,7 @@ __all__ = [
     "QuotaExceeded",
     "ReadOnly",
     "RuleError",
+    "SessionFileError",
     "SessionRefused",
     "StagingFull",
     "StorageError",
@@ -108,6 +110,10 @@ class ProtocolError(KvError):
 
 class LeaseExpired(ProtocolError):
     """The lease of a reserved slot is over: what is put into it now will not be kept."""
+
+
+class SessionFileError(KvError):
+    """The file is no exported session, or not all of one; or a session can't be exported whole."""
 
 
 class NodeUnavailable(KvError):

@@ -25,7 +25,7 @@ import select
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -71,10 +71,19 @@ if TYPE_CHECKING:
     from kvstore.layout import Layout
     from nic_offload.fabric import Region
 
-__all__ = ["Client"]
+__all__ = ["Client", "HasFingerprint"]
 
 
-def _fingerprint(layout: Layout | bytes) -> bytes:
+class HasFingerprint(Protocol):
+    """What stands for how the bytes of a block are laid out: a `Layout`, or what is known of one."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Its digest."""
+        ...
+
+
+def _fingerprint(layout: HasFingerprint | bytes) -> bytes:
     return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
 
 
@@ -89,7 +98,7 @@ class Client(Handle):
         token: str | None = None,
         tls: Tls | None = None,
         address: str = "127.0.0.1",
-        layout: Layout | bytes = b"",
+        layout: HasFingerprint | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
@@ -108,7 +117,7 @@ class Client(Handle):
         self.fabric = Fabric(provider, address=address)
         self.lock = threading.RLock()
         self.calls = 0  # made to the node; a test counts that armed puts need none
-        self._fingerprint = _fingerprint(layout)
+        self.fingerprint = _fingerprint(layout)
         self._slots = slots
         self._block_bytes_max = block_bytes_max
         self._tags = itertools.count(2, 2)
@@ -117,11 +126,12 @@ class Client(Handle):
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
         # What is asked and told without moving a block stands in modules of its own.
-        calls = BlockCalls(self._channel, self._calling, tenant, self._fingerprint)
+        calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
-        self.delete, self.pin = calls.delete, calls.pin
+        self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
+        self.import_session = sessions.import_one
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump = threading.Thread(target=self._run_pump, name="kvstore-pump", daemon=True)
         self._pump.start()
@@ -208,7 +218,7 @@ class Client(Handle):
         They are of the client's own layout unless another one is given.
         """
         self._check_batch(blocks)
-        fingerprint = self._fingerprint if layout is None else layout.fingerprint
+        fingerprint = self.fingerprint if layout is None else layout.fingerprint
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         try:
             link = self._attached(timeout_s)
@@ -246,7 +256,7 @@ class Client(Handle):
         view = memoryview(data).cast("B")
 
         def parts() -> Iterator[pb.PutRequest]:
-            name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=len(view))
+            name = pb.BlockName(key=key, fingerprint=self.fingerprint, length=len(view))
             yield pb.PutRequest(
                 start=pb.PutStart(
                     tenant=self.tenant,
@@ -265,7 +275,7 @@ class Client(Handle):
         self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000
     ) -> bytes | Miss:
         """Get one block through gRPC."""
-        name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+        name = pb.BlockName(key=key, fingerprint=self.fingerprint, length=length)
         chunks = []
         try:
             with self._calling("An inline get"):
@@ -347,7 +357,7 @@ class Client(Handle):
                 raise ProtocolError("A block's memory is not registered with this client, or no longer.")
 
     def _name(self, block: Block) -> pb.BlockName:
-        return pb.BlockName(key=block.key, fingerprint=self._fingerprint, length=block.length)
+        return pb.BlockName(key=block.key, fingerprint=self.fingerprint, length=block.length)
 
     # --- events
 

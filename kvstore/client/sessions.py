@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import Hit
+from kvstore.client.portable import export_session, import_session
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -135,6 +136,15 @@ class SessionCalls:
     def one(self, user: str, name: str) -> Session:
         """One session, whether it is there or not. The node is not called."""
         return Session(self, user, name)
+
+    def import_one(
+        self, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+    ) -> Session:
+        """Keep a session that was exported into a file under a name that is free; it becomes this client's tenant's.
+
+        SessionFileError, and no session, if the file is not whole, to its last byte.
+        """
+        return import_session(self.client, file, user, name, durability=durability)
 
 
 class Session:
@@ -257,6 +267,13 @@ class Session:
         )
         with self._calls.calling("Limiting a session"):
             return int(self._calls.stub.LimitSession(request, timeout=_TIMEOUT_S).expires_unix_ms)
+
+    def export(self, file: BinaryIO) -> int:
+        """Write it, with its blocks, into a file from which any tenant's client can import it; returns its blocks.
+
+        SessionFileError if a block can't be had; then no import takes what was written.
+        """
+        return export_session(self._calls.client, self, file)
 
     def protect(self, blocks: int = 0) -> None:
         """Keep its first blocks from being evicted, or all, those to come as well, while the node's process lives."""

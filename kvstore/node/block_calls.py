@@ -128,6 +128,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     miss=None
                     if differs is None
                     else kvstore_pb2.GetMiss(reason=differs[0], detail=differs[1]),
+                    fingerprint=entry.fingerprint,
                 )
             )
         return states

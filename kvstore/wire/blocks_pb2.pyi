@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 4fff5485a7172ba01cc5e6bb2a7a03e4
+# Generated from proto sources with BLAKE2b 1d9e86d1931d78099ca03f77c704f21e
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -45,16 +45,18 @@ class ExistsResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ...) -> None: ...
 
 class BlockState(_message.Message):
-    __slots__ = ("stored", "length", "expires_unix_ms", "miss")
+    __slots__ = ("stored", "length", "expires_unix_ms", "miss", "fingerprint")
     STORED_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     stored: bool
     length: int
     expires_unix_ms: int
     miss: _kvstore_pb2.GetMiss
-    def __init__(self, stored: bool = ..., length: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., miss: _Optional[_Union[_kvstore_pb2.GetMiss, _Mapping]] = ...) -> None: ...
+    fingerprint: bytes
+    def __init__(self, stored: bool = ..., length: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., miss: _Optional[_Union[_kvstore_pb2.GetMiss, _Mapping]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class PrefixRequest(_message.Message):
     __slots__ = ("tenant", "fingerprint", "keys")
