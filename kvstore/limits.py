@@ -10,6 +10,7 @@ __all__ = [
     "ACK_WORDS",
     "AUDIT_REFUSALS_PER_S",
     "BATCH_BLOCKS_MAX",
+    "BATCH_READS_AHEAD",
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
     "BREAKER_MS_MAX",
@@ -105,6 +106,7 @@ GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
 RESHARD_SCRATCH_BYTES = 64 << 20  # in which stored shards come together; one block's worth at least

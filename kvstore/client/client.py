@@ -33,6 +33,7 @@ from kvstore.client.block_calls import BlockCalls, durability_message
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
+from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
@@ -48,7 +49,6 @@ from kvstore.errors import (
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     FETCH_TIMEOUT_MS,
-    INLINE_CHUNK_BYTES,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
@@ -129,6 +129,9 @@ class Client(Handle):
         calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
+        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint)
+        self.put_inline, self.get_inline = inline.put, inline.get
+        self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self.import_session = sessions.import_one
@@ -240,54 +243,6 @@ class Client(Handle):
         except KvError as error:
             self.lose(link, error)
         return get.wait()
-
-    # --- blocks inside gRPC
-
-    def put_inline(
-        self,
-        key: bytes,
-        data: Buffer,
-        *,
-        durability: Durability = Durability.WRITTEN,
-        expires_unix_ms: int = 0,
-        timeout_s: float = RPC_TIMEOUT_MS / 1000,
-    ) -> Durability:
-        """Put one block through gRPC: copied and sent by the CPU, for where there is no fabric."""
-        view = memoryview(data).cast("B")
-
-        def parts() -> Iterator[pb.PutRequest]:
-            name = pb.BlockName(key=key, fingerprint=self.fingerprint, length=len(view))
-            yield pb.PutRequest(
-                start=pb.PutStart(
-                    tenant=self.tenant,
-                    name=name,
-                    durability=durability_message(durability),
-                    expires_unix_ms=expires_unix_ms,
-                )
-            )
-            for start in range(0, len(view), INLINE_CHUNK_BYTES):
-                yield pb.PutRequest(chunk=bytes(view[start : start + INLINE_CHUNK_BYTES]))
-
-        with self._calling("An inline put"):
-            return Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
-
-    def get_inline(
-        self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000
-    ) -> bytes | Miss:
-        """Get one block through gRPC."""
-        name = pb.BlockName(key=key, fingerprint=self.fingerprint, length=length)
-        chunks = []
-        try:
-            with self._calling("An inline get"):
-                for part in self._stub.Get(pb.GetRequest(tenant=self.tenant, name=name), timeout=timeout_s):
-                    if part.HasField("miss"):
-                        return Miss(MissReason(part.miss.reason), part.miss.detail)
-                    chunks.append(part.chunk)
-        except Overloaded as error:
-            return Miss(MissReason.BUSY, str(error))
-        except (NodeUnavailable, DeadlineExceeded) as error:
-            return Miss(MissReason.NODE_AWAY, str(error))
-        return b"".join(chunks)
 
     def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
         """How the node is doing; `wait_s` waits that long for a node that is not there yet."""

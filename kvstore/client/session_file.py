@@ -1,4 +1,4 @@
-"""The file of an exported session, as `docs/sessions.md` has it under "Export and import": written and read in a stream.
+"""The file of an exported session, as `docs/sessions.md` has it under "Export and import", written and read as streams.
 
 Always holds: what is read has passed its checks, and `read_end` has seen the whole file: no byte of it was changed,
 none is missing and none follows. One block at a time is in memory; a length is believed only if a block can have it.
