@@ -188,7 +188,7 @@ ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
-INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
+INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000

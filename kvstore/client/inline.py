@@ -7,7 +7,7 @@ takes ahead, and blocks are read from the caller, and given to him, one at a tim
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
@@ -15,8 +15,9 @@ from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, INLINE_CHUNK_BYTES, RPC_TIMEOUT_MS
 from kvstore.miss import Miss, MissReason
-from kvstore.wire import batches_pb2, batches_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire import batches_pb2, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.parts import encoded_put, got_parts
 from kvstore.wire.status import error_named
 
 if TYPE_CHECKING:
@@ -40,7 +41,13 @@ class InlineCalls:
         fingerprint: bytes,
     ) -> None:
         self._stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
-        self._batches = batches_pb2_grpc.BatchesStub(channel)  # type: ignore[no-untyped-call]
+        batches = batches_pb2.DESCRIPTOR.services_by_name["Batches"].full_name
+        self._put_batch: Any = channel.stream_stream(
+            f"/{batches}/PutBatch", response_deserializer=batches_pb2.PutBatchResponse.FromString
+        )
+        self._get_batch: Any = channel.stream_stream(
+            f"/{batches}/GetBatch", request_serializer=batches_pb2.GetBatchRequest.SerializeToString
+        )
         self._calling = calling
         self._tenant = tenant
         self._fingerprint = fingerprint
@@ -108,7 +115,7 @@ class InlineCalls:
         )
         try:
             with self._calling("A stream of puts"):
-                for answer in self._batches.PutBatch(self._parts(head, blocks, keys), timeout=timeout_s):
+                for answer in self._put_batch(self._parts(head, blocks, keys), timeout=timeout_s):
                     ended.update((end.number, end) for end in answer.ends)
         except KvError as error:
             broken = error
@@ -116,11 +123,12 @@ class InlineCalls:
 
     def _parts(
         self,
-        message: batches_pb2.PutBatchRequest,
+        head: batches_pb2.PutBatchRequest,
         blocks: Iterable[tuple[bytes, Buffer]],
         keys: list[bytes],
-    ) -> Iterator[batches_pb2.PutBatchRequest]:
+    ) -> Iterator[bytes]:
         """Give messages of about a chunk each, of small blocks several in one."""
+        parts: list[tuple[pb.BlockName | None, memoryview]] = []
         left = INLINE_CHUNK_BYTES
         for key, data in blocks:
             view = memoryview(data).cast("B")
@@ -128,14 +136,14 @@ class InlineCalls:
             name: pb.BlockName | None = self._name(key, len(view))
             at = 0
             while at < len(view) or name is not None:
-                chunk = bytes(view[at : at + left])
-                message.parts.add(name=name, chunk=chunk)
+                chunk = view[at : at + left]
+                parts.append((name, chunk))
                 name, at, left = None, at + len(chunk), left - len(chunk)
-                if not left or len(message.parts) == BATCH_BLOCKS_MAX:
-                    yield message
-                    message, left = batches_pb2.PutBatchRequest(), INLINE_CHUNK_BYTES
-        if message.parts:
-            yield message
+                if not left or len(parts) == BATCH_BLOCKS_MAX:
+                    yield encoded_put(head, parts)
+                    head, parts, left = batches_pb2.PutBatchRequest(), [], INLINE_CHUNK_BYTES
+        if parts:
+            yield encoded_put(head, parts)
 
     def get_many(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000
@@ -166,24 +174,24 @@ class InlineCalls:
         )
         if not wanted:
             return
-        chunks: list[bytes] = []
+        chunks: list[memoryview] = []
         had, given = 0, 0
-        call = self._batches.GetBatch(requests, timeout=timeout_s)
+        call = self._get_batch(requests, timeout=timeout_s)
         try:
             for answer in call:
-                for part in answer.parts:
+                for part in got_parts(answer):
                     if part.number != given:
                         raise ProtocolError(
                             "The node has sent blocks in another order than they were asked for."
                         )
                     outcome: bytes | Miss | None = None
-                    if part.HasField("miss"):
+                    if part.miss is not None:
                         outcome = Miss(MissReason(part.miss.reason), part.miss.detail)
                     else:
                         chunks.append(part.chunk)
                         had += len(part.chunk)
                         if had == wanted[given][1]:
-                            outcome = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                            outcome = b"".join(chunks)
                     if outcome is not None:
                         chunks, had, given = [], 0, given + 1
                         yield outcome

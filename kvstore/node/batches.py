@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import grpc
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
@@ -21,7 +23,8 @@ from kvstore.node.connection import check_block, check_count
 from kvstore.node.inline import deadline
 from kvstore.storage.items import PutItem
 from kvstore.wire import batches_pb2 as pb
-from kvstore.wire import batches_pb2_grpc, kvstore_pb2
+from kvstore.wire import kvstore_pb2
+from kvstore.wire.parts import PutMessage, encoded_get, parse_put
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
@@ -35,31 +38,32 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Tenant
     from kvstore.storage.items import PutDone
 
-__all__ = ["BatchesService"]
+__all__ = ["BatchesService", "add_batches"]
 
 T = TypeVar("T")
 
 
-class BatchesService(batches_pb2_grpc.BatchesServicer):
-    """One node's."""
+class BatchesService:
+    """One node's. It reads and makes the messages with blocks in them by itself."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
 
     async def PutBatch(  # noqa: N802 - named by the proto
-        self, request_iterator: AsyncIterator[pb.PutBatchRequest], context: Context
+        self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
         """Keep blocks that come one behind the other."""
         async with refusals(context):
-            first = await _first(request_iterator)
-            tenant = self._gate.enter("put batch", context, first.tenant, _named(first))
+            first = parse_put(await _first(request_iterator))
+            tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
             answering = asyncio.create_task(puts.answer())
             try:
                 await puts.take(first)
-                while (message := await _next(request_iterator)) is not None and not answering.done():
-                    tenant.rate.take(_named(message))
+                while (coming := await _next(request_iterator)) is not None and not answering.done():
+                    message = parse_put(coming)
+                    tenant.rate.take(message.named)
                     await puts.take(message)
                 puts.end()
                 await answering
@@ -73,7 +77,7 @@ class BatchesService(batches_pb2_grpc.BatchesServicer):
         """Send blocks one behind the other."""
         async with refusals(context):
             message: pb.GetBatchRequest | None = await _first(request_iterator)
-            assert message is not None
+            assert message is not None, "a stream without one has been refused"
             tenant = self._gate.enter("get batch", context, message.tenant, len(message.blocks))
             gets = _Gets(self._node.inline, context, tenant)
             try:
@@ -86,6 +90,19 @@ class BatchesService(batches_pb2_grpc.BatchesServicer):
                 gets.drop()
 
 
+def add_batches(server: grpc.aio.Server, node: Node, gate: Gate) -> None:
+    """Let a server answer these calls, with messages as they come."""
+    service = BatchesService(node, gate)
+    handlers: dict[str, Any] = {
+        "PutBatch": grpc.stream_stream_rpc_method_handler(service.PutBatch),
+        "GetBatch": grpc.stream_stream_rpc_method_handler(
+            service.GetBatch, request_deserializer=pb.GetBatchRequest.FromString
+        ),
+    }
+    name = pb.DESCRIPTOR.services_by_name["Batches"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
 async def _first(requests: AsyncIterator[T]) -> T:
     message = await _next(requests)
     if message is None:
@@ -96,10 +113,6 @@ async def _first(requests: AsyncIterator[T]) -> T:
 async def _next(requests: AsyncIterator[T]) -> T | None:
     async with deadline("A stream of blocks"):
         return await anext(requests, None)
-
-
-def _named(message: pb.PutBatchRequest) -> int:
-    return sum(part.HasField("name") for part in message.parts)
 
 
 class _Filling:
@@ -120,7 +133,7 @@ class _Filling:
 class _Puts:
     """One stream of puts."""
 
-    def __init__(self, node: Node, context: Context, tenant: Tenant, first: pb.PutBatchRequest) -> None:
+    def __init__(self, node: Node, context: Context, tenant: Tenant, first: PutMessage) -> None:
         self._store = node.store
         self._inline = node.inline
         self._context = context
@@ -137,17 +150,17 @@ class _Puts:
         self._freed = asyncio.Event()  # memory has come back
         self._over = False
 
-    async def take(self, message: pb.PutBatchRequest) -> None:
+    async def take(self, message: PutMessage) -> None:
         """Take what a message brings."""
-        for part in message.parts:
-            if part.HasField("name"):
+        for name, chunk in message.parts:
+            if name is not None:
                 if self._filling is not None:
                     raise ProtocolError("A block began before the bytes of the one before had come.")
-                await self._begin(part.name)
+                await self._begin(name)
             filling = self._filling
             if filling is None:
                 raise ProtocolError("Bytes came that belong to no block.")
-            self._fill(filling, part.chunk)
+            self._fill(filling, chunk)
         self._hand_over()
 
     async def _begin(self, name: kvstore_pb2.BlockName) -> None:
@@ -170,7 +183,7 @@ class _Puts:
         self._freed.clear()
         await self._freed.wait()
 
-    def _fill(self, filling: _Filling, chunk: bytes) -> None:
+    def _fill(self, filling: _Filling, chunk: memoryview) -> None:
         end = filling.filled + len(chunk)
         length = filling.name.length
         if end > length:
@@ -236,7 +249,7 @@ class _Puts:
             ends, self._ends = self._ends, []
             if ends:
                 async with deadline("A reader"):
-                    await self._context.write(pb.PutBatchResponse(ends=ends))
+                    await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())
 
     def end(self) -> None:
         """Note that no more comes."""
@@ -264,8 +277,9 @@ class _Gets:
         self._tenant = tenant.id
         self._number = 0
         self._pending: deque[tuple[int, PendingRead]] = deque()
-        self._parts: list[pb.GetPart] = []
-        self._parts_bytes = 0
+        self._chunks: list[tuple[int, memoryview]] = []  # to be sent together
+        self._chunks_bytes = 0
+        self._unsent: list[InlineRead] = []  # what they are of, as far as it is over with them
 
     async def take(self, names: Sequence[kvstore_pb2.BlockName]) -> None:
         """Send these blocks, reading ahead of what is being sent."""
@@ -282,7 +296,7 @@ class _Gets:
                     if self._pending:
                         await self._send_first()
                         continue
-                    await self._add(number, Miss(MissReason.BUSY, str(error)))
+                    await self._miss(number, Miss(MissReason.BUSY, str(error)))
                 else:
                     self._pending.append((number, read))
                 break
@@ -293,32 +307,39 @@ class _Gets:
     async def _send_first(self) -> None:
         number, pending = self._pending.popleft()
         read: InlineRead = await pending.read()
-        try:
-            if read.done.miss is not None:
-                await self._add(number, read.done.miss)
-                return
-            for chunk in read.chunks():
-                await self._add(number, chunk)
-        finally:
-            read.close()
+        self._unsent.append(read)
+        if read.done.miss is not None:
+            await self._miss(number, read.done.miss)
+            return
+        for chunk in read.views():
+            if self._chunks_bytes + len(chunk) > INLINE_CHUNK_BYTES or len(self._chunks) == BATCH_BLOCKS_MAX:
+                await self._flush(read)
+            self._chunks.append((number, chunk))
+            self._chunks_bytes += len(chunk)
 
-    async def _add(self, number: int, what: Miss | bytes) -> None:
-        if isinstance(what, Miss):
-            miss = kvstore_pb2.GetMiss(reason=what.reason, detail=what.detail)
-            self._parts.append(pb.GetPart(number=number, miss=miss))
-        else:
-            if self._parts_bytes + len(what) > INLINE_CHUNK_BYTES:
-                await self._flush()
-            self._parts.append(pb.GetPart(number=number, chunk=what))
-            self._parts_bytes += len(what)
+    async def _miss(self, number: int, miss: Miss) -> None:
+        await self._flush()
+        part = pb.GetPart(number=number, miss=kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail))
+        await self._write(pb.GetBatchResponse(parts=[part]).SerializeToString())
 
-    async def _flush(self) -> None:
-        parts, self._parts, self._parts_bytes = self._parts, [], 0
-        if parts:
-            async with deadline("A reader"):
-                await self._context.write(pb.GetBatchResponse(parts=parts))
+    async def _flush(self, still_read: InlineRead | None = None) -> None:
+        """Send what has gathered, and give the memory of blocks back that are sent then, but of the one still read."""
+        chunks, self._chunks, self._chunks_bytes = self._chunks, [], 0
+        message = encoded_get(chunks) if chunks else b""
+        over, self._unsent = self._unsent, [] if still_read is None else [still_read]
+        for read in over:
+            if read is not still_read:
+                read.close()
+        if message:
+            await self._write(message)
+
+    async def _write(self, message: bytes) -> None:
+        async with deadline("A reader"):
+            await self._context.write(message)
 
     def drop(self) -> None:
-        """Let go of what was read ahead."""
+        """Let go of what was read."""
+        for one in self._unsent:
+            one.close()
         for _, read in self._pending:
             read.drop()

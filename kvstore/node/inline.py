@@ -213,6 +213,10 @@ class InlineRead:
 
     def chunks(self) -> Iterator[bytes]:
         """The payload, in pieces that gRPC likes."""
+        return map(bytes, self.views())
+
+    def views(self) -> Iterator[memoryview]:
+        """The same where it stands; not to be looked at after `close`."""
         payload = self._memory.payload(self._piece, self._length)
         for start in range(0, self._length, INLINE_CHUNK_BYTES):
-            yield bytes(payload[start : start + INLINE_CHUNK_BYTES])
+            yield payload[start : start + INLINE_CHUNK_BYTES]

@@ -19,7 +19,7 @@ from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.node.audit import Audit
-from kvstore.node.batches import BatchesService
+from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
@@ -28,7 +28,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.wire import batches_pb2_grpc, blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
-    batches_pb2_grpc.add_BatchesServicer_to_server(BatchesService(node, gate), server)  # type: ignore[no-untyped-call]
+    add_batches(server, node, gate)
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
 
