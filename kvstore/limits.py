@@ -89,6 +89,11 @@ __all__ = [
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
+    "WATCHERS_MAX",
+    "WATCHERS_OF_TENANT_MAX",
+    "WATCH_EVENTS_MAX",
+    "WATCH_EVENTS_SENT_MAX",
+    "WATCH_HEARTBEAT_MS",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -130,6 +135,11 @@ TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
 AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
+WATCHERS_MAX = 64  # of a node
+WATCHERS_OF_TENANT_MAX = 8
+WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, he is told the number
+WATCH_EVENTS_SENT_MAX = 256  # in one message
+WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 

@@ -5,6 +5,7 @@ from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.nodes import Everywhere, Nodes
+from kvstore.client.observing import Happened
 from kvstore.client.puts import ArmedPuts, Reservation
 from kvstore.client.sessions import ListedSession, Resumed, Session, SessionInfo, TurnInfo
 from kvstore.client.shards import ShardReader, Wanted
@@ -15,6 +16,7 @@ __all__ = [
     "Client",
     "Everywhere",
     "Explained",
+    "Happened",
     "Hit",
     "ListedSession",
     "Nodes",

@@ -35,6 +35,7 @@ from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get
 from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
+from kvstore.client.observing import ObservingCalls
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.clock import SystemClock
@@ -132,6 +133,8 @@ class Client(Handle):
         inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint)
         self.put_inline, self.get_inline = inline.put, inline.get
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
+        observing = ObservingCalls(self._channel, self._calling, tenant)
+        self.statistics, self.watch = observing.statistics, observing.watch
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self.import_session = sessions.import_one

@@ -54,7 +54,7 @@ class BatchesService:
         self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
         """Keep blocks that come one behind the other."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             first = parse_put(await _first(request_iterator))
             tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
@@ -75,7 +75,7 @@ class BatchesService:
         self, request_iterator: AsyncIterator[pb.GetBatchRequest], context: Context
     ) -> None:
         """Send blocks one behind the other."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             message: pb.GetBatchRequest | None = await _first(request_iterator)
             assert message is not None, "a stream without one has been refused"
             tenant = self._gate.enter("get batch", context, message.tenant, len(message.blocks))
@@ -145,6 +145,7 @@ class _Puts:
         self._number = 0
         self._whole: list[PutItem] = []  # to be handed to the store together
         self._pieces: dict[int, Piece] = {}  # of blocks that are whole and not answered for
+        self._lengths: dict[int, int] = {}  # of the same
         self._ends: list[pb.BlockEnd] = []
         self._changed = asyncio.Event()  # there is something to tell
         self._freed = asyncio.Event()  # memory has come back
@@ -198,6 +199,7 @@ class _Puts:
             return
         name, address = filling.name, self._inline.memory.address(filling.piece)
         self._pieces[filling.number] = filling.piece
+        self._lengths[filling.number] = length
         self._whole.append(
             PutItem(
                 tenant=self._tenant,
@@ -223,10 +225,14 @@ class _Puts:
         except KvError as error:
             for item in items:
                 self._inline.give_back(self._peer, self._pieces.pop(item.tag))
+                del self._lengths[item.tag]
                 self._end(item.tag, error)
 
     def _kept(self, batch: Sequence[PutDone]) -> None:
+        kept = [self._lengths.pop(done.tag) for done in batch if done.error is None]
+        self._inline.counters.kept(kept, len(batch) - len(kept))
         for done in batch:
+            self._lengths.pop(done.tag, None)
             self._inline.give_back(self._peer, self._pieces.pop(done.tag))
             self._end(done.tag, done.error, done.durability)
         self._freed.set()
@@ -237,7 +243,9 @@ class _Puts:
             end.durability = cast("kvstore_pb2.Durability", int(durability))
         elif error is not None:
             end.error.name, end.error.sentence = type(error).__name__, str(error)
-            end.error.retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
+            if isinstance(error, Overloaded):
+                end.error.retry_after_ms = error.retry_after_ms
+                self._inline.counters.refused += 1
         self._ends.append(end)
         self._changed.set()
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.statistics import Counters
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
@@ -45,7 +46,8 @@ async def deadline(what: str) -> AsyncIterator[None]:
 class InlineBlocks:
     """Inline puts and gets of a node."""
 
-    def __init__(self, store: Store, memory: HotMemory, clock: Clock) -> None:
+    def __init__(self, store: Store, memory: HotMemory, clock: Clock, counters: Counters) -> None:
+        self.counters = counters
         self._clock = clock
         self._store = store
         self.memory = memory
@@ -98,6 +100,9 @@ class InlineBlocks:
 
             def finish(batch: Sequence[PutDone]) -> None:
                 self.give_back(peer, piece)
+                self.counters.kept(
+                    [length] if batch[0].error is None else [], int(batch[0].error is not None)
+                )
                 if not kept.done():
                     kept.set_result(batch[0])
 
@@ -155,6 +160,7 @@ class InlineBlocks:
         self._store.used([entry.generation])  # the drive does not hear of this, and is to keep what is wanted
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
         self._shares.hold(peer, piece.pages * PAGE_BYTES)
+        self.counters.found([entry.length], in_memory=True)
         return InlineRead(self.memory, piece, entry.length, done, lambda: self.give_back(peer, piece))
 
     def _cold(self, peer: str, item: GetItem) -> PendingRead:
@@ -166,6 +172,9 @@ class InlineBlocks:
             done = self._store.verify_payload(item, batch[0])
             if done.miss is None:
                 self.memory.pages.keep(piece, done.generation)
+                self.counters.found([done.length], in_memory=False)
+            else:
+                self.counters.missed([done.miss.reason])
             pending.arrived(
                 InlineRead(self.memory, piece, item.length, done, lambda: self.give_back(peer, piece))
             )

@@ -23,12 +23,13 @@ from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
+from kvstore.node.observing import ObservingService
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, observing_pb2_grpc, sessions_pb2_grpc
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
+    observing_pb2_grpc.add_ObservingServicer_to_server(ObservingService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
 

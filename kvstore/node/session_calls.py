@@ -48,7 +48,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.AppendSessionRequest, context: Context
     ) -> pb.AppendSessionResponse:
         """Name blocks as a turn."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._enter("append session", context, request.name, len(request.keys))
             check_keys(request.keys)
             item = SessionItem(
@@ -66,12 +66,12 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 if request.HasField("time_to_live_ms")
                 else None,
             )
-            return pb.AppendSessionResponse(blocks=(await self._do(item)).blocks)
+            return pb.AppendSessionResponse(blocks=await self._changed(item, request.name))
         raise AssertionError
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
         """Say what a session is made of."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("get session", context, request.name), request.name)
             manifest = self._stored(name).manifest
             keys = None
@@ -93,7 +93,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.ListSessionsRequest, context: Context
     ) -> pb.ListSessionsResponse:
         """List a user's sessions."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("list sessions", context, request.tenant)
             _check_text("user", request.user)
             if len(request.page_token) not in {0, SESSION_BYTES}:
@@ -121,7 +121,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:  # noqa: N802
         """Make a session of another one's first blocks."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._enter("fork session", context, request.source)
             if request.name.tenant != request.source.tenant:
                 raise ProtocolError("A session and its fork are of one tenant.")
@@ -135,26 +135,26 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 source=source,
                 label=request.name.session.encode(),
             )
-            return pb.ForkSessionResponse(blocks=(await self._do(item)).blocks)
+            return pb.ForkSessionResponse(blocks=await self._changed(item, request.name))
         raise AssertionError
 
     async def TruncateSession(  # noqa: N802
         self, request: pb.TruncateSessionRequest, context: Context
     ) -> pb.TruncateSessionResponse:
         """Let a session name its first blocks only."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("truncate session", context, request.name), request.name)
             item = SessionItem(
                 name, SessionStep.TRUNCATE, kept_durability_of(request.durability), 0, blocks=request.blocks
             )
-            return pb.TruncateSessionResponse(blocks=(await self._do(item)).blocks)
+            return pb.TruncateSessionResponse(blocks=await self._changed(item, request.name))
         raise AssertionError
 
     async def RemoveSession(  # noqa: N802
         self, request: pb.RemoveSessionRequest, context: Context
     ) -> pb.RemoveSessionResponse:
         """Forget a session."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._enter("remove session", context, request.name)
             name = _name(tenant, request.name)
             item = SessionItem(
@@ -166,6 +166,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             )
             done = await self._do(item)
             self._no_longer_protected(name)
+            self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
             self._gate.audit.note("remove session", tenant=tenant.name, peer=context.peer())
             return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
         raise AssertionError
@@ -174,7 +175,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.LimitSessionRequest, context: Context
     ) -> pb.LimitSessionResponse:
         """Let a session end by itself after a time."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("limit session", context, request.name), request.name)
             ends_ms = self._ends_ms(request.time_to_live_ms)
             durability = kept_durability_of(request.durability)
@@ -186,7 +187,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.ProtectSessionRequest, context: Context
     ) -> pb.ProtectSessionResponse:
         """Keep a session's first blocks from being evicted."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("protect session", context, request.name), request.name)
             self._stored(name)
             mine = self._protected.get(name.tenant, set())
@@ -204,7 +205,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.UnprotectSessionRequest, context: Context
     ) -> pb.UnprotectSessionResponse:
         """Let a session's blocks go again."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("unprotect session", context, request.name), request.name)
             self._no_longer_protected(name)
             return pb.UnprotectSessionResponse(was_protected=self._node.store.unprotect(name) is None)
@@ -214,7 +215,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.PrefetchSessionRequest, context: Context
     ) -> pb.PrefetchSessionResponse:
         """Begin to read a session's first blocks into memory."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("prefetch session", context, request.name), request.name)
             self._stored(name)
             keys = self._node.store.manifests.keys(name) or []
@@ -234,6 +235,12 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         if time_to_live_ms > SESSION_TIME_TO_LIVE_MS_MAX:
             raise ProtocolError(f"A session lives {SESSION_TIME_TO_LIVE_MS_MAX} ms at most, or without end.")
         return self._node.clock.wall_ms() + time_to_live_ms if time_to_live_ms else 0
+
+    async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
+        """Do a step, and tell who watches; returns how many blocks the session has then."""
+        blocks = (await self._do(item)).blocks
+        self._node.watchers.session(item.name.tenant, name.user, name.session, blocks)
+        return blocks
 
     async def _do(self, item: SessionItem) -> SessionDone:
         ends: Ends[SessionDone] = Ends(1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from kvstore.storage.eviction.policies import new_policy
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import Superblock
 
-__all__ = ["Explanation", "Held", "Keeping", "restore_sessions", "watermarks"]
+__all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "watermarks"]
 
 _LOW_FRACTION: Final = 64  # one in so many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
@@ -60,6 +60,10 @@ _SAID: Final = {
     Reason.DELETED: "deleted",
     Reason.QUARANTINED: "forgotten because it failed a check",
 }
+
+
+Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
+"""Hears of blocks that are stored now or, with a reason, gone; once a batch."""
 
 
 class Held(NamedTuple):
@@ -128,6 +132,7 @@ class Keeping:
         )
         self.ground = Ground(pages)
         self._history = History(EVICTIONS_REMEMBERED)
+        self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.quarantined = 0
         self.quarantined_bytes = 0
@@ -154,6 +159,7 @@ class Keeping:
             before = self._history.of(name)
             if before is not None and before.session and self.core.lacks(before.session, before.position):
                 self.core.joined([entry.generation], before.session, before.position, now_ms)
+        self._tell([name for name, _ in blocks], None)
 
     # Ways out.
 
@@ -169,6 +175,8 @@ class Keeping:
         """Wipe and free blocks that the index does not have any more; if they can't be trusted, don't free them."""
         now_ms = self._clock.wall_ms()
         reusable = reason is not Reason.QUARANTINED
+        blocks = list(blocks)
+        self._tell([name for name, _ in blocks], reason)
         for name, entry in blocks:
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
@@ -186,6 +194,10 @@ class Keeping:
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             return
+        for reason in {victim.reason for victim in victims}:
+            self._tell(
+                [name for name, one in zip(names, victims, strict=True) if one.reason is reason], reason
+            )
         for name, victim, entry in zip(names, victims, gone, strict=True):
             assert entry is not None
             self._history.add(name, victim)
@@ -210,6 +222,10 @@ class Keeping:
         self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
         self.quarantined += 1
         self.quarantined_bytes += record_bytes(entry.length)
+
+    def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
+        if self.listener is not None and names:
+            self.listener(names, reason)
 
     def _forget(self, names: Sequence[Name]) -> list[Entry | None]:
         try:

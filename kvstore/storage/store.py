@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         SessionItem,
         SessionsDone,
     )
-    from kvstore.storage.keeping import Explanation, Held
+    from kvstore.storage.keeping import Explanation, Held, Listener
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.quotas import Quota
 
@@ -287,6 +287,11 @@ class Store(Handle):
     def quota(self, tenant: bytes) -> Quota:
         """Tell how a tenant stands with his quota."""
         return self._quotas.of(tenant)
+
+    def listen(self, listener: Listener) -> None:
+        """Let somebody hear of blocks that come and go, on all drives. He may not call the store."""
+        for drive in self.drives:
+            drive.keeping.listener = listener
 
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
