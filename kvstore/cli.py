@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import KvError
+from kvstore.errors import ConfigError, KvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvstore.sessions_command import Asked
 
 __all__ = ["main"]
 
@@ -81,33 +83,33 @@ def _fsck(arguments: argparse.Namespace) -> int:
     return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
 
 
-def _sessions(arguments: argparse.Namespace) -> int:
-    from kvstore.sessions_command import run
+def _asked(arguments: argparse.Namespace) -> Asked:
+    from kvstore.sessions_command import Asked
 
-    return run(
+    return Asked(
         arguments.node,
         arguments.user,
         tenant=arguments.tenant,
         token_file=arguments.token_file,
         authorities=arguments.tls_authorities,
-        as_json=arguments.json,
     )
+
+
+def _sessions(arguments: argparse.Namespace) -> int:
+    from kvstore.sessions_command import export_one, import_one, list_all
+
+    if arguments.action == "list":
+        return list_all(_asked(arguments), as_json=arguments.json)
+    if arguments.session is None or arguments.file is None:
+        raise ConfigError(f"To {arguments.action} a session, say --session and --file.")
+    act = export_one if arguments.action == "export" else import_one
+    return act(_asked(arguments), arguments.session, arguments.file)
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from kvstore.client import Tls
-    from kvstore.sessions_command import read_token
     from kvstore.trace_command import run
 
-    return run(
-        arguments.node,
-        arguments.user,
-        arguments.session,
-        tenant=arguments.tenant,
-        token=None if arguments.token_file is None else read_token(arguments.token_file),
-        tls=None if arguments.tls_authorities is None else Tls(arguments.tls_authorities),
-        as_json=arguments.json,
-    )
+    return run(_asked(arguments), arguments.session, as_json=arguments.json)
 
 
 def _match(arguments: argparse.Namespace) -> int:
@@ -243,11 +245,21 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
 
+    _add_sessions(commands)
+    _add_match(commands)
+    return parser
+
+
+def _add_sessions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sessions = commands.add_parser(
         "sessions",
-        help="list a user's sessions on a node",
-        description="List a user's sessions on a node, the one with the latest turn last.",
+        help="list a user's sessions on a node, export one into a file, or import one",
+        description="List a user's sessions on a node, the one with the latest turn last; export one with its"
+        " blocks into a file; or import one out of a file under a name that is free.",
     )
+    sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
+    sessions.add_argument("--session", help="the one that is exported, or the name of the one imported")
+    sessions.add_argument("--file", type=Path, help="where it is written, or read")
     _ask_node(sessions)
     sessions.set_defaults(run=_sessions)
 
@@ -261,6 +273,8 @@ def _parser() -> argparse.ArgumentParser:
     _ask_node(trace)
     trace.set_defaults(run=_trace)
 
+
+def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     match = commands.add_parser(
         "match",
         help="check a file of match-action rules, and say which one a request hits",
@@ -273,7 +287,6 @@ def _parser() -> argparse.ArgumentParser:
     match.add_argument("--request", metavar="FIELD=VALUE,...", help="all nine fields of one request")
     match.add_argument("--json", action="store_true", help="for programs")
     match.set_defaults(run=_match)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

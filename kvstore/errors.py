@@ -8,10 +8,12 @@
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   └── LeaseExpired       the lease of a reserved slot is over
+    ├── SessionFileError       a file that is no exported session, not all of one, or can't be written whole
     ├── NodeUnavailable        the node could not be reached, or went away
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
+    │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── NoSession          there is no session of this name
     │   ├── SessionRefused     a step that can't be done to the session as it is
@@ -65,8 +67,10 @@ __all__ = [
     "Overloaded",
     "ProtocolError",
     "PutFailed",
+    "QuotaExceeded",
     "ReadOnly",
     "RuleError",
+    "SessionFileError",
     "SessionRefused",
     "StagingFull",
     "StorageError",
@@ -108,6 +112,10 @@ class LeaseExpired(ProtocolError):
     """The lease of a reserved slot is over: what is put into it now will not be kept."""
 
 
+class SessionFileError(KvError):
+    """The file is no exported session, or not all of one; or a session can't be exported whole."""
+
+
 class NodeUnavailable(KvError):
     """The node could not be reached, or went away during the call."""
 
@@ -122,6 +130,10 @@ class StorageError(KvError):
 
 class NoSpace(StorageError):
     """No extent is free for the block."""
+
+
+class QuotaExceeded(StorageError):
+    """The tenant has as many bytes as his quota, and nothing of his may go for the block."""
 
 
 class Corrupt(StorageError):

@@ -11,6 +11,7 @@ __all__ = [
     "ARRIVAL_GRACE_MS",
     "AUDIT_REFUSALS_PER_S",
     "BATCH_BLOCKS_MAX",
+    "BATCH_READS_AHEAD",
     "BLOCK_BYTES_MAX",
     "BLOCK_BYTES_MIN",
     "BREAKER_MS_MAX",
@@ -62,6 +63,7 @@ __all__ = [
     "PROTECTED_SESSIONS_MAX",
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
+    "QUOTA_OWNERS_MAX",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
@@ -70,6 +72,7 @@ __all__ = [
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
+    "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_FOLLOWED_MAX",
     "SESSIONS_LISTED_MAX",
     "SESSIONS_QUEUED_MAX",
@@ -80,6 +83,7 @@ __all__ = [
     "SESSION_LABEL_BYTES_MAX",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
+    "SESSION_TIME_TO_LIVE_MS_MAX",
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
@@ -99,6 +103,11 @@ __all__ = [
     "TURN_BYTES",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
+    "WATCHERS_MAX",
+    "WATCHERS_OF_TENANT_MAX",
+    "WATCH_EVENTS_MAX",
+    "WATCH_EVENTS_SENT_MAX",
+    "WATCH_HEARTBEAT_MS",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -116,6 +125,7 @@ GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
 RESUME_AHEAD_BATCHES = 2  # of them are under way at a time
@@ -128,15 +138,23 @@ SESSION_CHUNK_BLOCKS = (
 )
 SESSION_CHUNKS_MAX = 256
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
+SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of one that is to end by itself
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
+SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64
 TENANTS_MAX = 4096  # of a node
+QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
 AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
+WATCHERS_MAX = 64  # of a node
+WATCHERS_OF_TENANT_MAX = 8
+WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, he is told the number
+WATCH_EVENTS_SENT_MAX = 256  # in one message
+WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
@@ -212,7 +230,7 @@ ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
-INLINE_CHUNK_BYTES = 1 << 20  # of a block sent inside gRPC
+INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000

@@ -23,6 +23,14 @@ class MissReason(enum.IntEnum):
     NODE_AWAY = 7  # the node did not answer in time; only a client says this
     BUSY = 8  # the node was at a bound and did not start
     EVICTED = 9  # it had to go, for room; said of the last ones that did
+    QUOTA = (
+        10  # it had to go because its tenant was at his quota and put more; said of the last ones that did
+    )
+
+    @classmethod
+    def _missing_(cls, value: object) -> MissReason | None:
+        """Take a number of a newer node's for what it is to us."""
+        return cls.UNKNOWN if isinstance(value, int) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,49 +1,104 @@
-"""`kvstore sessions`: a user's sessions on a node, as a table or as JSON.
+"""`kvstore sessions`: a user's sessions on a node, as a table or as JSON; exported into a file, or imported.
 
-It asks the node that it is given and changes nothing. The node knows users by digests, so it has to be told which one.
+It asks the node that it is given, and changes nothing unless it imports. The node
+knows users by digests, so it has to be told which one.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import Client, Tls
-from kvstore.errors import ConfigError
+from kvstore.client.session_file import Reader
+from kvstore.errors import ConfigError, SessionFileError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.client import ListedSession
+    from kvstore.client.client import HasFingerprint
 
-__all__ = ["read_token", "run"]
+__all__ = ["Asked", "export_one", "import_one", "list_all"]
 
 _HEADS = ("session", "turns", "blocks", "tokens", "last turn (UTC)")
 
 
-def run(
-    node: str,
-    user: str,
-    *,
-    tenant: str = "",
-    token_file: Path | None = None,
-    authorities: Path | None = None,
-    as_json: bool = False,
-) -> int:
+class Asked(NamedTuple):
+    """Which node is asked, for whose sessions."""
+
+    node: str
+    user: str
+    tenant: str = ""
+    token_file: Path | None = None
+    authorities: Path | None = None
+
+    def client(self, layout: HasFingerprint | bytes = b"") -> Client:
+        """Give a client of that node."""
+        tls = None if self.authorities is None else Tls(self.authorities)
+        token = None if self.token_file is None else _read(self.token_file)
+        return Client(self.node, tenant=self.tenant, token=token, tls=tls, layout=layout)
+
+
+class _Known(NamedTuple):
+    """A layout of which nothing else is known."""
+
+    fingerprint: bytes
+
+
+def list_all(asked: Asked, *, as_json: bool = False) -> int:
     """Print them; the exit status."""
-    tls = None if authorities is None else Tls(authorities)
-    token = None if token_file is None else read_token(token_file)
-    with Client(node, tenant=tenant, token=token, tls=tls) as client:
-        sessions = sorted(client.sessions(user), key=lambda one: (one.last_turn_unix_ms, one.session))
+    with asked.client() as client:
+        sessions = sorted(client.sessions(asked.user), key=lambda one: (one.last_turn_unix_ms, one.session))
     print(json.dumps(list(map(asdict, sessions)), indent=2) if as_json else _table(sessions))  # noqa: T201 - its output
     return 0
 
 
-def read_token(path: Path) -> str:
-    """The token in a file."""
+def export_one(asked: Asked, session: str, path: Path) -> int:
+    """Write a session into a file, which is there only when it is whole; the exit status."""
+    with asked.client() as client:
+        keys = client.session(asked.user, session).keys()
+        fingerprint = client.fingerprint_of(keys[0]) if keys else None
+    if fingerprint is None:
+        raise SessionFileError(
+            "The session has no block, or its first one is gone; there is nothing to export."
+        )
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        with asked.client(_Known(fingerprint)) as client, unfinished.open("wb") as file:
+            blocks = client.session(asked.user, session).export(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} could not be written: {error.strerror}.") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    print(f"{blocks} blocks exported")  # noqa: T201
+    return 0
+
+
+def import_one(asked: Asked, session: str, path: Path) -> int:
+    """Keep the session in a file under a name that is free; the exit status."""
+    try:
+        with path.open("rb") as file:
+            fingerprint = Reader(file).content.fingerprint
+            file.seek(0)
+            with asked.client(_Known(fingerprint)) as client:
+                blocks = client.import_session(file, asked.user, session).info().blocks
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+    print(f"{blocks} blocks imported")  # noqa: T201
+    return 0
+
+
+def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

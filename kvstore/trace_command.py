@@ -10,13 +10,13 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from kvstore.client import Client
 from kvstore.config import show_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client import Tls, Trace
+    from kvstore.client import Trace
+    from kvstore.sessions_command import Asked
     from kvstore.steps import Seen
 
 __all__ = ["document", "run", "table"]
@@ -24,19 +24,10 @@ __all__ = ["document", "run", "table"]
 _HEADS = ("step", "at ms", "seen by", "what", "blocks", "bytes", "")
 
 
-def run(
-    node: str,
-    user: str,
-    session: str,
-    *,
-    tenant: str = "",
-    token: str | None = None,
-    tls: Tls | None = None,
-    as_json: bool = False,
-) -> int:
+def run(asked: Asked, session: str, *, as_json: bool = False) -> int:
     """Print it; the exit status."""
-    with Client(node, tenant=tenant, token=token, tls=tls) as client:
-        trace = client.session(user, session).trace()
+    with asked.client() as client:
+        trace = client.session(asked.user, session).trace()
     print(json.dumps(document(trace), indent=2) if as_json else table(trace))  # noqa: T201 - its output
     return 0
 

@@ -6,6 +6,7 @@ from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.nodes import Everywhere, Nodes
+from kvstore.client.observing import Happened
 from kvstore.client.puts import ArmedPuts, Reservation
 from kvstore.client.resuming import Resumed, Resuming
 from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
@@ -20,6 +21,7 @@ __all__ = [
     "Client",
     "Everywhere",
     "Explained",
+    "Happened",
     "Hit",
     "ListedSession",
     "Nodes",

@@ -115,6 +115,14 @@ class BlockCalls:
             for key, state in zip(keys, states, strict=True)
         ]
 
+    def fingerprint_of(self, key: bytes) -> bytes | None:
+        """Say which layout a block is stored in, whichever the client's is; None if it is not stored."""
+        with self._calling("Asking for a block's layout"):
+            name = kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint)
+            request = pb.ExistsRequest(tenant=self._tenant, blocks=[name])
+            (state,) = self._stub.Exists(request, timeout=_TIMEOUT_S).blocks
+        return state.fingerprint or None
+
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float = _TIMEOUT_S) -> Prefix:
         """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's."""
         blocks = 0

@@ -25,7 +25,7 @@ import select
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -33,7 +33,9 @@ from kvstore.client.block_calls import BlockCalls, durability_message
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get, NoGet
+from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
+from kvstore.client.observing import ObservingCalls
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
@@ -50,7 +52,6 @@ from kvstore.errors import (
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     FETCH_TIMEOUT_MS,
-    INLINE_CHUNK_BYTES,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
@@ -75,10 +76,19 @@ if TYPE_CHECKING:
     from kvstore.layout import Layout
     from nic_offload.fabric import Region
 
-__all__ = ["Client"]
+__all__ = ["Client", "HasFingerprint"]
 
 
-def _fingerprint(layout: Layout | bytes) -> bytes:
+class HasFingerprint(Protocol):
+    """What stands for how the bytes of a block are laid out: a `Layout`, or what is known of one."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Its digest."""
+        ...
+
+
+def _fingerprint(layout: HasFingerprint | bytes) -> bytes:
     return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
 
 
@@ -93,7 +103,7 @@ class Client(Handle):
         token: str | None = None,
         tls: Tls | None = None,
         address: str = "127.0.0.1",
-        layout: Layout | bytes = b"",
+        layout: HasFingerprint | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
@@ -114,7 +124,7 @@ class Client(Handle):
         self._provider, self._address = provider, address
         self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
-        self._fingerprint = _fingerprint(layout)
+        self.fingerprint = _fingerprint(layout)
         self._slots = slots
         self._block_bytes_max = block_bytes_max
         self._tags = itertools.count(2, 2)
@@ -123,12 +133,18 @@ class Client(Handle):
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
         # What is asked and told without moving a block stands in modules of its own.
-        calls = BlockCalls(self._channel, self._calling, tenant, self._fingerprint)
+        calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
-        self.delete, self.pin = calls.delete, calls.pin
+        self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
+        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint)
+        self.put_inline, self.get_inline = inline.put, inline.get
+        self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
+        observing = ObservingCalls(self._channel, self._calling, tenant)
+        self.statistics, self.watch = observing.statistics, observing.watch
         self.steps = StepCalls(self._channel, self._calling, tenant)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
+        self.import_session = sessions.import_one
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump: threading.Thread | None = None
 
@@ -249,7 +265,7 @@ class Client(Handle):
         The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
         """
         self._check_batch(blocks)
-        fingerprint = self._fingerprint if layout is None else layout.fingerprint
+        fingerprint = self.fingerprint if layout is None else layout.fingerprint
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         try:
             link = self._attached(timeout_s)
@@ -275,54 +291,6 @@ class Client(Handle):
         except KvError as error:
             self.lose(link, error)
         return get
-
-    # --- blocks inside gRPC
-
-    def put_inline(
-        self,
-        key: bytes,
-        data: Buffer,
-        *,
-        durability: Durability = Durability.WRITTEN,
-        expires_unix_ms: int = 0,
-        timeout_s: float = RPC_TIMEOUT_MS / 1000,
-    ) -> Durability:
-        """Put one block through gRPC: copied and sent by the CPU, for where there is no fabric."""
-        view = memoryview(data).cast("B")
-
-        def parts() -> Iterator[pb.PutRequest]:
-            name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=len(view))
-            yield pb.PutRequest(
-                start=pb.PutStart(
-                    tenant=self.tenant,
-                    name=name,
-                    durability=durability_message(durability),
-                    expires_unix_ms=expires_unix_ms,
-                )
-            )
-            for start in range(0, len(view), INLINE_CHUNK_BYTES):
-                yield pb.PutRequest(chunk=bytes(view[start : start + INLINE_CHUNK_BYTES]))
-
-        with self._calling("An inline put"):
-            return Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
-
-    def get_inline(
-        self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000
-    ) -> bytes | Miss:
-        """Get one block through gRPC."""
-        name = pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
-        chunks = []
-        try:
-            with self._calling("An inline get"):
-                for part in self._stub.Get(pb.GetRequest(tenant=self.tenant, name=name), timeout=timeout_s):
-                    if part.HasField("miss"):
-                        return Miss(MissReason(part.miss.reason), part.miss.detail)
-                    chunks.append(part.chunk)
-        except Overloaded as error:
-            return Miss(MissReason.BUSY, str(error))
-        except (NodeUnavailable, DeadlineExceeded) as error:
-            return Miss(MissReason.NODE_AWAY, str(error))
-        return b"".join(chunks)
 
     def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
         """How the node is doing; `wait_s` waits that long for a node that is not there yet."""
@@ -405,7 +373,7 @@ class Client(Handle):
                 raise ProtocolError("A block's memory is not registered with this client, or no longer.")
 
     def _name(self, block: Block) -> pb.BlockName:
-        return pb.BlockName(key=block.key, fingerprint=self._fingerprint, length=block.length)
+        return pb.BlockName(key=block.key, fingerprint=self.fingerprint, length=block.length)
 
     # --- events
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvstore.client.block_calls import durability_message
+from kvstore.client.portable import export_session, import_session
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.trace import Notes
 from kvstore.clock import SystemClock
@@ -73,6 +74,7 @@ class SessionInfo:
     blocks: int
     tokens: int
     turns: tuple[TurnInfo, ...]
+    expires_unix_ms: int = 0  # 0: it does not end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ListedSession:
     turns: int
     tokens: int
     last_turn_unix_ms: int  # 0: it has none
+    expires_unix_ms: int = 0  # 0: it does not end by itself
 
 
 class SessionCalls:
@@ -107,7 +110,14 @@ class SessionCalls:
             with self.calling("Listing sessions"):
                 page = self.stub.ListSessions(request, timeout=_TIMEOUT_S)
             for one in page.sessions:
-                yield ListedSession(one.session, one.blocks, one.turns, one.tokens, one.last_turn_unix_ms)
+                yield ListedSession(
+                    one.session,
+                    one.blocks,
+                    one.turns,
+                    one.tokens,
+                    one.last_turn_unix_ms,
+                    one.expires_unix_ms,
+                )
             token = page.next_page_token
             if not token:
                 return
@@ -115,6 +125,15 @@ class SessionCalls:
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """One session, whether it is there or not. The node is not called. A follower is told of all its transfers."""
         return Session(self, user, name, follower)
+
+    def import_one(
+        self, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+    ) -> Session:
+        """Keep a session that was exported into a file under a name that is free; it becomes this client's tenant's.
+
+        SessionFileError, and no session, if the file is not whole, to its last byte.
+        """
+        return import_session(self.client, file, user, name, durability=durability)
 
 
 class Session:
@@ -129,9 +148,16 @@ class Session:
         self._blocks: int | None = None  # how many it has, as far as we know
 
     def append(
-        self, keys: Sequence[bytes], tokens: int, *, durability: Durability = Durability.WRITTEN
+        self,
+        keys: Sequence[bytes],
+        tokens: int,
+        *,
+        time_to_live_ms: int | None = None,
+        durability: Durability = Durability.WRITTEN,
     ) -> int:
         """Name blocks, which are stored, as a turn of so many tokens; returns how many blocks the session has now.
+
+        With a time to live it ends by itself so long from now, as `limit` says.
 
         SessionRefused, and nothing done, if somebody else has changed the session since this object last saw it (`info`
         looks again), or if a block is not stored.
@@ -150,6 +176,7 @@ class Session:
                 tokens=tokens if is_last else 0,
                 first_block=first + at,
                 continues=at > 0,
+                time_to_live_ms=time_to_live_ms,
                 durability=durability_message(durability),
             )
             with self._calls.calling("Appending to a session"):
@@ -172,7 +199,7 @@ class Session:
         for turn, end in zip(turns, ends, strict=True):
             told.append(TurnInfo(range(turn.first_block, end), range(token, token + turn.tokens), turn.at_ms))
             token += turn.tokens
-        return SessionInfo(answer.blocks, token, tuple(told))
+        return SessionInfo(answer.blocks, token, tuple(told), answer.expires_unix_ms)
 
     def keys(self) -> list[bytes]:
         """The keys of its blocks, in order."""
@@ -223,6 +250,24 @@ class Session:
         if delete_blocks and self.notes.follower is not None:
             self.notes.follower.forgotten(self.user)
         return int(answer.unreferenced)
+
+    def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
+        """Let it end by itself so long from now, 0 for never; returns when that is, in milliseconds since 1970.
+
+        Then it is removed, with its protection, and its blocks stay as long as others do.
+        """
+        request = pb.LimitSessionRequest(
+            name=self._name, time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
+        )
+        with self._calls.calling("Limiting a session"):
+            return int(self._calls.stub.LimitSession(request, timeout=_TIMEOUT_S).expires_unix_ms)
+
+    def export(self, file: BinaryIO) -> int:
+        """Write it, with its blocks, into a file from which any tenant's client can import it; returns its blocks.
+
+        SessionFileError if a block can't be had; then no import takes what was written.
+        """
+        return export_session(self._calls.client, self, file)
 
     def protect(self, blocks: int = 0) -> None:
         """Keep its first blocks from being evicted, or all, those to come as well, while the node's process lives."""

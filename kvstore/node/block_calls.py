@@ -39,7 +39,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def Exists(self, request: pb.ExistsRequest, context: Context) -> pb.ExistsResponse:  # noqa: N802 - the proto's name
         """Say of each block whether it could be got."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("exists", context, request.tenant, len(request.blocks))
             check_keys([block.key for block in request.blocks])
             for block in request.blocks:
@@ -49,7 +49,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def Prefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixResponse:  # noqa: N802
         """Say how many blocks could be got without a gap."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("prefix", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             check_fingerprint(request.fingerprint)
@@ -68,7 +68,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:  # noqa: N802
         """Forget blocks for good."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("delete", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             durability = kept_durability_of(request.durability)
@@ -84,7 +84,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
         """Say where blocks are, or how they went."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             told = [self._node.store.explain(tenant.id, key) for key in request.keys]
@@ -93,7 +93,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         """Keep blocks from being evicted, for a time."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("pin", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             pinned = self._node.pins.pin(tenant.id, request.keys, request.time_to_live_ms)
@@ -104,7 +104,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802
         """End pins."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("unpin", context, request.tenant, len(request.pins))
             return pb.UnpinResponse(ended=self._node.pins.unpin(tenant.id, request.pins))
         raise AssertionError
@@ -128,6 +128,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     miss=None
                     if differs is None
                     else kvstore_pb2.GetMiss(reason=differs[0], detail=differs[1]),
+                    fingerprint=entry.fingerprint,
                 )
             )
         return states

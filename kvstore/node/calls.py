@@ -11,7 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, ProtocolError
+from kvstore.errors import KvError, Overloaded, ProtocolError
 from kvstore.node.connection import check_count, check_key
 from kvstore.wire.status import status_of, trailers_of
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from grpc.aio import ServicerContext
 
+    from kvstore.node.statistics import Counters
+
 __all__ = ["Context", "Ends", "check_keys", "durability_of", "kept_durability_of", "refusals"]
 
 Context: TypeAlias = "ServicerContext[Any, Any]"
@@ -27,11 +29,13 @@ T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
-async def refusals(context: Context) -> AsyncIterator[None]:
+async def refusals(context: Context, counters: Counters | None = None) -> AsyncIterator[None]:
     """Let an error of ours end the call with its own status; any other is a bug, and gRPC says so."""
     try:
         yield
     except KvError as error:
+        if counters is not None and isinstance(error, Overloaded):
+            counters.refused += 1
         await context.abort(status_of(error), str(error), trailers_of(error))
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.statistics import Counters
     from kvstore.node.traces import SeenGet
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
@@ -97,8 +98,15 @@ class Fetches:
     """All fetches of a node."""
 
     def __init__(
-        self, fabric: Fabric, store: Store, memory: HotMemory, tags: Iterator[int], clock: Clock
+        self,
+        fabric: Fabric,
+        store: Store,
+        memory: HotMemory,
+        tags: Iterator[int],
+        clock: Clock,
+        counters: Counters,
     ) -> None:
+        self._counters = counters
         self._fabric = fabric
         self._store = store
         self._memory = memory
@@ -114,6 +122,11 @@ class Fetches:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
         self._queued.add(_Fetch(connection, request, next(self._tags)) for request in requests)
         self.pump()
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for their turn."""
+        return len(self._queued)
 
     @property
     def are_waiting(self) -> bool:
@@ -136,6 +149,7 @@ class Fetches:
             if puts:
                 # The drive does not hear of these, and is to keep what is wanted.
                 self._store.used([self._under_way[put.tag].generation for put in puts])
+                self._counters.found((put.length for put in puts), in_memory=True)
                 arm(self._fabric, puts)
             if reads:
                 self._store.get(reads, self._read)
@@ -205,6 +219,8 @@ class Fetches:
                 if fetch.request.seen is not None:
                     fetch.request.seen.read(done.length)
                 puts.append(self._put(fetch, done.length, done.crc32c, done.generation))
+        self._counters.missed(done.miss.reason for done in batch if done.miss is not None)
+        self._counters.found((put.length for put in puts), in_memory=False)
         if misses:
             put_words(self._fabric, misses)
         if puts:

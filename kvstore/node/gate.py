@@ -39,6 +39,10 @@ class Gate:
         tenant.rate.take(max(1, requests))
         return tenant
 
+    def knows(self, tenant: Tenant) -> bool:
+        """Whether he may still be here: the file of tenants may have been read again."""
+        return self._tenants.knows(tenant.name)
+
     def enter_with(self, what: str, context: _Context, requests: int = 1) -> Tenant | None:
         """The tenant whose connections the caller may use; None for any, on an open node."""
         tenant = self.enter(what, context, requests=requests)

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.statistics import Counters
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
-__all__ = ["InlineBlocks", "InlineRead", "deadline"]
+__all__ = ["InlineBlocks", "InlineRead", "PendingRead", "deadline"]
 
 
 @asynccontextmanager
@@ -45,24 +46,27 @@ async def deadline(what: str) -> AsyncIterator[None]:
 class InlineBlocks:
     """Inline puts and gets of a node."""
 
-    def __init__(self, store: Store, memory: HotMemory, clock: Clock) -> None:
+    def __init__(self, store: Store, memory: HotMemory, clock: Clock, counters: Counters) -> None:
+        self.counters = counters
         self._clock = clock
         self._store = store
-        self._memory = memory
+        self.memory = memory
         self._shares = Shares(memory.size_bytes // 2)  # so that nobody who stands still here stops the fabric
 
-    def _piece(self, peer: str, length: int) -> Piece:
+    def take(self, peer: str, length: int) -> Piece:
+        """Give memory for a block, or say Overloaded."""
         piece = (
-            self._memory.take(length) if self._shares.may_hold(peer, pages_of(length) * PAGE_BYTES) else None
+            self.memory.take(length) if self._shares.may_hold(peer, pages_of(length) * PAGE_BYTES) else None
         )
         if piece is None:
             raise Overloaded("The node's memory for blocks is in use; try again in a moment.")
         self._shares.hold(peer, piece.pages * PAGE_BYTES)
         return piece
 
-    def _release(self, peer: str, piece: Piece) -> None:
+    def give_back(self, peer: str, piece: Piece) -> None:
+        """Take memory back."""
         self._shares.release(peer, piece.pages * PAGE_BYTES)
-        self._memory.pages.release(piece)
+        self.memory.pages.release(piece)
 
     async def put(
         self,
@@ -77,7 +81,7 @@ class InlineBlocks:
     ) -> Durability:
         """Take a block in chunks and keep it; returns the durability reached."""
         check_block(key, fingerprint, length)
-        piece = self._piece(peer, length)
+        piece = self.take(peer, length)
         try:
             async with deadline("The bytes of an inline put"):
                 await self._fill(piece, length, chunks)
@@ -86,8 +90,8 @@ class InlineBlocks:
                 key=key,
                 fingerprint=fingerprint,
                 length=length,
-                crc32c=crc32c_at(self._memory.address(piece) + HEADER_BYTES, length),
-                slot_address=self._memory.address(piece),
+                crc32c=crc32c_at(self.memory.address(piece) + HEADER_BYTES, length),
+                slot_address=self.memory.address(piece),
                 expires_ms=expires_unix_ms,
                 durability=max(durability, Durability.WRITTEN),
                 tag=0,
@@ -95,13 +99,16 @@ class InlineBlocks:
             kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()
 
             def finish(batch: Sequence[PutDone]) -> None:
-                self._release(peer, piece)
+                self.give_back(peer, piece)
+                self.counters.kept(
+                    [length] if batch[0].error is None else [], int(batch[0].error is not None)
+                )
                 if not kept.done():
                     kept.set_result(batch[0])
 
             self._store.put([item], finish)
         except BaseException:
-            self._release(peer, piece)
+            self.give_back(peer, piece)
             raise
         # From here on the piece is the drive's until `finish`, whether or not this call is still awaited.
         done = await kept
@@ -110,7 +117,7 @@ class InlineBlocks:
         return done.durability
 
     async def _fill(self, piece: Piece, length: int, chunks: AsyncIterator[bytes]) -> None:
-        payload = self._memory.payload(piece, length)
+        payload = self.memory.payload(piece, length)
         filled = 0
         async for chunk in chunks:
             if filled + len(chunk) > length:
@@ -122,6 +129,10 @@ class InlineBlocks:
 
     async def get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
         """Find or read a block, and check it."""
+        return await self.begin_get(peer, tenant, key, fingerprint, length).read()
+
+    def begin_get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> PendingRead:
+        """Find a block, or begin to read it; Overloaded if there is no memory for it."""
         check_block(key, fingerprint, length)
         item = GetItem(
             tenant=tenant,
@@ -132,40 +143,69 @@ class InlineBlocks:
             slot_bytes=pages_of(length) * PAGE_BYTES,
             tag=0,
         )
-        return self._hot(peer, item) or await self._cold(peer, item)
+        hot = self._hot(peer, item)
+        return PendingRead(hot) if hot is not None else self._cold(peer, item)
 
     def _hot(self, peer: str, item: GetItem) -> InlineRead | None:
         (entry,) = self._store.lookup([(item.tenant, item.key)])
         if entry is None or mismatch(item, entry, self._clock.wall_ms()) is not None:
             return None
-        piece = self._memory.pages.find(entry.generation)
+        piece = self.memory.pages.find(entry.generation)
         if piece is None:
             return None
-        if crc32c_at(self._memory.address(piece) + HEADER_BYTES, entry.length) != entry.crc32c:
-            self._memory.pages.forget(piece)  # the drive's bytes may be right
-            self._memory.pages.release(piece)
+        if crc32c_at(self.memory.address(piece) + HEADER_BYTES, entry.length) != entry.crc32c:
+            self.memory.pages.forget(piece)  # the drive's bytes may be right
+            self.memory.pages.release(piece)
             return None
         self._store.used([entry.generation])  # the drive does not hear of this, and is to keep what is wanted
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
         self._shares.hold(peer, piece.pages * PAGE_BYTES)
-        return InlineRead(self._memory, piece, entry.length, done, lambda: self._release(peer, piece))
+        self.counters.found([entry.length], in_memory=True)
+        return InlineRead(self.memory, piece, entry.length, done, lambda: self.give_back(peer, piece))
 
-    async def _cold(self, peer: str, item: GetItem) -> InlineRead:
-        piece = self._piece(peer, item.length)
-        item = item._replace(slot_address=self._memory.address(piece))
-        read: asyncio.Future[GetDone] = asyncio.get_running_loop().create_future()
+    def _cold(self, peer: str, item: GetItem) -> PendingRead:
+        piece = self.take(peer, item.length)
+        item = item._replace(slot_address=self.memory.address(piece))
+        pending = PendingRead()
 
         def finish(batch: Sequence[GetDone]) -> None:
-            if read.done():
-                self._release(peer, piece)
+            done = self._store.verify_payload(item, batch[0])
+            if done.miss is None:
+                self.memory.pages.keep(piece, done.generation)
+                self.counters.found([done.length], in_memory=False)
             else:
-                read.set_result(batch[0])
+                self.counters.missed([done.miss.reason])
+            pending.arrived(
+                InlineRead(self.memory, piece, item.length, done, lambda: self.give_back(peer, piece))
+            )
 
         self._store.get([item], finish)
-        done = self._store.verify_payload(item, await read)
-        if done.miss is None:
-            self._memory.pages.keep(piece, done.generation)
-        return InlineRead(self._memory, piece, item.length, done, lambda: self._release(peer, piece))
+        return pending
+
+
+class PendingRead:
+    """A block that is being read, to be awaited once or dropped."""
+
+    def __init__(self, read: InlineRead | None = None) -> None:
+        self._read: asyncio.Future[InlineRead] = asyncio.get_running_loop().create_future()
+        if read is not None:
+            self._read.set_result(read)
+
+    def arrived(self, read: InlineRead) -> None:
+        """Take it, or give its memory back if nobody wants it any more."""
+        if self._read.done():
+            read.close()
+        else:
+            self._read.set_result(read)
+
+    async def read(self) -> InlineRead:
+        """The block, once it is there."""
+        return await self._read
+
+    def drop(self) -> None:
+        """Let it go."""
+        if not self._read.cancel():
+            self._read.result().close()
 
 
 class InlineRead:
@@ -182,6 +222,10 @@ class InlineRead:
 
     def chunks(self) -> Iterator[bytes]:
         """The payload, in pieces that gRPC likes."""
+        return map(bytes, self.views())
+
+    def views(self) -> Iterator[memoryview]:
+        """The same where it stands; not to be looked at after `close`."""
         payload = self._memory.payload(self._piece, self._length)
         for start in range(0, self._length, INLINE_CHUNK_BYTES):
-            yield bytes(payload[start : start + INLINE_CHUNK_BYTES])
+            yield payload[start : start + INLINE_CHUNK_BYTES]

@@ -38,7 +38,9 @@ from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
+from kvstore.node.statistics import Counters
 from kvstore.node.traces import Traces
+from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode, code_of_error
@@ -83,8 +85,12 @@ class Node:
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
-        self.fetches = Fetches(fabric, store, self.hot, self._tags, clock)
-        self.inline = InlineBlocks(store, self.hot, clock)
+        self.began_ns = clock.monotonic_ns()
+        self.counters = Counters()
+        self.watchers = Watchers(clock)
+        store.listen(self.watchers.blocks)
+        self.fetches = Fetches(fabric, store, self.hot, self._tags, clock, self.counters)
+        self.inline = InlineBlocks(store, self.hot, clock, self.counters)
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
@@ -94,6 +100,11 @@ class Node:
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    @property
+    def leases(self) -> int:
+        """How many slots are leased, or hold blocks that are not on the drive yet."""
+        return len(self._leased)
 
     def _tick(self) -> None:
         """Do what only time brings about."""
@@ -280,12 +291,15 @@ class Node:
 
     def _kept(self, batch: Sequence[PutDone]) -> None:
         words: list[WordPut] = []
+        lengths: list[int] = []
         kept: dict[Durability, list[Lease]] = {}
         for done in batch:
             connection = self._leased.pop(done.tag)
             lease = connection.slots.finished(done.tag)
-            if done.error is None and lease.trace is not None:
-                kept.setdefault(done.durability, []).append(lease)
+            if done.error is None:
+                lengths.append(lease.length)
+                if lease.trace is not None:
+                    kept.setdefault(done.durability, []).append(lease)
             if connection.closed:
                 self._free_if_idle(connection)
             elif done.error is not None:
@@ -293,6 +307,7 @@ class Node:
                 words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
             elif lease.durability > Durability.LANDED:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
+        self.counters.kept(lengths, len(batch) - len(lengths))
         if words:
             put_words(self.fabric, words)
         for durability, leases in kept.items():

@@ -19,16 +19,24 @@ from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.node.audit import Audit
+from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
+from kvstore.node.observing import ObservingService
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc, steps_pb2_grpc
+from kvstore.wire import (
+    blocks_pb2_grpc,
+    kvstore_pb2_grpc,
+    observing_pb2_grpc,
+    sessions_pb2_grpc,
+    steps_pb2_grpc,
+)
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -57,6 +65,8 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
+    add_batches(server, node, gate)
+    observing_pb2_grpc.add_ObservingServicer_to_server(ObservingService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
@@ -108,6 +118,7 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     """Read the file of tenants again; one that can't be used changes nothing."""
     try:
         log.info("%d tenants", tenants.load(path))
+        node.store.change_quotas(tenants.quotas())
     except ConfigError as error:
         log.warning("%s The tenants stay as they were.", error)
         return
@@ -146,6 +157,7 @@ async def _serve(config: NodeConfig) -> None:
         tenants = Tenants(store.salt, clock)
         if config.tenants is not None:
             tenants.load(config.tenants)
+            store.change_quotas(tenants.quotas())
             loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
         server = grpc.aio.server(options=_GRPC_OPTIONS)
         health = add_services(server, node, Gate(tenants, audit))

@@ -73,7 +73,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> AsyncIterator[pb.AttachResponse]:
         """Hold a connection open for as long as the client holds the stream."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             request = await anext(request_iterator, None)
             if request is None:
                 raise ProtocolError("An attach stream begins with a request.")
@@ -103,7 +103,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
             leases = self._node.reserve(
@@ -122,7 +122,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """Take leases back."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("abort", context)
             connection = self._node.connection(request.connection, owner)
             leases = [(lease.slot, lease.generation) for lease in request.leases]
@@ -131,7 +131,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:  # noqa: N802
         """Queue fetches."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("fetch", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
             check_count(len(request.blocks))
@@ -166,7 +166,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
     ) -> pb.PutResponse:
         """Keep a block that comes inside gRPC."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             first = await anext(request_iterator, None)
             if first is None or first.WhichOneof("part") != "start":
                 raise ProtocolError("An inline put begins with its start message.")
@@ -187,7 +187,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:  # noqa: N802
         """Send a block inside gRPC."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = request.name
             tenant = self._gate.enter("get", context, request.tenant)
             read = await self._node.inline.get(
@@ -208,7 +208,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Say how the node is doing."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             self._gate.enter("status", context)
             store = self._node.store.statistics()
             return pb.StatusResponse(

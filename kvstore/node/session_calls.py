@@ -14,6 +14,7 @@ from kvstore.limits import (
     PROTECTED_SESSIONS_OF_TENANT_MAX,
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
+    SESSION_TIME_TO_LIVE_MS_MAX,
     SESSIONS_LISTED_MAX,
 )
 from kvstore.names import user_name
@@ -47,7 +48,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.AppendSessionRequest, context: Context
     ) -> pb.AppendSessionResponse:
         """Name blocks as a turn."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._enter("append session", context, request.name, len(request.keys))
             check_keys(request.keys)
             item = SessionItem(
@@ -61,20 +62,23 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 at_ms=self._node.clock.wall_ms(),
                 continues=request.continues,
                 label=request.name.session.encode(),
+                expires_ms=self._ends_ms(request.time_to_live_ms)
+                if request.HasField("time_to_live_ms")
+                else None,
             )
-            done = await self._do(item)
+            blocks = await self._changed(item, request.name)
             self._node.traces.of(item.name).saw(
                 Step.APPENDED,
                 len(request.keys),
                 tokens=request.tokens,
-                detail=f"{item.durability.name.lower()}, the session has {done.blocks} blocks",
+                detail=f"{item.durability.name.lower()}, the session has {blocks} blocks",
             )
-            return pb.AppendSessionResponse(blocks=done.blocks)
+            return pb.AppendSessionResponse(blocks=blocks)
         raise AssertionError
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
         """Say what a session is made of."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("get session", context, request.name), request.name)
             manifest = self._stored(name).manifest
             keys = None
@@ -88,6 +92,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                     for turn in manifest.turns
                 ],
                 keys=keys,
+                expires_unix_ms=manifest.expires_ms,
             )
         raise AssertionError
 
@@ -95,7 +100,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.ListSessionsRequest, context: Context
     ) -> pb.ListSessionsResponse:
         """List a user's sessions."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._gate.enter("list sessions", context, request.tenant)
             check_text("user", request.user)
             if len(request.page_token) not in {0, SESSION_BYTES}:
@@ -103,7 +108,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             limit = min(request.page_size or SESSIONS_LISTED_MAX, SESSIONS_LISTED_MAX)
             user = user_name(tenant.id, request.user)
             found = self._node.store.manifests.of_user(tenant.id, user, request.page_token, limit + 1)
-            page = found[:limit]
+            page, now_ms = found[:limit], self._node.clock.wall_ms()
             return pb.ListSessionsResponse(
                 sessions=[
                     pb.ListedSession(
@@ -112,8 +117,10 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                         turns=one.turns,
                         tokens=one.tokens,
                         last_turn_unix_ms=one.at_ms,
+                        expires_unix_ms=one.expires_ms,
                     )
                     for one in page
+                    if not 0 < one.expires_ms <= now_ms
                 ],
                 next_page_token=page[-1].session if len(found) > limit else b"",
             )
@@ -121,7 +128,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:  # noqa: N802
         """Make a session of another one's first blocks."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._enter("fork session", context, request.source)
             if request.name.tenant != request.source.tenant:
                 raise ProtocolError("A session and its fork are of one tenant.")
@@ -135,26 +142,26 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 source=source,
                 label=request.name.session.encode(),
             )
-            return pb.ForkSessionResponse(blocks=(await self._do(item)).blocks)
+            return pb.ForkSessionResponse(blocks=await self._changed(item, request.name))
         raise AssertionError
 
     async def TruncateSession(  # noqa: N802
         self, request: pb.TruncateSessionRequest, context: Context
     ) -> pb.TruncateSessionResponse:
         """Let a session name its first blocks only."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("truncate session", context, request.name), request.name)
             item = SessionItem(
                 name, SessionStep.TRUNCATE, kept_durability_of(request.durability), 0, blocks=request.blocks
             )
-            return pb.TruncateSessionResponse(blocks=(await self._do(item)).blocks)
+            return pb.TruncateSessionResponse(blocks=await self._changed(item, request.name))
         raise AssertionError
 
     async def RemoveSession(  # noqa: N802
         self, request: pb.RemoveSessionRequest, context: Context
     ) -> pb.RemoveSessionResponse:
         """Forget a session."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             tenant = self._enter("remove session", context, request.name)
             name = _name(tenant, request.name)
             item = SessionItem(
@@ -167,18 +174,33 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             done = await self._do(item)
             self._no_longer_protected(name)
             self._node.traces.forget(name)
+            self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
             self._gate.audit.note("remove session", tenant=tenant.name, peer=context.peer())
             return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
+        raise AssertionError
+
+    async def LimitSession(  # noqa: N802
+        self, request: pb.LimitSessionRequest, context: Context
+    ) -> pb.LimitSessionResponse:
+        """Let a session end by itself after a time."""
+        async with refusals(context, self._node.counters):
+            name = _name(self._enter("limit session", context, request.name), request.name)
+            ends_ms = self._ends_ms(request.time_to_live_ms)
+            durability = kept_durability_of(request.durability)
+            await self._do(SessionItem(name, SessionStep.LIMIT, durability, 0, expires_ms=ends_ms))
+            return pb.LimitSessionResponse(expires_unix_ms=ends_ms)
         raise AssertionError
 
     async def ProtectSession(  # noqa: N802
         self, request: pb.ProtectSessionRequest, context: Context
     ) -> pb.ProtectSessionResponse:
         """Keep a session's first blocks from being evicted."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("protect session", context, request.name), request.name)
             self._stored(name)
             mine = self._protected.get(name.tenant, set())
+            if len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:  # some may have ended by themselves
+                mine.intersection_update([one for one in mine if self._node.store.manifests.get(one)])
             if name not in mine and len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:
                 raise Overloaded(f"A tenant protects at most {PROTECTED_SESSIONS_OF_TENANT_MAX} sessions.")
             if self._node.store.protect(name, request.blocks or SESSION_BLOCKS_MAX) is not None:
@@ -191,7 +213,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.UnprotectSessionRequest, context: Context
     ) -> pb.UnprotectSessionResponse:
         """Let a session's blocks go again."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("unprotect session", context, request.name), request.name)
             self._no_longer_protected(name)
             return pb.UnprotectSessionResponse(was_protected=self._node.store.unprotect(name) is None)
@@ -201,11 +223,10 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.PrefetchSessionRequest, context: Context
     ) -> pb.PrefetchSessionResponse:
         """Begin to read a session's first blocks into memory."""
-        async with refusals(context):
+        async with refusals(context, self._node.counters):
             name = _name(self._enter("prefetch session", context, request.name), request.name)
-            keys = self._node.store.manifests.keys(name)
-            if keys is None:
-                raise NoSession("There is no such session.")
+            self._stored(name)
+            keys = self._node.store.manifests.keys(name) or []
             trace = self._node.traces.of(name)
             trace.saw(Step.PREFETCHING, len(keys))
             asked = self._node.prefetches.add(
@@ -224,9 +245,20 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     def _stored(self, name: SessionName) -> Stored:
         stored = self._node.store.manifests.get(name)
-        if stored is None:
+        if stored is None or stored.is_over(self._node.clock.wall_ms()):
             raise NoSession("There is no such session.")
         return stored
+
+    def _ends_ms(self, time_to_live_ms: int) -> int:
+        if time_to_live_ms > SESSION_TIME_TO_LIVE_MS_MAX:
+            raise ProtocolError(f"A session lives {SESSION_TIME_TO_LIVE_MS_MAX} ms at most, or without end.")
+        return self._node.clock.wall_ms() + time_to_live_ms if time_to_live_ms else 0
+
+    async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
+        """Do a step, and tell who watches; returns how many blocks the session has then."""
+        blocks = (await self._do(item)).blocks
+        self._node.watchers.session(item.name.tenant, name.user, name.session, blocks)
+        return blocks
 
     async def _do(self, item: SessionItem) -> SessionDone:
         ends: Ends[SessionDone] = Ends(1)

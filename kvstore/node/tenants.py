@@ -8,10 +8,11 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
     tokens_sha256 = ["9f86d0..."]        # `kvstore token` makes one; several while one replaces the other
     certificates = ["engine-1.acme"]     # subject alternative names of client certificates
     requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
+    bytes = 500_000_000_000              # what his blocks may take on the drives; 0 (the default) is no limit
 
 What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
 even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
-What it doesn't do: count bytes, or keep anything on the drive.
+What it doesn't do: count bytes (`kvstore.storage.quotas` does), or keep anything on the drive.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class _Entry:
     tokens_sha256: frozenset[str] = frozenset()
     certificates: frozenset[str] = frozenset()
     requests_per_s: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,11 @@ class Tenants:
             raise NotAuthenticated("The certificate's names are not those of any tenant of this node.")
         raise NotAuthenticated("The call has no token; give the client one, as `token`.")
 
+    def quotas(self) -> dict[bytes, int]:
+        """The bytes that tenants may have, by their names on the drive; of those who have a quota."""
+        entries = (self._entries or {}).items()
+        return {tenant_name(name, self.salt): entry.bytes for name, entry in entries if entry.bytes}
+
     def named(self, name: str) -> Tenant:
         """The tenant of this name, who has been proved or needs no proof."""
         tenant = self._known.get(name)
@@ -192,10 +199,15 @@ def _entry(path: Path, name: str, section: Any) -> _Entry:
     certificates = _texts(where, section, "certificates")
     if not tokens | certificates:
         raise ConfigError(f"{where}: with neither tokens_sha256 nor certificates nobody can be this tenant.")
-    rate = section.get("requests_per_s", 0)
-    if not isinstance(rate, int) or isinstance(rate, bool) or rate < 0:
-        raise ConfigError(f"{where}: requests_per_s is a whole number, 0 for no limit; not {rate!r}.")
-    return _Entry(tokens, certificates, rate)
+    limits = [_limit(where, section, key) for key in ("requests_per_s", "bytes")]
+    return _Entry(tokens, certificates, *limits)
+
+
+def _limit(where: str, section: Mapping[str, Any], key: str) -> int:
+    limit = section.get(key, 0)
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ConfigError(f"{where}: {key} is a whole number, 0 for no limit; not {limit!r}.")
+    return limit
 
 
 def _texts(where: str, section: Mapping[str, Any], key: str) -> frozenset[str]:

@@ -30,6 +30,7 @@ from kvstore.limits import (
     HEADER_BYTES,
     PAGE_BYTES,
     SESSION_BLOCKS_MAX,
+    SESSIONS_EXPIRED_AT_ONCE,
     SESSIONS_QUEUED_MAX,
     STORE_QUEUED_MAX,
 )
@@ -43,6 +44,7 @@ from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
+from kvstore.storage.quotas import QuotaQueue, Quotas
 from kvstore.storage.recovery import extents_around, rebuild
 from kvstore.storage.room import Room
 from kvstore.storage.sessions import Sessions
@@ -101,11 +103,13 @@ class Drive(Handle):
         self.manifests = Manifests(index)
         self.keeping = keeping = Keeping(index, self._writes, self._wipes, volume.superblock, clock, policy)
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
-        self._puts = Puts(self._writes, index, keeping, clock)
+        self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
+        self._puts = Puts(self._writes, index, keeping, self._quota_queue, clock)
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
-            self._writes, self._wipes, index, self.manifests, keeping, others=self.others
+            self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
         )
+        self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
         self._outboxes: tuple[Outbox[Any], ...] = (
             self._puts.outbox,
@@ -197,6 +201,7 @@ class Drive(Handle):
         if len(items) > self.puts_left:
             raise Overloaded("The drive has as many puts to do as it accepts.")
         self._puts.accept(items, done)
+        self._quota_queue.step()
         self._set_off()
 
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
@@ -305,7 +310,7 @@ class Drive(Handle):
         """Let blocks go again that were held with this guard."""
         self._check(held)
         self.keeping.unguard([one.generation for one in held], guard)
-        self._room.look_again()
+        self._look_again()
         self._set_off()
 
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
@@ -317,7 +322,7 @@ class Drive(Handle):
     def unprotect(self, session: SessionName) -> Refusal | None:
         """Let a session's blocks go again; NOT_HELD if it was not protected."""
         refusal = self.keeping.unprotect(session)
-        self._room.look_again()
+        self._look_again()
         self._set_off()
         return refusal
 
@@ -330,6 +335,9 @@ class Drive(Handle):
         self._traffic.poll()
         self._writes.settle_finished()
         self._wipes.settle_finished()
+        if not self._closed:
+            self._sessions.expire(min(self.sessions_left, SESSIONS_EXPIRED_AT_ONCE))
+        self._quota_queue.step()
         self._room.step()
         self._writes.sync_if_awaited()
         self._traffic.pump()  # the sync that has become due, and what has been freed
@@ -354,6 +362,7 @@ class Drive(Handle):
             eviction=self.keeping.core.statistics(),
             puts_pending=self._puts.outbox.promised,
             waiting_for_room=self._writes.waiting,
+            waiting_for_quota=len(self._quota_queue),
             gets_pending=self._gets.outbox.promised,
             deletes_pending=self._deletes.outbox.promised,
             sessions_pending=self._sessions.outbox.promised,
@@ -372,6 +381,7 @@ class Drive(Handle):
             return
         self._closed = True
         self._room.close()
+        self._quota_queue.close()
         with ExitStack() as last:
             last.callback(self._volume.disk.close)
             last.callback(self._index.abandon)
@@ -381,6 +391,19 @@ class Drive(Handle):
                 self._volume.end_epoch()  # the sync in it takes in all blocks as well
                 self._index.close_clean(self._volume.superblock, self._boot_id)
 
+    def share_quotas(self, quotas: Quotas) -> None:
+        """Take on the quotas of the whole store."""
+        self._quota_queue.quotas = quotas
+
+    def wake(self) -> None:
+        """Do soon what quotas that have changed bring about."""
+        self._look_again()
+        self._wake_if_due()
+
+    def _look_again(self) -> None:
+        self._room.look_again()
+        self._quota_queue.look_again()
+
     def _set_off(self) -> None:
         self._wipes.settle_finished()
         self._writes.sync_if_awaited()
@@ -389,7 +412,7 @@ class Drive(Handle):
 
     def _wake_if_due(self) -> None:
         # Reports are given, and room is made, only from `poll`, so what needs no drive has to bring it about.
-        if any(self._outboxes) or self._room.is_due:
+        if any(self._outboxes) or self._room.is_due or self._quota_queue.is_due:
             os.eventfd_write(self.fileno(), 1)
 
     def _drain(self) -> None:
@@ -398,7 +421,8 @@ class Drive(Handle):
         while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            if not (self._traffic.in_flight or any(self._outboxes) or self._room.is_due):
+            due = self._room.is_due or self._quota_queue.is_due
+            if not (self._traffic.in_flight or any(self._outboxes) or due):
                 raise StorageError("The drive lost track of what it accepted, after an earlier exception.")
             ready.poll()
             self.poll()

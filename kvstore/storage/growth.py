@@ -42,7 +42,8 @@ def appended(manifest: Manifest, item: SessionItem) -> tuple[Manifest, list[byte
         raise SessionRefused(f"A session has at most {SESSION_TURNS_MAX} turns.")
     if turns and not 0 <= turns[-1].tokens <= SESSION_TURN_TOKENS_MAX:
         raise SessionRefused(f"A turn has 0 to {SESSION_TURN_TOKENS_MAX} tokens, not {turns[-1].tokens}.")
-    return new._replace(turns=tuple(turns)), payloads
+    expires_ms = manifest.expires_ms if item.expires_ms is None else item.expires_ms
+    return new._replace(turns=tuple(turns), expires_ms=expires_ms), payloads
 
 
 def longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[bytes]]:

@@ -24,7 +24,7 @@ import os
 import shutil
 import struct
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -263,6 +263,20 @@ class Index:
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             found = dict(cursor.getmulti(names))
         return [_BORN.unpack(found[name])[0] if name in found else 0 for name in names]
+
+    def generations_of_tenant(self, tenant: bytes) -> NDArray[np.uint64]:
+        """Give the generations of all blocks of a tenant, in ascending order."""
+        parts = [np.empty(0, np.uint64)]
+        with self._env.begin() as transaction, transaction.cursor(self.blocks) as cursor:
+            there = cursor.set_range(tenant)
+            items = iter(cursor)
+            while there and (part := list(islice(items, _LIVES_AT_ONCE))):
+                there = part[-1][0].startswith(tenant)  # they are in the order of their names
+                if not there:
+                    part = list(takewhile(lambda item: item[0].startswith(tenant), part))
+                rows = np.frombuffer(b"".join(row for _, row in part), _ROW)
+                parts.append(rows["generation"].astype(np.uint64))
+        return np.sort(np.concatenate(parts))
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""

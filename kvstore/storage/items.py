@@ -118,6 +118,8 @@ class SessionStep(enum.Enum):
     TRUNCATE = enum.auto()  # name only so many blocks, the first ones
     FORK = enum.auto()  # become what the first so many blocks of `source` are
     REMOVE = enum.auto()  # be gone, and with it, if so asked, the blocks that nothing names any more
+    LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
+    EXPIRE = enum.auto()  # be gone, if its time is over by now
 
 
 class SessionItem(NamedTuple):
@@ -140,6 +142,7 @@ class SessionItem(NamedTuple):
     at_ms: int = 0
     continues: bool = False
     label: bytes = b""  # what a new session is called
+    expires_ms: int | None = None  # when it is to end by itself; 0: never; None: as it was
 
 
 class SessionDone(NamedTuple):
@@ -169,6 +172,7 @@ class Statistics:
     eviction: eviction.Statistics
     puts_pending: int
     waiting_for_room: int
+    waiting_for_quota: int
     gets_pending: int
     deletes_pending: int
     sessions_pending: int

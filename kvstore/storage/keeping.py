@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,11 +31,12 @@ from kvstore.storage.eviction.policies import new_policy
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.clock import Clock
+    from kvstore.storage.deadlines import Deadlines
     from kvstore.storage.eviction.items import Eviction, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
@@ -43,20 +44,26 @@ if TYPE_CHECKING:
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import Superblock
 
-__all__ = ["Explanation", "Held", "Keeping", "restore_sessions", "watermarks"]
+__all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "watermarks"]
 
 _LOW_FRACTION: Final = 64  # one in so many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
+_MISSES: Final = {Reason.EXPIRED: MissReason.EXPIRED, Reason.QUOTA: MissReason.QUOTA}
 _SAID: Final = {
     Reason.SPACE: "evicted for room",
     Reason.STRANDED: "evicted for room, since its session had a gap before it",
     Reason.CLEARED: "evicted for room that had to be in one piece",
+    Reason.QUOTA: "evicted because its tenant was at the quota and put more",
     Reason.EXPIRED: "removed when its time to live was over",
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
     Reason.QUARANTINED: "forgotten because it failed a check",
 }
+
+
+Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
+"""Hears of blocks that are stored now or, with a reason, gone; once a batch."""
 
 
 class Held(NamedTuple):
@@ -90,7 +97,7 @@ class Explanation(NamedTuple):
         if self.gone.reason in _FOR_ROOM:
             reason = MissReason.EVICTED
         else:
-            reason = MissReason.EXPIRED if self.gone.reason is Reason.EXPIRED else MissReason.UNKNOWN
+            reason = _MISSES.get(self.gone.reason, MissReason.UNKNOWN)
         return Miss(reason, f"it was {_SAID[self.gone.reason]}")
 
 
@@ -125,6 +132,8 @@ class Keeping:
         )
         self.ground = Ground(pages)
         self._history = History(EVICTIONS_REMEMBERED)
+        self.listener: Listener | None = None
+        self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.quarantined = 0
         self.quarantined_bytes = 0
 
@@ -133,7 +142,13 @@ class Keeping:
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
         records = [
-            Record(entry.generation, _pages(entry), self._digest(*name), entry.expires_ms)
+            Record(
+                entry.generation,
+                _pages(entry),
+                self._digest(*name),
+                entry.expires_ms,
+                owner=self.owner_numbers.get(name[0], 0),
+            )
             for name, entry in blocks
         ]
         now_ms = self._clock.wall_ms()
@@ -144,6 +159,7 @@ class Keeping:
             before = self._history.of(name)
             if before is not None and before.session and self.core.lacks(before.session, before.position):
                 self.core.joined([entry.generation], before.session, before.position, now_ms)
+        self._tell([name for name, _ in blocks], None)
 
     # Ways out.
 
@@ -159,6 +175,8 @@ class Keeping:
         """Wipe and free blocks that the index does not have any more; if they can't be trusted, don't free them."""
         now_ms = self._clock.wall_ms()
         reusable = reason is not Reason.QUARANTINED
+        blocks = list(blocks)
+        self._tell([name for name, _ in blocks], reason)
         for name, entry in blocks:
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
@@ -176,6 +194,10 @@ class Keeping:
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             return
+        for reason in {victim.reason for victim in victims}:
+            self._tell(
+                [name for name, one in zip(names, victims, strict=True) if one.reason is reason], reason
+            )
         for name, victim, entry in zip(names, victims, gone, strict=True):
             assert entry is not None
             self._history.add(name, victim)
@@ -200,6 +222,10 @@ class Keeping:
         self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
         self.quarantined += 1
         self.quarantined_bytes += record_bytes(entry.length)
+
+    def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
+        if self.listener is not None and names:
+            self.listener(names, reason)
 
     def _forget(self, names: Sequence[Name]) -> list[Entry | None]:
         try:
@@ -235,6 +261,15 @@ class Keeping:
             Held(name, entry.generation) if entry and entry.generation not in refused else None
             for name, entry in zip(names, entries, strict=True)
         ]
+
+    @property
+    def takes_writes(self) -> bool:
+        """Tell whether blocks can go from the drive."""
+        return self._writes.stopped is None
+
+    def generations_of(self, tenant: bytes) -> array[int]:
+        """Give the generations of all blocks of a tenant, in ascending order."""
+        return _column("Q", self._index.generations_of_tenant(tenant))
 
     def has_passing_guards(self) -> bool:
         """Tell whether any block has a guard that is to end by and by."""
@@ -298,9 +333,10 @@ class Keeping:
         return int.from_bytes(digest, "little") or 1
 
 
-def restore_sessions(manifests: Manifests, of_drives: Sequence[Keeping]) -> None:
-    """Let all drives of a store know who stands where in the sessions of one of them."""
-    for name, _ in manifests.all():
+def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequence[Keeping]) -> None:
+    """Let all drives of a store know who stands where in the sessions of one of them, and itself when they end."""
+    for name, stored in manifests.all():
+        deadlines.set(name, stored.manifest.expires_ms)
         keys: Sequence[bytes] = ()
         with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
             keys = manifests.keys(name) or ()

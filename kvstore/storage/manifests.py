@@ -55,6 +55,10 @@ class Stored(NamedTuple):
     place: Place
     manifest: Manifest
 
+    def is_over(self, now_ms: int) -> bool:
+        """Tell whether its time is over. Then it is as good as gone, and will be soon."""
+        return 0 < self.manifest.expires_ms <= now_ms
+
 
 class Listed(NamedTuple):
     """A session in a list."""
@@ -65,6 +69,7 @@ class Listed(NamedTuple):
     turns: int
     tokens: int
     at_ms: int  # when its last turn began; 0: it has none
+    expires_ms: int  # 0: it does not end by itself
 
 
 class Changed(NamedTuple):
@@ -248,7 +253,13 @@ def _listed(session: bytes, manifest: Manifest) -> Listed:
     turns = manifest.turns
     tokens = sum(turn.tokens for turn in turns)
     return Listed(
-        session, manifest.label, manifest.blocks, len(turns), tokens, turns[-1].at_ms if turns else 0
+        session,
+        manifest.label,
+        manifest.blocks,
+        len(turns),
+        tokens,
+        turns[-1].at_ms if turns else 0,
+        manifest.expires_ms,
     )
 
 

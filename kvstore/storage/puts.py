@@ -6,6 +6,7 @@ Always holds:
   (`kvstore.storage.writes` keeps the order of all records).
 - A name is written once: later puts of it share the fate of the first, and of what is stored already.
 - What a put replaces is wiped before its extent is free.
+- A put of a tenant at his quota waits before it is queued (`kvstore.storage.quotas`).
 
 It doesn't check payloads: `crc32c` is the caller's word.
 """
@@ -30,7 +31,7 @@ from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
-from kvstore.storage.writes import RecordWrite
+from kvstore.storage.quotas import Charged
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.index import Index, Name
     from kvstore.storage.keeping import Keeping
-    from kvstore.storage.writes import Writes
+    from kvstore.storage.quotas import QuotaQueue
+    from kvstore.storage.writes import RecordWrite, Writes
     from kvstore.wire.record import HeaderCodec
 
 __all__ = ["Puts"]
@@ -50,7 +52,10 @@ _HeaderPage: Final = ctypes.c_char * HEADER_BYTES
 class Puts:
     """All puts that have not been reported yet."""
 
-    def __init__(self, writes: Writes, index: Index, keeping: Keeping, clock: Clock) -> None:
+    def __init__(
+        self, writes: Writes, index: Index, keeping: Keeping, queue: QuotaQueue, clock: Clock
+    ) -> None:
+        self._queue = queue
         self._writes = writes
         self._index = index
         self._keeping = keeping
@@ -71,7 +76,7 @@ class Puts:
             elif entry is None or self._is_over(entry):
                 write = _Write(self._writes, self, item, done, replaces=entry)
                 self._by_name[item.tenant, item.key] = write
-                self._writes.add(write)
+                self._queue.add(write)
             else:
                 self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
@@ -99,6 +104,7 @@ class Puts:
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
+        self._queue.quotas.leave(record)
         del self._by_name[record.name]
         for item, done in ((record.item, record.done), *record.followers):
             if error is None:
@@ -135,7 +141,7 @@ class Puts:
         return entry.expires_ms != 0 and entry.expires_ms <= self._clock.wall_ms()
 
 
-class _Write(RecordWrite):
+class _Write(Charged):
     """One block on its way to the drive, and the later puts of its name."""
 
     __slots__ = ("afterwards", "done", "followers", "item", "replaces")
@@ -143,7 +149,7 @@ class _Write(RecordWrite):
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
     ) -> None:
-        super().__init__(writes, puts, item.slot_address, record_bytes(item.length))
+        super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
         self.item = item
         self.done = done
         self.replaces = replaces

@@ -7,6 +7,8 @@ wiped only when it has been synced, or when the session itself goes.
 - `holds` is true of a name for as long as any record of it may be on the drive, even one that power loss would bring
   back, except where a removal was reported that need not survive power loss. So a store that keeps the steps of a
   session on the drive that holds it never has a session on two drives.
+- A session whose time is over is gone for every step that begins then, and leaves the drive by `expire`; if it came
+  back by power loss, it would be over still.
 
 It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more; of those it
 deletes what is on its own drive.
@@ -31,9 +33,10 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
+from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.items import Reason
 from kvstore.storage.growth import appended, longer, refuse_longer
-from kvstore.storage.items import SessionDone, SessionStep
+from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.writes import RecordWrite
@@ -44,8 +47,9 @@ from nic_offload.checksum import crc32c
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.clock import Clock
     from kvstore.storage.index import Entry, Index, Name
-    from kvstore.storage.items import SessionItem, SessionsDone
+    from kvstore.storage.items import SessionsDone
     from kvstore.storage.keeping import Keeping
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Neighbour", "Sessions"]
 
+_REMOVALS: Final = frozenset({SessionStep.REMOVE, SessionStep.EXPIRE})
 _NO_FINGERPRINT: Final = bytes(FINGERPRINT_BYTES)
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
 
@@ -79,9 +84,12 @@ class Sessions:
         index: Index,
         manifests: Manifests,
         keeping: Keeping,
+        clock: Clock,
         *,
         others: Sequence[Neighbour],
     ) -> None:
+        self._clock = clock
+        self.deadlines = Deadlines()
         self._writes = writes
         self._wipes = wipes
         self._index = index
@@ -101,6 +109,14 @@ class Sessions:
             waiting.append(_Step(item, done))
             if len(waiting) == 1:
                 self._begin(waiting[0])
+
+    def expire(self, sessions_max: int) -> None:
+        """Begin to remove sessions whose time is over."""
+        durability = (
+            Durability.SYNCED if self._others else Durability.WRITTEN
+        )  # else another drive could have its name
+        names = self.deadlines.due(self._clock.wall_ms(), sessions_max)
+        self.accept([SessionItem(name, SessionStep.EXPIRE, durability, 0) for name in names], _nobody)
 
     def holds(self, name: SessionName) -> bool:
         """Tell whether a session is here, or a step of it under way, or something left of it on the drive."""
@@ -148,8 +164,13 @@ class Sessions:
             _refuse(step.item)
             if self._writes.stopped is not None:
                 raise self._writes.stopped_again()
-            if step.item.step is SessionStep.REMOVE:
+            over = self._is_over(self._manifests.get(step.item.name))
+            if step.item.step is SessionStep.REMOVE or (over and step.item.step is SessionStep.EXPIRE):
                 self._remove(step)
+            elif step.item.step is SessionStep.EXPIRE:
+                self._end(step)  # it was given more time meanwhile
+            elif over:
+                self._begin_anew(step)
             elif (before := self._done_before(step.item)) is not None:
                 step.manifest = before
                 self._end(step)
@@ -158,6 +179,16 @@ class Sessions:
         except StorageError as error:
             step.error = error
             self._end(step)
+
+    def _is_over(self, stored: Stored | None) -> bool:
+        return stored is not None and stored.is_over(self._clock.wall_ms())
+
+    def _begin_anew(self, step: _Step) -> None:
+        """Do a step behind the removal of the session that had its name, and whose time is over."""
+        removal = _Step(SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0), _nobody)
+        self.outbox.promised += 1
+        self._steps[step.item.name].appendleft(removal)
+        self._begin(removal)
 
     def _done_before(self, item: SessionItem) -> Manifest | None:
         """Give the session if it has been appended these keys already, at this place."""
@@ -176,6 +207,9 @@ class Sessions:
             return appended(stored.manifest if stored else _empty(item), item)
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
+        stored = None if self._is_over(stored) else stored
+        if item.step is SessionStep.LIMIT and stored is not None:
+            return stored.manifest._replace(expires_ms=item.expires_ms or 0), []
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
             raise SessionRefused("There is a session of this name already.")
         if source is None or source.tenant != name.tenant:
@@ -192,13 +226,14 @@ class Sessions:
         )
         label = item.label if item.step is SessionStep.FORK else stored.manifest.label
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
-        return Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label), []
+        expires_ms = 0 if item.step is SessionStep.FORK else stored.manifest.expires_ms
+        return Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label, expires_ms), []
 
     def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
         """Fork what is on another drive: the chunks are written here as well."""
         for other in self._others if item.step is SessionStep.FORK else ():
             stored = other.manifests.get(source)
-            if stored is not None:
+            if stored is not None and not self._is_over(stored):
                 refuse_longer(item.blocks, stored.manifest.blocks)
                 keys = other.manifests.keys(source, 0, item.blocks) or []
                 copy, payloads = longer(_empty(item), keys)
@@ -247,6 +282,7 @@ class Sessions:
         except StorageError as error:
             step.error = error
             return
+        self.deadlines.set(step.item.name, step.manifest.expires_ms)
         self._tell(step.item, step.manifest.blocks)
         self._free_when_synced(step.item.name, changed.freed)
         with suppress(StorageError):  # another drive's index: the step is done, and says less than it could
@@ -287,6 +323,7 @@ class Sessions:
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             raise
+        self.deadlines.set(name, 0)
         for keeping in self._all_keeping():
             keeping.removed(name)
         self._doubtful.add(name)
@@ -317,7 +354,7 @@ class Sessions:
             self._steps.pop(step.item.name, None)
 
     def _report(self, step: _Step, error: StorageError | None) -> None:
-        if step.item.step is SessionStep.REMOVE and error is None:
+        if step.item.step in _REMOVALS and error is None:
             self._doubtful.discard(step.item.name)
         blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
         done = SessionDone(step.item.tag, error, blocks, step.changed.unreferenced)
@@ -383,6 +420,10 @@ class _Record(RecordWrite):
         )
         with memoryview(self._memory) as view:
             codec.pack(view, 0, header, self.offset)
+
+
+def _nobody(_: Sequence[SessionDone]) -> None:
+    """Hear of what nobody waits for."""
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -44,6 +44,7 @@ from kvstore.storage.folder import FolderLock
 from kvstore.storage.items import DriveState, GetDone, Statistics
 from kvstore.storage.keeping import restore_sessions
 from kvstore.storage.opening import open_drives
+from kvstore.storage.quotas import Quotas
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ if TYPE_CHECKING:
         SessionItem,
         SessionsDone,
     )
-    from kvstore.storage.keeping import Explanation, Held
+    from kvstore.storage.keeping import Explanation, Held, Listener
     from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.quotas import Quota
 
 __all__ = ["Store"]
 
@@ -92,9 +94,11 @@ class Store(Handle):
         self.manifests: Manifests | AllManifests = (
             drives[0].manifests if len(drives) == 1 else AllManifests(drives)
         )
+        self._quotas = Quotas([drive.keeping for drive in drives], clock)
         for drive in drives:
             drive.others.extend(other for other in drives if other is not drive)
-            restore_sessions(drive.manifests, [each.keeping for each in drives])
+            drive.share_quotas(self._quotas)
+            restore_sessions(drive.manifests, drive.deadlines, [each.keeping for each in drives])
         self._ready = select.epoll()
         for drive in drives:
             self._ready.register(drive.fileno(), select.EPOLLIN)
@@ -273,6 +277,21 @@ class Store(Handle):
         """Tell where a block is, or why it is gone."""
         told = [drive.explain(tenant, key) for drive in self._in_order((tenant, key))]
         return max(told, key=lambda one: (one.stored, one.gone.at_ms if one.gone is not None else -1))
+
+    def change_quotas(self, bytes_max: Mapping[bytes, int]) -> None:
+        """Let these tenants have so many bytes of the drives, and all others what there is."""
+        self._quotas.change(bytes_max)
+        for drive in self.drives:
+            drive.wake()
+
+    def quota(self, tenant: bytes) -> Quota:
+        """Tell how a tenant stands with his quota."""
+        return self._quotas.of(tenant)
+
+    def listen(self, listener: Listener) -> None:
+        """Let somebody hear of blocks that come and go, on all drives. He may not call the store."""
+        for drive in self.drives:
+            drive.keeping.listener = listener
 
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, LeaseExpired, NoSpace, ReadOnly, StorageError
+from kvstore.errors import KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import Miss, MissReason
 
@@ -30,6 +30,7 @@ class AckCode(enum.IntEnum):
     NO_SPACE = 0x41
     READ_ONLY = 0x42
     STORAGE_FAILED = 0x43
+    QUOTA_EXCEEDED = 0x44
     SERVED = 0x7F
 
 
@@ -44,6 +45,8 @@ def code_of_error(error: KvError) -> AckCode:
     """How a put's failure travels."""
     if isinstance(error, NoSpace):
         return AckCode.NO_SPACE
+    if isinstance(error, QuotaExceeded):
+        return AckCode.QUOTA_EXCEEDED
     return AckCode.READ_ONLY if isinstance(error, ReadOnly) else AckCode.STORAGE_FAILED
 
 
@@ -56,6 +59,8 @@ def error_of_code(code: int) -> KvError | None:
             return LeaseExpired("The lease of the slot ended before the block landed; reserve it again.")
         case AckCode.NO_SPACE:
             return NoSpace("The node's drives have no extent free for the block.")
+        case AckCode.QUOTA_EXCEEDED:
+            return QuotaExceeded("The tenant's quota of bytes is used up, and none of his blocks may go.")
         case AckCode.READ_ONLY:
             return ReadOnly("The node's drive failed and takes no more writes.")
         case _:

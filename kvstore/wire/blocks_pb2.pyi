@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 90eb29ffe9aecd944e747b9c34aa83e3
+# Generated from proto sources with BLAKE2b af1433a83af8ad3832177818754d7d1f
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -19,6 +19,7 @@ class GoneReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GONE_REASON_DELETED: _ClassVar[GoneReason]
     GONE_REASON_QUARANTINED: _ClassVar[GoneReason]
     GONE_REASON_CLEARED: _ClassVar[GoneReason]
+    GONE_REASON_QUOTA: _ClassVar[GoneReason]
 GONE_REASON_UNSPECIFIED: GoneReason
 GONE_REASON_SPACE: GoneReason
 GONE_REASON_STRANDED: GoneReason
@@ -27,6 +28,7 @@ GONE_REASON_SUPERSEDED: GoneReason
 GONE_REASON_DELETED: GoneReason
 GONE_REASON_QUARANTINED: GoneReason
 GONE_REASON_CLEARED: GoneReason
+GONE_REASON_QUOTA: GoneReason
 
 class ExistsRequest(_message.Message):
     __slots__ = ("tenant", "blocks")
@@ -43,16 +45,18 @@ class ExistsResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockState, _Mapping]]] = ...) -> None: ...
 
 class BlockState(_message.Message):
-    __slots__ = ("stored", "length", "expires_unix_ms", "miss")
+    __slots__ = ("stored", "length", "expires_unix_ms", "miss", "fingerprint")
     STORED_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     stored: bool
     length: int
     expires_unix_ms: int
     miss: _kvstore_pb2.GetMiss
-    def __init__(self, stored: bool = ..., length: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., miss: _Optional[_Union[_kvstore_pb2.GetMiss, _Mapping]] = ...) -> None: ...
+    fingerprint: bytes
+    def __init__(self, stored: bool = ..., length: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., miss: _Optional[_Union[_kvstore_pb2.GetMiss, _Mapping]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class PrefixRequest(_message.Message):
     __slots__ = ("tenant", "fingerprint", "keys")

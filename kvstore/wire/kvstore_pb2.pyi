@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 90eb29ffe9aecd944e747b9c34aa83e3
+# Generated from proto sources with BLAKE2b af1433a83af8ad3832177818754d7d1f
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -42,6 +42,7 @@ __all__ = [
 
 _FIXED = struct.Struct("<16s16sIIII")
 _TURN = struct.Struct("<IIQ")
+_EXPIRES = struct.Struct("<Q")
 CHUNK_PAYLOAD_BYTES = SESSION_CHUNK_BLOCKS * KEY_BYTES
 
 assert struct.calcsize("<16s16s") == USER_BYTES + SESSION_BYTES
@@ -64,6 +65,7 @@ class Manifest(NamedTuple):
     tail: tuple[bytes, ...]
     turns: tuple[Turn, ...] = ()
     label: bytes = b""
+    expires_ms: int = 0  # 0: it does not end by itself
 
     @property
     def blocks(self) -> int:
@@ -105,7 +107,8 @@ def pack_manifest(manifest: Manifest) -> bytes:
     counts = map(len, (manifest.chunks, manifest.tail, manifest.turns, manifest.label))
     fixed = _FIXED.pack(manifest.user, manifest.session, *counts)
     turns = (_TURN.pack(*turn) for turn in manifest.turns)
-    return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label))
+    expires = _EXPIRES.pack(manifest.expires_ms) if manifest.expires_ms else b""
+    return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label, expires))
 
 
 def parse_manifest(payload: bytes) -> Manifest | None:
@@ -119,11 +122,18 @@ def parse_manifest(payload: bytes) -> Manifest | None:
         return None
     turns_at = _FIXED.size + (chunks + tail) * KEY_BYTES
     label_at = turns_at + turns * _TURN.size
-    if len(payload) != label_at + label:
-        return None
+    expires_at = label_at + label
+    expires_ms = 0
+    if len(payload) != expires_at:
+        if len(payload) != expires_at + _EXPIRES.size:
+            return None
+        (expires_ms,) = _EXPIRES.unpack_from(payload, expires_at)
+        if not expires_ms:
+            return None
     keys = split_keys(payload[_FIXED.size : turns_at])
     read = tuple(map(Turn._make, _TURN.iter_unpack(payload[turns_at:label_at])))
-    manifest = Manifest(user, session, keys[:chunks], keys[chunks:], read, payload[label_at:])
+    label_bytes = payload[label_at:expires_at]
+    manifest = Manifest(user, session, keys[:chunks], keys[chunks:], read, label_bytes, expires_ms)
     return manifest if _follow_each_other(read, manifest.blocks) else None
 
 

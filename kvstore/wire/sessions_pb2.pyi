@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 90eb29ffe9aecd944e747b9c34aa83e3
+# Generated from proto sources with BLAKE2b af1433a83af8ad3832177818754d7d1f
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -29,20 +29,22 @@ class Turn(_message.Message):
     def __init__(self, first_block: _Optional[int] = ..., tokens: _Optional[int] = ..., began_unix_ms: _Optional[int] = ...) -> None: ...
 
 class AppendSessionRequest(_message.Message):
-    __slots__ = ("name", "keys", "tokens", "first_block", "continues", "durability")
+    __slots__ = ("name", "keys", "tokens", "first_block", "continues", "durability", "time_to_live_ms")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_MS_FIELD_NUMBER: _ClassVar[int]
     name: SessionName
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     tokens: int
     first_block: int
     continues: bool
     durability: _kvstore_pb2.Durability
-    def __init__(self, name: _Optional[_Union[SessionName, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., continues: bool = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ...) -> None: ...
+    time_to_live_ms: int
+    def __init__(self, name: _Optional[_Union[SessionName, _Mapping]] = ..., keys: _Optional[_Iterable[bytes]] = ..., tokens: _Optional[int] = ..., first_block: _Optional[int] = ..., continues: bool = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ..., time_to_live_ms: _Optional[int] = ...) -> None: ...
 
 class AppendSessionResponse(_message.Message):
     __slots__ = ("blocks",)
@@ -61,14 +63,16 @@ class GetSessionRequest(_message.Message):
     def __init__(self, name: _Optional[_Union[SessionName, _Mapping]] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
-    __slots__ = ("blocks", "turns", "keys")
+    __slots__ = ("blocks", "turns", "keys", "expires_unix_ms")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     turns: _containers.RepeatedCompositeFieldContainer[Turn]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, blocks: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    expires_unix_ms: int
+    def __init__(self, blocks: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., keys: _Optional[_Iterable[bytes]] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("tenant", "user", "page_size", "page_token")
@@ -91,18 +95,20 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[ListedSession, _Mapping]]] = ..., next_page_token: _Optional[bytes] = ...) -> None: ...
 
 class ListedSession(_message.Message):
-    __slots__ = ("session", "blocks", "turns", "tokens", "last_turn_unix_ms")
+    __slots__ = ("session", "blocks", "turns", "tokens", "last_turn_unix_ms", "expires_unix_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAST_TURN_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     session: str
     blocks: int
     turns: int
     tokens: int
     last_turn_unix_ms: int
-    def __init__(self, session: _Optional[str] = ..., blocks: _Optional[int] = ..., turns: _Optional[int] = ..., tokens: _Optional[int] = ..., last_turn_unix_ms: _Optional[int] = ...) -> None: ...
+    expires_unix_ms: int
+    def __init__(self, session: _Optional[str] = ..., blocks: _Optional[int] = ..., turns: _Optional[int] = ..., tokens: _Optional[int] = ..., last_turn_unix_ms: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ForkSessionRequest(_message.Message):
     __slots__ = ("source", "name", "blocks", "durability")
@@ -153,6 +159,22 @@ class RemoveSessionResponse(_message.Message):
     UNREFERENCED_FIELD_NUMBER: _ClassVar[int]
     unreferenced: int
     def __init__(self, unreferenced: _Optional[int] = ...) -> None: ...
+
+class LimitSessionRequest(_message.Message):
+    __slots__ = ("name", "time_to_live_ms", "durability")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_MS_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    name: SessionName
+    time_to_live_ms: int
+    durability: _kvstore_pb2.Durability
+    def __init__(self, name: _Optional[_Union[SessionName, _Mapping]] = ..., time_to_live_ms: _Optional[int] = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ...) -> None: ...
+
+class LimitSessionResponse(_message.Message):
+    __slots__ = ("expires_unix_ms",)
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    expires_unix_ms: int
+    def __init__(self, expires_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ProtectSessionRequest(_message.Message):
     __slots__ = ("name", "blocks")

@@ -12,7 +12,7 @@ from kvstore.errors import KvError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ERROR_NAME", "RETRY_AFTER_MS", "error_from_rpc", "status_of", "trailers_of"]
+__all__ = ["ERROR_NAME", "RETRY_AFTER_MS", "error_from_rpc", "error_named", "status_of", "trailers_of"]
 
 ERROR_NAME = "kvstore-error"
 RETRY_AFTER_MS = "kvstore-retry-after-ms"
@@ -25,6 +25,7 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.NoSpace, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.QuotaExceeded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.NoSession, grpc.StatusCode.NOT_FOUND),
     (errors.SessionRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
@@ -46,16 +47,23 @@ def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
     return tuple(trailers)
 
 
+def error_named(name: str, sentence: str, retry_after_ms: int) -> KvError:
+    """The error of this name; one of a newer node's that is not known here is a StorageError."""
+    kind = getattr(errors, name, None)
+    if kind is errors.Overloaded:
+        return errors.Overloaded(sentence, retry_after_ms)
+    if isinstance(kind, type) and issubclass(kind, KvError):
+        return kind(sentence)
+    return errors.StorageError(sentence)
+
+
 def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
     """The error that a failed call stands for."""
     code = failure.code() if isinstance(failure, grpc.Call) else grpc.StatusCode.UNKNOWN
     detail = (failure.details() if isinstance(failure, grpc.Call) else "") or ""
     trailers = _trailers(failure)
-    kind = getattr(errors, trailers.get(ERROR_NAME, ""), None)
-    if kind is errors.Overloaded:
-        return errors.Overloaded(detail, int(trailers.get(RETRY_AFTER_MS, "50")))
-    if isinstance(kind, type) and issubclass(kind, KvError):
-        return kind(detail)
+    if ERROR_NAME in trailers:
+        return error_named(trailers[ERROR_NAME], detail, int(trailers.get(RETRY_AFTER_MS, "50")))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{doing} was not answered in time.")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):

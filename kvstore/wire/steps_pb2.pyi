@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 90eb29ffe9aecd944e747b9c34aa83e3
+# Generated from proto sources with BLAKE2b af1433a83af8ad3832177818754d7d1f
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers

@@ -29,9 +29,13 @@ from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.node.tenants import token_digest
 from kvstore.wire import (
+    batches_pb2,
+    batches_pb2_grpc,
     blocks_pb2,
     blocks_pb2_grpc,
     kvstore_pb2_grpc,
+    observing_pb2,
+    observing_pb2_grpc,
     sessions_pb2,
     sessions_pb2_grpc,
     steps_pb2,
@@ -107,6 +111,8 @@ def stubs(channel: grpc.Channel) -> Stubs:
         for make in (
             kvstore_pb2_grpc.KvStoreStub,
             blocks_pb2_grpc.BlocksStub,
+            batches_pb2_grpc.BatchesStub,
+            observing_pb2_grpc.ObservingStub,
             sessions_pb2_grpc.SessionsStub,
             steps_pb2_grpc.StepsStub,
         )
@@ -150,6 +156,24 @@ def get(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
     return list(stub.Get(pb.GetRequest(tenant=tenant, name=NAME), metadata=metadata, timeout=WAIT_S))
 
 
+def put_batch(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
+    part = batches_pb2.PutPart(name=NAME, chunk=b"a" * PAGE)
+    request = batches_pb2.PutBatchRequest(tenant=tenant, parts=[part])
+    return list(stub.PutBatch(iter([request]), metadata=metadata, timeout=WAIT_S))
+
+
+def get_batch(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
+    request = batches_pb2.GetBatchRequest(tenant=tenant, blocks=[NAME])
+    return list(stub.GetBatch(iter([request]), metadata=metadata, timeout=WAIT_S))
+
+
+def watch(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
+    call = stub.Watch(observing_pb2.WatchRequest(tenant=tenant), metadata=metadata, timeout=WAIT_S)
+    first = next(call)
+    call.cancel()
+    return first
+
+
 def status(stub: Stubs, _: Acme, __: str, metadata: Any) -> Any:
     return stub.Status(pb.StatusRequest(), metadata=metadata, timeout=WAIT_S)
 
@@ -173,8 +197,10 @@ REQUESTS = {
     "ForkSession": sessions_pb2.ForkSessionRequest(source=CHAT),
     "TruncateSession": sessions_pb2.TruncateSessionRequest(name=CHAT, blocks=1),
     "RemoveSession": sessions_pb2.RemoveSessionRequest(name=CHAT, delete_blocks=True),
+    "LimitSession": sessions_pb2.LimitSessionRequest(name=CHAT, time_to_live_ms=9_000_000),
     "ProtectSession": sessions_pb2.ProtectSessionRequest(name=CHAT, blocks=1),
     "UnprotectSession": sessions_pb2.UnprotectSessionRequest(name=CHAT),
+    "Statistics": observing_pb2.StatisticsRequest(),
     "PrefetchSession": sessions_pb2.PrefetchSessionRequest(name=CHAT),
     "PrefetchBlocks": steps_pb2.PrefetchBlocksRequest(keys=[KEY]),
     "ReportSteps": steps_pb2.ReportStepsRequest(seen=steps_pb2.SeenByCaller(user="user", session="chat")),
@@ -205,9 +231,12 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Put": put,
     "Get": get,
     "Status": status,
+    "PutBatch": put_batch,
+    "GetBatch": get_batch,
+    "Watch": watch,
     **{name: of_tenant(name) for name in REQUESTS},
 }
-FILES = (pb, blocks_pb2, sessions_pb2, steps_pb2)
+FILES = (pb, blocks_pb2, batches_pb2, observing_pb2, sessions_pb2, steps_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
 BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
 # And this concerns no tenant.

@@ -156,6 +156,8 @@ GOOD = f'tokens_sha256 = ["{token_digest("x")}"]\n'
         ("[a]\ntoken = 'x'", "no setting 'token'"),
         ("[a]\nrequests_per_s = -1\n" + GOOD, "whole number"),
         ("[a]\nrequests_per_s = true\n" + GOOD, "whole number"),
+        ("[a]\nbytes = -1\n" + GOOD, "bytes is a whole number"),
+        ("[a]\nbytes = '1 GiB'\n" + GOOD, "bytes is a whole number"),
         ("[a]\n" + GOOD + "[b]\n" + GOOD, "another tenant's as well"),
         ("[a]\ncertificates = ['n']\n[b]\ncertificates = ['n']", "another tenant's as well"),
     ],
@@ -265,3 +267,11 @@ def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_noth
     assert [record.getMessage() for record in caplog.records] == [
         "The audit log can't be written: No space left on device."
     ]
+
+
+def test_quotas_go_by_the_names_on_the_drive_and_only_who_has_one_is_in_it(
+    tenants: Tenants, tmp_path: Path
+) -> None:
+    assert tenants.quotas() == {}
+    tenants.load(written(tmp_path, TWO + "bytes = 7_000_000\n"))
+    assert tenants.quotas() == {tenants.named("zeta").id: 7_000_000}

@@ -204,6 +204,7 @@ class Rig:
         at_ms: int = 0,
         continues: bool = False,
         label: str = "",
+        expires_ms: int | None = None,
     ) -> int:
         tag = self._take_tag()
         item = SessionItem(
@@ -220,6 +221,7 @@ class Rig:
             at_ms,
             continues,
             label.encode(),
+            expires_ms,
         )
         self.store.change_sessions([item], self._sessions_done)
         return tag
@@ -277,6 +279,14 @@ class Rig:
         """Poll until everything is answered."""
         while self.is_busy():
             self.poll()
+
+    def settle_by_polling(self, tag: int) -> None:
+        """Poll until a put is answered, though nothing but the time brings that about."""
+        for _ in range(_ANSWER_MS_MAX):
+            if tag in self.put_done:
+                return
+            self.store.poll()
+        raise AssertionError("the put is not answered")
 
     def is_busy(self) -> bool:
         now = self.store.statistics()

@@ -52,7 +52,7 @@ def test_each_append_is_a_turn_and_survives_the_index(filled: Rig) -> None:
     chat(filled)
     expected = [(0, 2072, 1), (130, 152, 2), (140, 2552, 3)]
     assert turns(filled, 1) == expected
-    listed = Listed(name(1), b"chat", 300, 3, 4776, 3)
+    listed = Listed(name(1), b"chat", 300, 3, 4776, 3, 0)
     assert filled.store.manifests.of_user(TENANT, USER) == [listed]
     for scanned in (False, True):
         filled.store.close()

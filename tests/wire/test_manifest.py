@@ -38,6 +38,15 @@ def test_keys_and_payload_are_the_golden_ones() -> None:
     turn = Turn(0, 16, 1_700_000_000_000)
     assert pack_manifest(Manifest(USER, SESSION, (), (KEY,), (turn,), b"chat 7")) == payload
     assert chunk_key(KEY * SESSION_CHUNK_BLOCKS) == chunk
+    ending = Manifest(USER, SESSION, (), (KEY,), (turn,), b"chat 7", 1_700_000_000_000)
+    assert pack_manifest(ending) == payload + bytes.fromhex("0068e5cf8b010000")
+
+
+def test_an_end_that_is_never_is_not_written() -> None:
+    payload = pack_manifest(Manifest(USER, SESSION, (), (KEY,), (Turn(0, 1, 1),)))
+    assert parse_manifest(payload) is not None
+    assert parse_manifest(payload + bytes(8)) is None
+    assert parse_manifest(payload + bytes([1]) * 7) is None
 
 
 @st.composite
@@ -54,14 +63,15 @@ def turns_of(draw: st.DrawFn, blocks: int) -> tuple[Turn, ...]:
     st.lists(KEYS, max_size=2),
     st.lists(KEYS, max_size=SESSION_CHUNK_BLOCKS - 1),
     st.binary(max_size=SESSION_LABEL_BYTES_MAX),
+    st.integers(0, 2**64 - 1),
     st.data(),
 )
 def test_every_manifest_comes_back(
-    chunks: list[bytes], tail: list[bytes], label: bytes, data: st.DataObject
+    chunks: list[bytes], tail: list[bytes], label: bytes, expires_ms: int, data: st.DataObject
 ) -> None:
     blocks = len(chunks) * SESSION_CHUNK_BLOCKS + len(tail)
     turns = data.draw(turns_of(blocks))
-    manifest = Manifest(USER, SESSION, tuple(chunks), tuple(tail), turns, label)
+    manifest = Manifest(USER, SESSION, tuple(chunks), tuple(tail), turns, label, expires_ms)
     assert parse_manifest(pack_manifest(manifest)) == manifest
     assert manifest.blocks == blocks
 

@@ -11,6 +11,8 @@ Always holds:
 - Guards end in a use: to lift the last one is to touch the block.
 - The policy holds the rows that may go; the others are *set aside*, lazily: when it offers one that may not.
   Nothing is set aside that is unguarded and a tail.
+- All this is true as well of each owner's blocks among themselves (see `owners`), which go in LRU order when he is to
+  make room for himself, whatever the policy.
 - `EVICTION_STEPS_MAX` bounds a plan; all else takes time for what is passed in, and no more.
 
 It does no I/O, knows no names and no extents, and has no clock: `now_ms` is the wall's, passed in. Blocks are
@@ -45,6 +47,7 @@ from kvstore.storage.eviction.items import (
     Tally,
     Watermarks,
 )
+from kvstore.storage.eviction.owners import Owners
 from kvstore.storage.eviction.policy import NO_ROW, Steps
 from kvstore.storage.eviction.pressure import Pressure
 from kvstore.storage.eviction.wheel import TimerWheel
@@ -58,7 +61,7 @@ __all__ = ["Evictor"]
 
 _SMALLEST_RECORD_PAGES = 2  # a header and one page
 _WORD_MAX = (1 << 64) - 1
-_FOR_ROOM = frozenset({Reason.SPACE, Reason.STRANDED})
+_FOR_ROOM = frozenset({Reason.SPACE, Reason.STRANDED, Reason.QUOTA})
 # The bits of a row's state:
 _ASIDE = 1  # the policy doesn't have it
 _OVERDUE = 2  # it has expired while it was guarded
@@ -76,6 +79,7 @@ class Evictor:
         self._wheel = TimerWheel(now_ms)
         self._chains = Chains()
         self._guards = Guards()
+        self.owners = Owners()
         self._free_rows = array("I")
         self._total_pages = 0
         self._gone = {reason: Tally(0, 0) for reason in Reason}
@@ -129,11 +133,22 @@ class Evictor:
                 self._new_row()
             self._fill_in(row, record, tick)
             self._policy.admitted(row, record.pages, record.name64)
+            self.owners.take(row, record.owner, record.pages)
             if record.session:
                 refusal = self._settle(row, record.session, record.position, now_ms)
                 if refusal is not None:
                     refused[record.generation] = refusal
         return refused
+
+    def own(self, generations: Sequence[int], owner: int) -> None:
+        """Note whose blocks these are, all that he has; they are given in the order of their age.
+
+        Nobody knows more of their order than the time of their last use and their age, and nothing of it among several
+        drives. So they are spread evenly over the stamps given so far, of which there are as many, oldest first.
+        """
+        rows = self._rows.find_all(generations)
+        rows.sort(key=self._used.__getitem__)
+        self.owners.take_all(rows, owner, sum(map(self._pages.__getitem__, rows)))
 
     def joined(
         self, generations: Sequence[int], session: int, first_position: int, now_ms: int
@@ -270,6 +285,23 @@ class Evictor:
         more = self._wheel.lagging or (pages < goal.pages and stuck is None)
         return EvictionPlan(goal.mode, victims, pages, more, stuck)
 
+    def oldest_use(self, owner: int, steps: Steps) -> int | None:
+        """Tell when the block of an owner that goes first was used, as the number of the use; None: none may go."""
+        while (row := self.owners.oldest(owner)) != NO_ROW:
+            if self._may_go(row):
+                return self.owners.stamp(row)
+            if steps.left <= 0:
+                return None
+            self.owners.set_aside(row)
+            steps.left -= 1
+        return None
+
+    def evict_oldest(self, owner: int, now_ms: int) -> Eviction:
+        """Forget that block, whose owner is to make room for himself."""
+        row = self.owners.oldest(owner)
+        assert self._may_go(row), "`oldest_use` has just found it"
+        return self._forget(row, Reason.QUOTA, now_ms)
+
     def statistics(self) -> Statistics:
         """Tell where the core stands."""
         return Statistics(
@@ -339,6 +371,7 @@ class Evictor:
                 states[row] ^= _ASIDE
                 self._policy.readmitted(row, self._pages[row])
         self._policy.touched(rows)
+        self.owners.touch(rows)
 
     def _drop_guard(self, row: int, guard: Guard) -> Refusal | None:
         if guard is Guard.PROTECTED:
@@ -409,6 +442,7 @@ class Evictor:
             self._guards.clear(row)
         self._rows.remove(eviction.generation)
         self._free_rows.append(row)
+        self.owners.leave(row, eviction.pages)
         self._total_pages -= eviction.pages
         self._pages[row] = 0
         blocks, pages = self._gone[reason]
@@ -425,6 +459,7 @@ class Evictor:
             if was_free:
                 self._states[tail] &= ~_ASIDE
                 self._policy.inherited(tail, self._pages[tail], row)
+                self.owners.inherit(tail, row)
             else:  # it had no rank to leave behind
                 self._use([tail], now_ms)
 

@@ -35,6 +35,7 @@ class Record(NamedTuple):
     expires_ms: int = 0  # 0 = never
     session: int = 0  # 64 bits; 0 = none
     position: int = 0  # in the session, from 0
+    owner: int = 0  # whose quota it counts against; 0 = nobody's
 
 
 class Guard(enum.IntEnum):
@@ -56,6 +57,7 @@ class Reason(enum.IntEnum):
     DELETED = 5  # somebody said so
     QUARANTINED = 6  # it failed a check
     CLEARED = 7  # room was needed in one piece, and it stood there
+    QUOTA = 8  # its tenant was at his quota and put more, and of his blocks it was used longest ago
 
 
 class Refusal(enum.Enum):

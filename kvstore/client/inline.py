@@ -1,0 +1,214 @@
+"""Blocks inside gRPC: one by one, or many in one stream. The CPU copies and sends them; for where there is no fabric.
+
+What always holds: a get returns exact bytes or a Miss, and never raises because a node is away; a stream ends within
+its time, and each of its blocks has an answer, be it that the stream broke; what is under way is bounded by what gRPC
+takes ahead, and blocks are read from the caller, and given to him, one at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client.block_calls import durability_message
+from kvstore.client.blocks import PutResult
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, INLINE_CHUNK_BYTES, RPC_TIMEOUT_MS
+from kvstore.miss import Miss, MissReason
+from kvstore.wire import batches_pb2, kvstore_pb2_grpc
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.parts import encoded_put, got_parts
+from kvstore.wire.status import error_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    import grpc
+    from typing_extensions import Buffer
+
+__all__ = ["InlineCalls"]
+
+
+class InlineCalls:
+    """The calls of one client. Any thread."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        calling: Callable[[str], AbstractContextManager[None]],
+        tenant: str,
+        fingerprint: bytes,
+    ) -> None:
+        self._stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        batches = batches_pb2.DESCRIPTOR.services_by_name["Batches"].full_name
+        self._put_batch: Any = channel.stream_stream(
+            f"/{batches}/PutBatch", response_deserializer=batches_pb2.PutBatchResponse.FromString
+        )
+        self._get_batch: Any = channel.stream_stream(
+            f"/{batches}/GetBatch", request_serializer=batches_pb2.GetBatchRequest.SerializeToString
+        )
+        self._calling = calling
+        self._tenant = tenant
+        self._fingerprint = fingerprint
+
+    def put(
+        self,
+        key: bytes,
+        data: Buffer,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float = RPC_TIMEOUT_MS / 1000,
+    ) -> Durability:
+        """Put one block through gRPC: copied and sent by the CPU, for where there is no fabric."""
+        view = memoryview(data).cast("B")
+
+        def parts() -> Iterator[pb.PutRequest]:
+            yield pb.PutRequest(
+                start=pb.PutStart(
+                    tenant=self._tenant,
+                    name=self._name(key, len(view)),
+                    durability=durability_message(durability),
+                    expires_unix_ms=expires_unix_ms,
+                )
+            )
+            for start in range(0, len(view), INLINE_CHUNK_BYTES):
+                yield pb.PutRequest(chunk=bytes(view[start : start + INLINE_CHUNK_BYTES]))
+
+        with self._calling("An inline put"):
+            return Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
+
+    def get(self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000) -> bytes | Miss:
+        """Get one block through gRPC."""
+        request = pb.GetRequest(tenant=self._tenant, name=self._name(key, length))
+        chunks = []
+        try:
+            with self._calling("An inline get"):
+                for part in self._stub.Get(request, timeout=timeout_s):
+                    if part.HasField("miss"):
+                        return Miss(MissReason(part.miss.reason), part.miss.detail)
+                    chunks.append(part.chunk)
+        except Overloaded as error:
+            return Miss(MissReason.BUSY, str(error))
+        except (NodeUnavailable, DeadlineExceeded) as error:
+            return Miss(MissReason.NODE_AWAY, str(error))
+        return b"".join(chunks)
+
+    def put_many(
+        self,
+        blocks: Iterable[tuple[bytes, Buffer]],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+    ) -> list[PutResult]:
+        """Put blocks, each a key and its bytes, in one stream; says of each how it ended, in order.
+
+        If the stream breaks, what has no answer yet has its error, and may be kept or not.
+        """
+        keys: list[bytes] = []
+        ended: dict[int, batches_pb2.BlockEnd] = {}
+        broken: KvError | None = None
+        head = batches_pb2.PutBatchRequest(
+            tenant=self._tenant, durability=durability_message(durability), expires_unix_ms=expires_unix_ms
+        )
+        try:
+            with self._calling("A stream of puts"):
+                for answer in self._put_batch(self._parts(head, blocks, keys), timeout=timeout_s):
+                    ended.update((end.number, end) for end in answer.ends)
+        except KvError as error:
+            broken = error
+        return [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
+
+    def _parts(
+        self,
+        head: batches_pb2.PutBatchRequest,
+        blocks: Iterable[tuple[bytes, Buffer]],
+        keys: list[bytes],
+    ) -> Iterator[bytes]:
+        """Give messages of about a chunk each, of small blocks several in one."""
+        parts: list[tuple[pb.BlockName | None, memoryview]] = []
+        left = INLINE_CHUNK_BYTES
+        for key, data in blocks:
+            view = memoryview(data).cast("B")
+            keys.append(key)
+            name: pb.BlockName | None = self._name(key, len(view))
+            at = 0
+            while at < len(view) or name is not None:
+                chunk = view[at : at + left]
+                parts.append((name, chunk))
+                name, at, left = None, at + len(chunk), left - len(chunk)
+                if not left or len(parts) == BATCH_BLOCKS_MAX:
+                    yield encoded_put(head, parts)
+                    head, parts, left = batches_pb2.PutBatchRequest(), [], INLINE_CHUNK_BYTES
+        if parts:
+            yield encoded_put(head, parts)
+
+    def get_many(
+        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000
+    ) -> Iterator[bytes | Miss]:
+        """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come."""
+        given = 0
+        try:
+            with self._calling("A stream of gets"):
+                for outcome in self._outcomes(wanted, timeout_s):
+                    given += 1
+                    yield outcome
+        except Overloaded as error:
+            miss = Miss(MissReason.BUSY, str(error))
+        except (NodeUnavailable, DeadlineExceeded) as error:
+            miss = Miss(MissReason.NODE_AWAY, str(error))
+        else:
+            return
+        for _ in wanted[given:]:
+            yield miss
+
+    def _outcomes(self, wanted: Sequence[tuple[bytes, int]], timeout_s: float) -> Iterator[bytes | Miss]:
+        requests = (
+            batches_pb2.GetBatchRequest(
+                tenant=self._tenant,
+                blocks=[self._name(*one) for one in wanted[first : first + BATCH_BLOCKS_MAX]],
+            )
+            for first in range(0, len(wanted), BATCH_BLOCKS_MAX)
+        )
+        if not wanted:
+            return
+        chunks: list[memoryview] = []
+        had, given = 0, 0
+        call = self._get_batch(requests, timeout=timeout_s)
+        try:
+            for answer in call:
+                for part in got_parts(answer):
+                    if part.number != given:
+                        raise ProtocolError(
+                            "The node has sent blocks in another order than they were asked for."
+                        )
+                    outcome: bytes | Miss | None = None
+                    if part.miss is not None:
+                        outcome = Miss(MissReason(part.miss.reason), part.miss.detail)
+                    else:
+                        chunks.append(part.chunk)
+                        had += len(part.chunk)
+                        if had == wanted[given][1]:
+                            outcome = b"".join(chunks)
+                    if outcome is not None:
+                        chunks, had, given = [], 0, given + 1
+                        yield outcome
+        finally:
+            call.cancel()  # if the caller wants no more
+        if given < len(wanted):
+            raise ProtocolError(f"The node has sent {given} blocks of the {len(wanted)} that were asked for.")
+
+    def _name(self, key: bytes, length: int) -> pb.BlockName:
+        return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+
+
+def _result(key: bytes, end: batches_pb2.BlockEnd | None, broken: KvError | None) -> PutResult:
+    if end is None:
+        return PutResult(
+            key, None, broken or ProtocolError("The node has not said what became of the block.")
+        )
+    if end.HasField("error"):
+        return PutResult(key, None, error_named(end.error.name, end.error.sentence, end.error.retry_after_ms))
+    return PutResult(key, Durability(end.durability), None)

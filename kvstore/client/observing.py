@@ -1,0 +1,87 @@
+"""How a node is doing, and what happens there to the tenant's own blocks and sessions, as a client asks for it.
+
+What always holds: a watch ends within its time, or when its iterator is closed; what the node could not send is in
+`Happened.dropped` of what comes next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvstore.limits import RPC_TIMEOUT_MS
+from kvstore.wire import blocks_pb2, observing_pb2_grpc
+from kvstore.wire import observing_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+
+__all__ = ["Happened", "ObservingCalls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One event. `what` is STORED, CHANGED or REMOVED, or how a block went, as `explain` names it."""
+
+    what: str
+    at_unix_ms: int
+    key: bytes = b""  # of a block
+    user: str = ""
+    session: str = ""
+    blocks: int = 0  # of a session, now
+    dropped: int = 0  # events before this one that were not sent, because they were read too slowly
+
+
+class ObservingCalls:
+    """The calls of one client. Any thread."""
+
+    def __init__(
+        self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], tenant: str
+    ) -> None:
+        self._stub = observing_pb2_grpc.ObservingStub(channel)  # type: ignore[no-untyped-call]
+        self._calling = calling
+        self._tenant = tenant
+
+    def statistics(self) -> pb.StatisticsResponse:
+        """The node's counters and gauges, and the tenant's own quota (`kvstore/v1/observing.proto` has them)."""
+        with self._calling("Asking for statistics"):
+            answer: pb.StatisticsResponse = self._stub.Statistics(
+                pb.StatisticsRequest(tenant=self._tenant), timeout=RPC_TIMEOUT_MS / 1000
+            )
+        return answer
+
+    def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
+        """The tenant's events from now on, for so long; None first, when it has begun, and whenever nothing happens."""
+        call = self._stub.Watch(pb.WatchRequest(tenant=self._tenant), timeout=timeout_s)
+        with self._calling("Watching"):
+            try:
+                for told in call:
+                    dropped = told.dropped
+                    for event in told.events:
+                        yield _happened(event, dropped)
+                        dropped = 0
+                    if not told.events:
+                        yield None
+            except grpc.RpcError as failure:
+                if (
+                    not isinstance(failure, grpc.Call)
+                    or failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+                ):
+                    raise
+            finally:
+                call.cancel()
+
+
+def _happened(event: pb.Event, dropped: int) -> Happened:
+    if event.HasField("session"):
+        one = event.session
+        what = "REMOVED" if one.removed else "CHANGED"
+        return Happened(what, event.at_unix_ms, b"", one.user, one.session, one.blocks, dropped)
+    if event.HasField("gone"):
+        what = blocks_pb2.GoneReason.Name(event.gone.reason).removeprefix("GONE_REASON_")
+        return Happened(what, event.at_unix_ms, event.gone.key, dropped=dropped)
+    return Happened("STORED", event.at_unix_ms, event.stored.key, dropped=dropped)

@@ -1,0 +1,94 @@
+"""Exporting a session into a file, and importing one: bytes, keys and turns, for whoever may read and write them.
+
+Keys of blocks are the application's own, and a node keeps each tenant's apart by itself. So a file belongs to no
+tenant, and what is imported becomes the importing client's tenant's, whoever exported it; the file can't say otherwise.
+
+What always holds: an export that was not finished is refused by an import; a session that is imported appears whole, at
+once and under a name that was free, or not at all. Blocks that were put by then stay, as nobody's, until they are
+evicted. One block at a time is in memory.
+
+What it doesn't do: keep when turns began (they begin when they are imported), protections, or times to live.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+from kvstore.client.session_file import Content, Reader, Writer
+from kvstore.durability import Durability
+from kvstore.errors import KvError, LayoutError, NoSession, SessionFileError, SessionRefused
+from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.miss import Miss
+from kvstore.wire.manifest import Turn
+
+if TYPE_CHECKING:
+    from kvstore.client.client import Client
+    from kvstore.client.sessions import Session
+
+__all__ = ["export_session", "import_session"]
+
+_UNFINISHED_MS: Final = 600_000  # what an import that was cut off has begun ends by itself after this
+
+
+def export_session(client: Client, session: Session, file: BinaryIO) -> int:
+    """Write a session with all its blocks; returns how many different blocks that were.
+
+    SessionFileError if one of them can't be had. The file is none then.
+    """
+    info, keys = session.info(), session.keys()
+    turns = [Turn(one.blocks.start, len(one.tokens), one.began_unix_ms) for one in info.turns]
+    content = Content(client.fingerprint, turns, keys)
+    if len(keys) != info.blocks:
+        raise SessionRefused("The session was changed while it was read; export it again.")
+    writer = Writer(file, content)
+    places = content.places()
+    for first in range(0, len(places), BATCH_BLOCKS_MAX):
+        some = places[first : first + BATCH_BLOCKS_MAX]
+        for place, found in zip(some, client.exists([keys[place] for place in some]), strict=True):
+            payload = found if isinstance(found, Miss) else client.get_inline(keys[place], found.length)
+            if isinstance(payload, Miss):
+                raise SessionFileError(f"Block {place} of the session can't be exported: {payload}.")
+            writer.block(place, payload)
+    writer.end()
+    return len(places)
+
+
+def import_session(
+    client: Client, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+) -> Session:
+    """Read a session out of a file and keep it under this name, which has to be free.
+
+    SessionFileError if the file is not whole, LayoutError if its blocks are laid out in another way than this client's,
+    SessionRefused if there is a session of this name. Then no session appears.
+    """
+    session = client.session(user, name)
+    _refuse_known(session)
+    reader = Reader(file)
+    content = reader.content
+    if content.fingerprint != client.fingerprint:
+        raise LayoutError("The session's blocks are laid out in another way than this client's.")
+    if not content.keys:
+        raise SessionFileError("The session in the file has no blocks, so there is nothing to import.")
+    for key, payload in reader.blocks():
+        client.put_inline(key, payload, durability=durability)
+    reader.read_end()
+    # Turns are appended one by one, so they are gathered where nobody looks, and then named in one step.
+    gathered = client.session(f"import {secrets.token_hex(16)}", "unfinished")
+    ends = [*(turn.first_block for turn in content.turns), len(content.keys)][1:]
+    try:
+        for turn, end in zip(content.turns, ends, strict=True):
+            gathered.append(content.keys[turn.first_block : end], turn.tokens, time_to_live_ms=_UNFINISHED_MS)
+        return gathered.fork(name, user=user, durability=durability)
+    finally:
+        with suppress(KvError):  # it ends by itself
+            gathered.remove()
+
+
+def _refuse_known(session: Session) -> None:
+    try:
+        session.info()
+    except NoSession:
+        return
+    raise SessionRefused(f"There is a session {session.name!r} of this user already.")

@@ -1,0 +1,152 @@
+"""The file of an exported session, as `docs/sessions.md` has it under "Export and import", written and read as streams.
+
+Always holds: what is read has passed its checks, and `read_end` has seen the whole file: no byte of it was changed,
+none is missing and none follows. One block at a time is in memory; a length is believed only if a block can have it.
+
+It names no tenant, no user and no session, and no node's secret goes into it. It knows no client.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
+
+from kvstore.errors import SessionFileError
+from kvstore.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+    SESSION_BLOCKS_MAX,
+    SESSION_TURNS_MAX,
+)
+from kvstore.wire.manifest import Turn
+from nic_offload.checksum import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Content", "Reader", "Writer"]
+
+_MAGIC: Final = b"tkvsess\x01"
+_END: Final = b"tkv end\x01"
+_HEAD: Final = struct.Struct(f"<8s{FINGERPRINT_BYTES}sII")  # blocks, turns
+_TURN: Final = struct.Struct("<IIQ")
+_BLOCK: Final = struct.Struct("<III")  # which one of the session it is first, bytes, CRC32C of them
+_CRC: Final = struct.Struct("<I")
+_DIGEST_BYTES: Final = 32
+
+
+class Content(NamedTuple):
+    """What a session is made of."""
+
+    fingerprint: bytes  # of the layout of its blocks
+    turns: Sequence[Turn]
+    keys: Sequence[bytes]
+
+    def places(self) -> list[int]:
+        """Where each of its different blocks stands first: those are in the file, in this order."""
+        first: dict[bytes, int] = {}
+        for at, key in enumerate(self.keys):
+            first.setdefault(key, at)
+        return list(first.values())
+
+
+class Writer:
+    """Writes one: the content, then each block, then the end."""
+
+    def __init__(self, file: BinaryIO, content: Content) -> None:
+        self._file = file
+        self._digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tkv session file")
+        turns = b"".join(_TURN.pack(*turn) for turn in content.turns)
+        head = _HEAD.pack(_MAGIC, content.fingerprint, len(content.keys), len(content.turns))
+        self._write_checked(head)
+        self._write_checked(turns + b"".join(content.keys))
+
+    def block(self, place: int, payload: bytes) -> None:
+        """Write a block."""
+        self._write_checked(_BLOCK.pack(place, len(payload), crc32c(payload)))
+        self._write(payload)
+
+    def end(self) -> None:
+        """Write the end, without which the file is none."""
+        self._write(_END)
+        self._file.write(self._digest.digest())
+
+    def _write_checked(self, part: bytes) -> None:
+        self._write(part + _CRC.pack(crc32c(part)))
+
+    def _write(self, part: bytes) -> None:
+        self._digest.update(part)
+        self._file.write(part)
+
+
+class Reader:
+    """Reads one: the content at once, then the blocks, then the end. SessionFileError if it is not whole."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tkv session file")
+        magic, fingerprint, blocks, turns = _HEAD.unpack(self._read_checked(_HEAD.size, "its head"))
+        if magic != _MAGIC:
+            raise SessionFileError("The file is no exported session, or one of a newer version.")
+        if not blocks <= SESSION_BLOCKS_MAX or not turns <= SESSION_TURNS_MAX:
+            raise SessionFileError(f"No session has {blocks} blocks and {turns} turns.")
+        turns_bytes = turns * _TURN.size
+        listed = self._read_checked(turns_bytes + blocks * KEY_BYTES, "its list of blocks")
+        self.content = Content(
+            fingerprint,
+            [Turn._make(one) for one in _TURN.iter_unpack(listed[:turns_bytes])],
+            [listed[at : at + KEY_BYTES] for at in range(turns_bytes, len(listed), KEY_BYTES)],
+        )
+        firsts = [turn.first_block for turn in self.content.turns]
+        if (
+            (firsts[:1] or [0]) != [0]
+            or sorted({*firsts, blocks}) != [*firsts, blocks]
+            or (blocks > 0) != (turns > 0)
+        ):
+            raise SessionFileError("The session in the file has turns that do not follow each other.")
+
+    def blocks(self) -> Iterator[tuple[bytes, bytes]]:
+        """Give key and payload of each block."""
+        for place in self.content.places():
+            number, length, crc = _BLOCK.unpack(self._read_checked(_BLOCK.size, f"block {place}"))
+            if number != place or not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
+                raise SessionFileError(f"Block {place} of the session is not where it belongs in the file.")
+            payload = self._read(length, f"block {place}")
+            if crc32c(payload) != crc:
+                raise SessionFileError(f"Block {place} of the session fails its check: the file was changed.")
+            yield self.content.keys[place], payload
+
+    def read_end(self) -> None:
+        """See that the file ends here and was not changed."""
+        if self._read(len(_END), "its end") != _END:
+            raise SessionFileError("The file does not end where the session does.")
+        digest = self._digest.digest()
+        if self._read(_DIGEST_BYTES, "its end") != digest:
+            raise SessionFileError("The file fails its check as a whole: it was changed.")
+        if self._file.read(1):
+            raise SessionFileError("Something follows behind the end of the session in the file.")
+
+    def _read_checked(self, length: int, what: str) -> bytes:
+        part = self._read(length, what)
+        (crc,) = _CRC.unpack(self._read(_CRC.size, what))
+        if crc32c(part) != crc:
+            raise SessionFileError(
+                f"The file fails its check in {what}: it is no exported session, or was changed."
+            )
+        return part
+
+    def _read(self, length: int, what: str) -> bytes:
+        parts = []
+        left = length
+        while left:
+            part = self._file.read(left)  # of a pipe, less than was asked for may come
+            if not part:
+                raise SessionFileError(f"The file is cut short: it ends within {what}.")
+            parts.append(part)
+            left -= len(part)
+        whole = b"".join(parts)
+        self._digest.update(whole)
+        return whole

@@ -1,0 +1,353 @@
+"""The service Batches: many blocks in one stream, through the same memory and shares as single inline blocks.
+
+What always holds: a block is answered for once, by its number, and only when the store has reported; blocks that are
+got are sent in order and whole, checked before their first byte; a stream holds no more memory than its client's share
+and waits for what it holds itself, never for what others hold: then the block is Overloaded, and what follows goes on.
+A client that stands still is ended after `INLINE_TIMEOUT_MS`; what it had sent whole is kept all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import grpc
+
+from kvstore.durability import Durability
+from kvstore.errors import KvError, Overloaded, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, BATCH_READS_AHEAD, HEADER_BYTES, INLINE_CHUNK_BYTES
+from kvstore.miss import Miss, MissReason
+from kvstore.node.calls import durability_of, refusals
+from kvstore.node.connection import check_block, check_count
+from kvstore.node.inline import deadline
+from kvstore.storage.items import PutItem
+from kvstore.wire import batches_pb2 as pb
+from kvstore.wire import kvstore_pb2
+from kvstore.wire.parts import PutMessage, encoded_get, parse_put
+from nic_offload.checksum import crc32c_at
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+    from kvstore.node.hot import Piece
+    from kvstore.node.inline import InlineBlocks, InlineRead, PendingRead
+    from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenant
+    from kvstore.storage.items import PutDone
+
+__all__ = ["BatchesService", "add_batches"]
+
+T = TypeVar("T")
+
+
+class BatchesService:
+    """One node's. It reads and makes the messages with blocks in them by itself."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node = node
+        self._gate = gate
+
+    async def PutBatch(  # noqa: N802 - named by the proto
+        self, request_iterator: AsyncIterator[bytes], context: Context
+    ) -> None:
+        """Keep blocks that come one behind the other."""
+        async with refusals(context, self._node.counters):
+            first = parse_put(await _first(request_iterator))
+            tenant = self._gate.enter("put batch", context, first.tenant, first.named)
+            puts = _Puts(self._node, context, tenant, first)
+            answering = asyncio.create_task(puts.answer())
+            try:
+                await puts.take(first)
+                while (coming := await _next(request_iterator)) is not None and not answering.done():
+                    message = parse_put(coming)
+                    tenant.rate.take(message.named)
+                    await puts.take(message)
+                puts.end()
+                await answering
+            finally:
+                puts.drop()
+                answering.cancel()
+
+    async def GetBatch(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.GetBatchRequest], context: Context
+    ) -> None:
+        """Send blocks one behind the other."""
+        async with refusals(context, self._node.counters):
+            message: pb.GetBatchRequest | None = await _first(request_iterator)
+            assert message is not None, "a stream without one has been refused"
+            tenant = self._gate.enter("get batch", context, message.tenant, len(message.blocks))
+            gets = _Gets(self._node.inline, context, tenant)
+            try:
+                while message is not None:
+                    check_count(len(message.blocks))
+                    await gets.take(message.blocks)
+                    message = await _next(request_iterator)
+                    tenant.rate.take(0 if message is None else len(message.blocks))
+            finally:
+                gets.drop()
+
+
+def add_batches(server: grpc.aio.Server, node: Node, gate: Gate) -> None:
+    """Let a server answer these calls, with messages as they come."""
+    service = BatchesService(node, gate)
+    handlers: dict[str, Any] = {
+        "PutBatch": grpc.stream_stream_rpc_method_handler(service.PutBatch),
+        "GetBatch": grpc.stream_stream_rpc_method_handler(
+            service.GetBatch, request_deserializer=pb.GetBatchRequest.FromString
+        ),
+    }
+    name = pb.DESCRIPTOR.services_by_name["Batches"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+async def _first(requests: AsyncIterator[T]) -> T:
+    message = await _next(requests)
+    if message is None:
+        raise ProtocolError("A stream of blocks begins with a request.")
+    return message
+
+
+async def _next(requests: AsyncIterator[T]) -> T | None:
+    async with deadline("A stream of blocks"):
+        return await anext(requests, None)
+
+
+class _Filling:
+    """A block whose bytes are coming; without memory they are let go by."""
+
+    __slots__ = ("filled", "name", "number", "piece", "view")
+
+    def __init__(
+        self, number: int, name: kvstore_pb2.BlockName, piece: Piece | None, view: memoryview | None
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.piece = piece
+        self.view = view
+        self.filled = 0
+
+
+class _Puts:
+    """One stream of puts."""
+
+    def __init__(self, node: Node, context: Context, tenant: Tenant, first: PutMessage) -> None:
+        self._store = node.store
+        self._inline = node.inline
+        self._context = context
+        self._peer = context.peer()
+        self._tenant = tenant.id
+        self._durability = max(durability_of(first.durability), Durability.WRITTEN)
+        self._expires_ms = first.expires_unix_ms
+        self._filling: _Filling | None = None
+        self._number = 0
+        self._whole: list[PutItem] = []  # to be handed to the store together
+        self._pieces: dict[int, Piece] = {}  # of blocks that are whole and not answered for
+        self._lengths: dict[int, int] = {}  # of the same
+        self._ends: list[pb.BlockEnd] = []
+        self._changed = asyncio.Event()  # there is something to tell
+        self._freed = asyncio.Event()  # memory has come back
+        self._over = False
+
+    async def take(self, message: PutMessage) -> None:
+        """Take what a message brings."""
+        for name, chunk in message.parts:
+            if name is not None:
+                if self._filling is not None:
+                    raise ProtocolError("A block began before the bytes of the one before had come.")
+                await self._begin(name)
+            filling = self._filling
+            if filling is None:
+                raise ProtocolError("Bytes came that belong to no block.")
+            self._fill(filling, chunk)
+        self._hand_over()
+
+    async def _begin(self, name: kvstore_pb2.BlockName) -> None:
+        check_block(name.key, name.fingerprint, name.length)
+        number, self._number = self._number, self._number + 1
+        piece = None
+        while piece is None:
+            try:
+                piece = self._inline.take(self._peer, name.length)
+            except Overloaded as error:
+                self._hand_over()
+                if not self._pieces:
+                    self._end(number, error)
+                    break
+                await self._wait_for_an_end()
+        view = None if piece is None else self._inline.memory.payload(piece, name.length)
+        self._filling = _Filling(number, name, piece, view)
+
+    async def _wait_for_an_end(self) -> None:
+        self._freed.clear()
+        await self._freed.wait()
+
+    def _fill(self, filling: _Filling, chunk: memoryview) -> None:
+        end = filling.filled + len(chunk)
+        length = filling.name.length
+        if end > length:
+            raise ProtocolError(f"More bytes came than the {length} that were announced.")
+        if filling.view is not None:
+            filling.view[filling.filled : end] = chunk
+        filling.filled = end
+        if end < length:
+            return
+        self._filling = None
+        if filling.piece is None:
+            return
+        name, address = filling.name, self._inline.memory.address(filling.piece)
+        self._pieces[filling.number] = filling.piece
+        self._lengths[filling.number] = length
+        self._whole.append(
+            PutItem(
+                tenant=self._tenant,
+                key=name.key,
+                fingerprint=name.fingerprint,
+                length=length,
+                crc32c=crc32c_at(address + HEADER_BYTES, length),
+                slot_address=address,
+                expires_ms=self._expires_ms,
+                durability=self._durability,
+                tag=filling.number,
+            )
+        )
+        if len(self._whole) == BATCH_BLOCKS_MAX:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        items, self._whole = self._whole, []
+        if not items:
+            return
+        try:
+            self._store.put(items, self._kept)
+        except KvError as error:
+            for item in items:
+                self._inline.give_back(self._peer, self._pieces.pop(item.tag))
+                del self._lengths[item.tag]
+                self._end(item.tag, error)
+
+    def _kept(self, batch: Sequence[PutDone]) -> None:
+        kept = [self._lengths.pop(done.tag) for done in batch if done.error is None]
+        self._inline.counters.kept(kept, len(batch) - len(kept))
+        for done in batch:
+            self._lengths.pop(done.tag, None)
+            self._inline.give_back(self._peer, self._pieces.pop(done.tag))
+            self._end(done.tag, done.error, done.durability)
+        self._freed.set()
+
+    def _end(self, number: int, error: KvError | None, durability: Durability | None = None) -> None:
+        end = pb.BlockEnd(number=number)
+        if error is None and durability is not None:
+            end.durability = cast("kvstore_pb2.Durability", int(durability))
+        elif error is not None:
+            end.error.name, end.error.sentence = type(error).__name__, str(error)
+            if isinstance(error, Overloaded):
+                end.error.retry_after_ms = error.retry_after_ms
+                self._inline.counters.refused += 1
+        self._ends.append(end)
+        self._changed.set()
+
+    async def answer(self) -> None:
+        """Tell of ends as they come, until the stream is over and all have been told."""
+        while not (self._over and not self._pieces and not self._ends):
+            await self._changed.wait()
+            self._changed.clear()
+            ends, self._ends = self._ends, []
+            if ends:
+                async with deadline("A reader"):
+                    await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())
+
+    def end(self) -> None:
+        """Note that no more comes."""
+        if self._filling is not None:
+            raise ProtocolError(
+                f"{self._filling.filled} bytes came and {self._filling.name.length} were announced."
+            )
+        self._over = True
+        self._changed.set()
+
+    def drop(self) -> None:
+        """Give the memory of an unfinished block back; what is whole is the store's until it reports."""
+        if self._filling is not None and self._filling.piece is not None:
+            self._inline.give_back(self._peer, self._filling.piece)
+        self._filling = None
+
+
+class _Gets:
+    """One stream of gets."""
+
+    def __init__(self, inline: InlineBlocks, context: Context, tenant: Tenant) -> None:
+        self._inline = inline
+        self._context = context
+        self._peer = context.peer()
+        self._tenant = tenant.id
+        self._number = 0
+        self._pending: deque[tuple[int, PendingRead]] = deque()
+        self._chunks: list[tuple[int, memoryview]] = []  # to be sent together
+        self._chunks_bytes = 0
+        self._unsent: list[InlineRead] = []  # what they are of, as far as it is over with them
+
+    async def take(self, names: Sequence[kvstore_pb2.BlockName]) -> None:
+        """Send these blocks, reading ahead of what is being sent."""
+        for name in names:
+            number, self._number = self._number, self._number + 1
+            if len(self._pending) >= BATCH_READS_AHEAD:
+                await self._send_first()
+            while True:
+                try:
+                    read = self._inline.begin_get(
+                        self._peer, self._tenant, name.key, name.fingerprint, name.length
+                    )
+                except Overloaded as error:
+                    if self._pending:
+                        await self._send_first()
+                        continue
+                    await self._miss(number, Miss(MissReason.BUSY, str(error)))
+                else:
+                    self._pending.append((number, read))
+                break
+        while self._pending:
+            await self._send_first()
+        await self._flush()
+
+    async def _send_first(self) -> None:
+        number, pending = self._pending.popleft()
+        read: InlineRead = await pending.read()
+        self._unsent.append(read)
+        if read.done.miss is not None:
+            await self._miss(number, read.done.miss)
+            return
+        for chunk in read.views():
+            if self._chunks_bytes + len(chunk) > INLINE_CHUNK_BYTES or len(self._chunks) == BATCH_BLOCKS_MAX:
+                await self._flush(read)
+            self._chunks.append((number, chunk))
+            self._chunks_bytes += len(chunk)
+
+    async def _miss(self, number: int, miss: Miss) -> None:
+        await self._flush()
+        part = pb.GetPart(number=number, miss=kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail))
+        await self._write(pb.GetBatchResponse(parts=[part]).SerializeToString())
+
+    async def _flush(self, still_read: InlineRead | None = None) -> None:
+        """Send what has gathered, and give the memory of blocks back that are sent then, but of the one still read."""
+        chunks, self._chunks, self._chunks_bytes = self._chunks, [], 0
+        message = encoded_get(chunks) if chunks else b""
+        over, self._unsent = self._unsent, [] if still_read is None else [still_read]
+        for read in over:
+            if read is not still_read:
+                read.close()
+        if message:
+            await self._write(message)
+
+    async def _write(self, message: bytes) -> None:
+        async with deadline("A reader"):
+            await self._context.write(message)
+
+    def drop(self) -> None:
+        """Let go of what was read."""
+        for one in self._unsent:
+            one.close()
+        for _, read in self._pending:
+            read.drop()

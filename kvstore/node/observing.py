@@ -1,0 +1,54 @@
+"""The service Observing: how the node is doing, and what happens to a tenant's own blocks and sessions.
+
+What always holds: a watch ends with its call, with its tenant's right to be here, or when its reader stands still;
+until then something comes at least every `WATCH_HEARTBEAT_MS`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.errors import TenantDenied
+from kvstore.limits import WATCH_HEARTBEAT_MS
+from kvstore.node.calls import refusals
+from kvstore.node.inline import deadline
+from kvstore.node.statistics import collected
+from kvstore.wire import observing_pb2 as pb
+from kvstore.wire import observing_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+    from kvstore.node.node import Node
+
+__all__ = ["ObservingService"]
+
+
+class ObservingService(observing_pb2_grpc.ObservingServicer):
+    """One node's."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node = node
+        self._gate = gate
+
+    async def Statistics(  # noqa: N802 - named by the proto, like what follows
+        self, request: pb.StatisticsRequest, context: Context
+    ) -> pb.StatisticsResponse:
+        """Say how the node is doing."""
+        async with refusals(context, self._node.counters):
+            return collected(self._node, self._gate.enter("statistics", context, request.tenant))
+        raise AssertionError
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> None:  # noqa: N802
+        """Tell of events as they happen."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter("watch", context, request.tenant)
+            with self._node.watchers.watching(tenant.id) as watcher:
+                await context.write(
+                    pb.WatchResponse()
+                )  # so that the client knows from when on he hears of all
+                while self._gate.knows(tenant):
+                    told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
+                    async with deadline("A watcher"):
+                        await context.write(told)
+            raise TenantDenied(f"{tenant.name} is no tenant of this node any more.")

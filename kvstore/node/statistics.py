@@ -1,0 +1,107 @@
+"""What a node has done since it began, and where it stands: one collector, for the call Statistics and others.
+
+Counters only rise, and are added to once a batch, not once a block. Gauges are read from those who know them when
+somebody asks. Names end in their unit; what has none counts things.
+
+What always holds: the size of an answer is bounded, since reasons are; asking costs no drive and changes nothing.
+What it doesn't do: keep anything over a restart, or count by tenant, but for the asking one's quota.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.wire import observing_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvstore.miss import MissReason
+    from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenant
+    from kvstore.storage.eviction.items import Reason
+
+__all__ = ["Counters", "collected"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one node."""
+
+    puts: int = 0
+    put_bytes: int = 0
+    puts_failed: int = 0
+    hits_memory: int = 0
+    hits_drive: int = 0
+    got_bytes: int = 0
+    refused: int = 0
+    misses: Counter[MissReason] = field(default_factory=Counter)
+
+    def kept(self, lengths: Iterable[int], failed: int = 0) -> None:
+        """Note the ends of a batch of puts: payloads of those kept, and how many were not."""
+        lengths = list(lengths)
+        self.puts += len(lengths)
+        self.put_bytes += sum(lengths)
+        self.puts_failed += failed
+
+    def found(self, lengths: Iterable[int], *, in_memory: bool) -> None:
+        """Note blocks that are sent."""
+        lengths = list(lengths)
+        if in_memory:
+            self.hits_memory += len(lengths)
+        else:
+            self.hits_drive += len(lengths)
+        self.got_bytes += sum(lengths)
+
+    def missed(self, reasons: Iterable[MissReason]) -> None:
+        """Note blocks that are not."""
+        self.misses.update(reasons)
+
+
+def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
+    """Say all of it to one tenant."""
+    counters, store, memory = node.counters, node.store.statistics(), node.hot.pages.statistics()
+    quota = node.store.quota(tenant.id)
+    return pb.StatisticsResponse(
+        puts=counters.puts,
+        put_bytes=counters.put_bytes,
+        puts_failed=counters.puts_failed,
+        hits_memory=counters.hits_memory,
+        hits_drive=counters.hits_drive,
+        got_bytes=counters.got_bytes,
+        misses=_counts(counters.misses),
+        evictions=_counts({reason: tally.blocks for reason, tally in store.eviction.gone.items()}),
+        refused=counters.refused,
+        syncs=store.syncs,
+        quarantined=store.quarantined,
+        uptime_ms=(node.clock.monotonic_ns() - node.began_ns) // 1_000_000,
+        blocks=store.blocks,
+        capacity_bytes=store.capacity_bytes,
+        free_bytes=store.free_bytes,
+        connections=len(node),
+        leases=node.leases,
+        pins=node.pins.count,
+        watchers=len(node.watchers),
+        fetches_waiting=node.fetches.waiting,
+        puts_waiting=store.puts_pending,
+        puts_waiting_for_room=store.waiting_for_room,
+        puts_waiting_for_quota=store.waiting_for_quota,
+        gets_waiting=store.gets_pending,
+        deletes_waiting=store.deletes_pending,
+        session_steps_waiting=store.sessions_pending,
+        wipes_waiting=store.wipes_pending,
+        memory_bytes=memory.capacity_bytes,
+        memory_kept_bytes=memory.kept_bytes,
+        sessions_protected=store.eviction.protected_sessions,
+        takes_puts=store.takes_puts,
+        quota_bytes=quota.bytes_max,
+        quota_used_bytes=quota.used_bytes,
+    )
+
+
+def _counts(blocks: Mapping[MissReason, int] | Mapping[Reason, int]) -> list[pb.ReasonCount]:
+    return [
+        pb.ReasonCount(reason=int(reason), blocks=count) for reason, count in sorted(blocks.items()) if count
+    ]

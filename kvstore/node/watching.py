@@ -1,0 +1,106 @@
+"""Watching: a tenant's own events, to those of his clients who want them, as they happen.
+
+What always holds: nobody hears of another tenant's; each watcher has a bounded queue, and what finds no place there is
+counted and told; who reads nothing is ended; where nobody watches, an event costs one look-up a batch.
+What it doesn't do: keep events for who comes later. It doesn't tell of sessions that end by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from kvstore.errors import Overloaded
+from kvstore.limits import WATCH_EVENTS_MAX, WATCH_EVENTS_SENT_MAX, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.wire import observing_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.storage.eviction.items import Reason
+
+__all__ = ["Watcher", "Watchers"]
+
+
+class Watcher:
+    """One who watches."""
+
+    def __init__(self) -> None:
+        self._events: deque[pb.Event] = deque()
+        self._dropped = 0
+        self._some = asyncio.Event()
+
+    def hear(self, events: Iterable[pb.Event]) -> None:
+        """Take events, as far as there is room."""
+        for event in events:
+            if len(self._events) < WATCH_EVENTS_MAX:
+                self._events.append(event)
+            else:
+                self._dropped += 1
+        self._some.set()
+
+    async def next(self, heartbeat_s: float) -> pb.WatchResponse:
+        """What there is to tell, or nothing, after a heartbeat's time."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._some.wait(), heartbeat_s)
+        count = min(len(self._events), WATCH_EVENTS_SENT_MAX)
+        told = pb.WatchResponse(events=[self._events.popleft() for _ in range(count)], dropped=self._dropped)
+        self._dropped = 0
+        if not self._events:
+            self._some.clear()
+        return told
+
+
+class Watchers:
+    """All of a node."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._of_tenant: dict[bytes, list[Watcher]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_tenant.values()))
+
+    @contextmanager
+    def watching(self, tenant: bytes) -> Iterator[Watcher]:
+        """Watch a tenant's events for as long as this lasts; Overloaded if too many do."""
+        mine = self._of_tenant.get(tenant, [])
+        if len(mine) >= WATCHERS_OF_TENANT_MAX or len(self) >= WATCHERS_MAX:
+            raise Overloaded("As many clients watch as the node tells of events; watch with fewer.")
+        watcher = Watcher()
+        self._of_tenant[tenant] = [*mine, watcher]
+        try:
+            yield watcher
+        finally:
+            left = [one for one in self._of_tenant[tenant] if one is not watcher]
+            if left:
+                self._of_tenant[tenant] = left
+            else:
+                del self._of_tenant[tenant]
+
+    def blocks(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
+        """Note blocks that are stored now or, with a reason, gone."""
+        if not self._of_tenant:
+            return
+        now_ms = self._clock.wall_ms()
+        for tenant, watchers in self._of_tenant.items():
+            keys = [key for whose, key in names if whose == tenant]
+            events = [_block(key, reason, now_ms) for key in keys]
+            for watcher in watchers if events else ():
+                watcher.hear(events)
+
+    def session(self, tenant: bytes, user: str, session: str, blocks: int, *, removed: bool = False) -> None:
+        """Note a session that has changed."""
+        watchers = self._of_tenant.get(tenant, ())
+        changed = pb.SessionChanged(user=user, session=session, blocks=blocks, removed=removed)
+        for watcher in watchers:
+            watcher.hear([pb.Event(at_unix_ms=self._clock.wall_ms(), session=changed)])
+
+
+def _block(key: bytes, reason: Reason | None, now_ms: int) -> pb.Event:
+    if reason is None:
+        return pb.Event(at_unix_ms=now_ms, stored=pb.BlockStored(key=key))
+    return pb.Event(at_unix_ms=now_ms, gone=pb.BlockGone(key=key, reason=int(reason)))  # type: ignore[arg-type]

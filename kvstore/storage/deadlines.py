@@ -1,0 +1,55 @@
+"""When sessions end by themselves: names by their times, the next one first.
+
+Always holds: a name is given once for each time it was set, not before that time, and not at all if it was set anew or
+cleared since; what is remembered is bounded by twice the names that have a time.
+
+It doesn't look at a clock, and it ends nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvstore.storage.manifests import SessionName
+
+__all__ = ["Deadlines"]
+
+_STALE_MAX: Final = 1024  # entries that have been set anew, beside as many as there are good ones
+
+
+class Deadlines:
+    """Of one drive's sessions; about 250 bytes for each that has one."""
+
+    __slots__ = ("_heap", "_times_ms")
+
+    def __init__(self) -> None:
+        self._times_ms: dict[SessionName, int] = {}
+        self._heap: list[tuple[int, SessionName]] = []  # and some that are not so any more
+
+    def __len__(self) -> int:
+        return len(self._times_ms)
+
+    def set(self, name: SessionName, time_ms: int) -> None:
+        """Let a session end then; 0 is never."""
+        if self._times_ms.get(name, 0) == time_ms:
+            return
+        if not time_ms:
+            del self._times_ms[name]
+            return
+        self._times_ms[name] = time_ms
+        heapq.heappush(self._heap, (time_ms, name))
+        if len(self._heap) > 2 * len(self._times_ms) + _STALE_MAX:
+            self._heap = [(time_ms, name) for name, time_ms in self._times_ms.items()]
+            heapq.heapify(self._heap)
+
+    def due(self, now_ms: int, names_max: int) -> list[SessionName]:
+        """Give those whose time has come, and forget them."""
+        names: list[SessionName] = []
+        while self._heap and self._heap[0][0] <= now_ms and len(names) < names_max:
+            time_ms, name = heapq.heappop(self._heap)
+            if self._times_ms.get(name) == time_ms:
+                del self._times_ms[name]
+                names.append(name)
+        return names

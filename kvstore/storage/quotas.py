@@ -1,0 +1,279 @@
+"""Quotas: how many bytes of a store a tenant may have, and that he makes room for himself when he would have more.
+
+What counts is what his blocks take on the drives, whole pages and headers included, and what his puts that are under
+way will take. Manifests of sessions are not counted.
+
+Always holds:
+
+- A tenant with a quota never has more than it, on all drives together, but for what he had before he got it; of that
+  the oldest goes at once, as far as it may.
+- To make room for him only his own blocks go: of those that may go the one used longest ago, exactly, on whatever drive
+  it is. After an opening nobody knows their uses; then they go by age, drives in step.
+- A put that would be too much waits, before it takes any room, for as long as something of his is under way or guarded
+  for a time, and `ROOM_WAIT_MS_MAX` at most; then it is refused with the quota named. His later puts on that drive wait
+  behind it, and nobody else's do.
+- No step is long: `EVICTION_URGENT_BLOCKS` go at most between two looks at other work.
+
+What is counted is counted where it changes (`eviction.owners`), so it can't drift away from what is stored. A drive
+that takes no writes still counts, and nothing goes there. A put that is refused may have cost blocks that could go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import ConfigError, QuotaExceeded
+from kvstore.limits import (
+    EVICTION_STEPS_MAX,
+    EVICTION_URGENT_BLOCKS,
+    PAGE_BYTES,
+    QUOTA_OWNERS_MAX,
+    ROOM_WAIT_MS_MAX,
+)
+from kvstore.storage.eviction.owners import Uses
+from kvstore.storage.eviction.policy import Steps
+from kvstore.storage.writes import RecordWrite
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.storage.eviction.items import Eviction
+    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.traffic import Traffic
+    from kvstore.storage.writes import Owner, Writes
+
+__all__ = ["Charged", "Made", "Quota", "QuotaQueue", "Quotas"]
+
+
+class Quota(NamedTuple):
+    """How a tenant stands. One without a quota is not counted."""
+
+    bytes_max: int  # 0: he has none
+    used_bytes: int
+
+
+class Made(NamedTuple):
+    """What was done for room."""
+
+    blocks: int  # that went
+    more: bool  # a bound was met: there may be more that can go
+
+
+class Charged(RecordWrite):
+    """A write of a tenant's block, and what it has been let in with."""
+
+    __slots__ = ("charged_pages", "tenant")
+
+    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
+        super().__init__(writes, owner, address, size_bytes)
+        self.tenant = tenant
+        self.charged_pages = 0
+
+
+class Quotas:
+    """Of all tenants, on all drives of a store."""
+
+    def __init__(self, drives: Sequence[Keeping], clock: Clock) -> None:
+        self._drives = drives
+        self._clock = clock
+        self._pages_max: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}  # of all who have had a quota; they stay counted
+        self._under_way: dict[bytes, int] = {}  # pages of puts that were let in and are in no index yet
+        self._over: set[bytes] = set()  # who may have more than he should since quotas have changed
+        self._uses = Uses()
+        for keeping in drives:
+            keeping.core.owners.uses = self._uses
+            keeping.owner_numbers = self._numbers
+
+    def change(self, bytes_max: Mapping[bytes, int]) -> None:
+        """Let these tenants have so much, and all others as much as there is. It looks at each block of who is new."""
+        new = [tenant for tenant in bytes_max if tenant not in self._numbers]
+        if len(self._numbers) + len(new) > QUOTA_OWNERS_MAX:
+            raise ConfigError(
+                f"{QUOTA_OWNERS_MAX} tenants have had a quota since the node was started; start it anew."
+            )
+        self._pages_max = {tenant: limit // PAGE_BYTES for tenant, limit in bytes_max.items()}
+        for tenant in new:
+            number = self._numbers[tenant] = len(self._numbers) + 1
+            each = [keeping.generations_of(tenant) for keeping in self._drives]
+            self._uses.count += max(map(len, each))
+            for keeping, generations in zip(self._drives, each, strict=True):
+                keeping.core.own(generations, number)
+        self._over = {tenant for tenant in bytes_max if self._excess_pages(tenant, 0) > 0}
+
+    def of(self, tenant: bytes) -> Quota:
+        """Tell how a tenant stands."""
+        return Quota(
+            self._pages_max.get(tenant, 0) * PAGE_BYTES,
+            self._used_pages(tenant) * PAGE_BYTES if tenant in self._pages_max else 0,
+        )
+
+    def limits(self, tenant: bytes) -> bool:
+        """Tell whether a tenant has a quota."""
+        return tenant in self._pages_max
+
+    def could_hold(self, tenant: bytes, pages: int) -> bool:
+        """Tell whether he could have so much if he had nothing else."""
+        return pages <= self._pages_max[tenant]
+
+    def enter(self, write: Charged) -> bool:
+        """Let a put in if there is room for it."""
+        pages = write.size_bytes // PAGE_BYTES
+        if self._excess_pages(write.tenant, pages) > 0:
+            return False
+        write.charged_pages = pages
+        self._under_way[write.tenant] = self._under_way.get(write.tenant, 0) + pages
+        return True
+
+    def leave(self, write: Charged) -> None:
+        """Note that a put is in the index, or never will be."""
+        if write.charged_pages:
+            left = self._under_way[write.tenant] - write.charged_pages
+            write.charged_pages = 0
+            if left:
+                self._under_way[write.tenant] = left
+            else:
+                del self._under_way[write.tenant]
+
+    def waits_for_own(self, tenant: bytes) -> bool:
+        """Tell whether something of a tenant will be free to go by and by."""
+        return tenant in self._under_way or any(one.has_passing_guards() for one in self._drives)
+
+    def make_room(self, tenant: bytes, pages: int, blocks_max: int) -> Made:
+        """Let so many of a tenant's blocks go that there is room for these pages, as far as they may."""
+        number, now_ms = self._numbers[tenant], self._clock.wall_ms()
+        excess_pages = self._excess_pages(tenant, pages)
+        steps = Steps(EVICTION_STEPS_MAX)
+        drives = [one for one in self._drives if one.takes_writes]
+        victims: dict[Keeping, list[Eviction]] = {}
+        evicted = 0
+        while excess_pages > 0 and evicted < blocks_max:
+            uses = [one.core.oldest_use(number, steps) for one in drives]
+            oldest = [(use, at) for at, use in enumerate(uses) if use is not None]
+            if not oldest or steps.left <= 0:
+                break
+            keeping = drives[min(oldest)[1]]
+            eviction = keeping.core.evict_oldest(number, now_ms)
+            victims.setdefault(keeping, []).append(eviction)
+            excess_pages -= eviction.pages
+            evicted += 1
+        for keeping, some in victims.items():
+            keeping.evict(some)
+        return Made(evicted, steps.left <= 0 or (evicted == blocks_max and excess_pages > 0))
+
+    def shrink(self, blocks_max: int) -> int:
+        """Let go what tenants have too much of since their quotas have changed; give how many blocks went."""
+        evicted = 0
+        for tenant in list(self._over):
+            made = self.make_room(tenant, 0, blocks_max - evicted)
+            evicted += made.blocks
+            if made.more:
+                break
+            self._over.discard(tenant)  # what is guarded goes with his next put
+        return evicted
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether `shrink` has something to do."""
+        return bool(self._over)
+
+    def _used_pages(self, tenant: bytes) -> int:
+        number = self._numbers[tenant]
+        stored = sum(keeping.core.owners.pages.get(number, 0) for keeping in self._drives)
+        return stored + self._under_way.get(tenant, 0)
+
+    def _excess_pages(self, tenant: bytes, pages: int) -> int:
+        return self._used_pages(tenant) + pages - self._pages_max[tenant]
+
+
+class QuotaQueue:
+    """The puts to one drive that wait for room in their tenants' quotas."""
+
+    def __init__(self, quotas: Quotas, writes: Writes, traffic: Traffic, clock: Clock) -> None:
+        self.quotas = quotas
+        self._writes = writes
+        self._traffic = traffic
+        self._clock = clock
+        self._waiting: dict[bytes, deque[tuple[Charged, int]]] = {}  # with when each began to wait, in ns
+        self._more = False
+        self._closing = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def is_due(self) -> bool:
+        """Tell whether there is something to do that no drive brings about."""
+        return self._more or self.quotas.is_over
+
+    def look_again(self) -> None:
+        """Do a step soon: guards have ended."""
+        self._more = bool(self._waiting)
+
+    def close(self) -> None:
+        """Let nobody wait for guards any more."""
+        self._closing = self._more = True
+
+    def add(self, write: Charged) -> None:
+        """Queue a write, at once if there is room for it in its tenant's quota."""
+        tenant = write.tenant
+        if not self.quotas.limits(tenant):
+            self._writes.add(write)
+        elif not self.quotas.could_hold(tenant, write.size_bytes // PAGE_BYTES):
+            self._refuse(write, "The block is larger than")
+        elif tenant not in self._waiting and self.quotas.enter(write):
+            self._writes.add(write)
+        else:
+            self._waiting.setdefault(tenant, deque()).append((write, self._clock.monotonic_ns()))
+            self._more = True
+
+    def step(self) -> None:
+        """Make room for what waits, and let it in, within bounds."""
+        self._more = False
+        left = EVICTION_URGENT_BLOCKS - self.quotas.shrink(EVICTION_URGENT_BLOCKS)
+        for tenant in list(self._waiting):
+            if left <= 0:
+                self._more = True
+                break
+            left -= self._serve(tenant, left)
+
+    def _serve(self, tenant: bytes, blocks_max: int) -> int:
+        waiting = self._waiting.pop(tenant)  # and behind the others, if it has to wait on
+        made = Made(0, more=False)
+        if self.quotas.limits(tenant) and self._writes.stopped is None:
+            pages = sum(write.size_bytes for write, _ in waiting) // PAGE_BYTES
+            most = self.quotas.of(tenant).bytes_max // PAGE_BYTES
+            made = self.quotas.make_room(tenant, min(pages, most), blocks_max)
+        while waiting:
+            write, since_ns = waiting[0]
+            free = not self.quotas.limits(tenant) or self._writes.stopped is not None
+            if free or self.quotas.enter(write):
+                self._writes.add(write)  # which refuses it, if the drive has stopped
+            elif made.more or self._may_wait(tenant, since_ns):
+                self._waiting[tenant] = waiting
+                self._more = self._more or made.more
+                break
+            else:
+                self._refuse(
+                    write, "All of the tenant's blocks that could go are guarded, and the block exceeds"
+                )
+            waiting.popleft()
+        return made.blocks
+
+    def _may_wait(self, tenant: bytes, since_ns: int) -> bool:
+        if self._closing and not (self._traffic.in_flight or self._traffic.queued):
+            return False
+        waited_ms = (self._clock.monotonic_ns() - since_ns) // 1_000_000
+        return waited_ms < ROOM_WAIT_MS_MAX and self.quotas.waits_for_own(tenant)
+
+    def _refuse(self, write: Charged, why: str) -> None:
+        quota = self.quotas.of(write.tenant)
+        write.owner.finish(
+            write,
+            QuotaExceeded(
+                f"{why} the quota of {quota.bytes_max} bytes, of which {quota.used_bytes} are in use"
+                f" and {write.size_bytes} more are wanted."
+            ),
+        )

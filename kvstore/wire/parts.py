@@ -1,0 +1,177 @@
+"""The messages of the service Batches with chunks left where they are: protobuf's own encoding, without its copies.
+
+The generated classes copy a chunk two or three times on its way into a message and out of it, which costs more than to
+send it. Here a message is joined once from what stands in memory, and read as views into what has come.
+
+Always holds: what is made here the generated classes read, and the other way round; unknown fields are passed over;
+bytes that are no message are ProtocolError, and nothing behind the end of a message is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from kvstore.errors import ProtocolError
+from kvstore.wire import batches_pb2 as pb
+from kvstore.wire import kvstore_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["GotPart", "PutMessage", "encoded_get", "encoded_put", "got_parts", "parse_put"]
+
+_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5  # kinds of fields
+_VARINT_BYTES_MAX = 10
+_KIND_BITS = 3
+_SEVEN_BITS, _MORE = 0x7F, 0x80  # of each byte of a varint
+_PART_OF_GETS, _NUMBER, _MISS, _CHUNK_GOT = 1, 1, 2, 3  # fields
+_TENANT, _DURABILITY, _EXPIRES, _PART_OF_PUTS, _NAME, _CHUNK_PUT = 1, 2, 3, 4, 1, 2
+
+
+class GotPart(NamedTuple):
+    """Of a block that is got: more of it, or that it does not come."""
+
+    number: int
+    miss: kvstore_pb2.GetMiss | None
+    chunk: memoryview
+
+
+class PutMessage(NamedTuple):
+    """What a client that puts says; each part is a name, if a block begins, and bytes."""
+
+    tenant: str
+    durability: int
+    expires_unix_ms: int
+    parts: list[tuple[kvstore_pb2.BlockName | None, memoryview]]
+
+    @property
+    def named(self) -> int:
+        """How many blocks begin."""
+        return sum(name is not None for name, _ in self.parts)
+
+
+def encoded_get(parts: Sequence[tuple[int, memoryview | bytes]]) -> bytes:
+    """Give a GetBatchResponse with these chunks, each with its block's number."""
+    pieces: list[bytes | memoryview] = []
+    for number, chunk in parts:
+        head = b"\x08" + _varint(number) + b"\x1a" + _varint(len(chunk))
+        pieces += (b"\x0a" + _varint(len(head) + len(chunk)) + head, chunk)
+    return b"".join(pieces)
+
+
+def encoded_put(
+    head: pb.PutBatchRequest, parts: Sequence[tuple[kvstore_pb2.BlockName | None, memoryview | bytes]]
+) -> bytes:
+    """Give a PutBatchRequest with these parts behind what its head says."""
+    pieces: list[bytes | memoryview] = [head.SerializeToString()]
+    for name, chunk in parts:
+        named = b"" if name is None else name.SerializeToString()
+        part = b"" if name is None else b"\x0a" + _varint(len(named)) + named
+        part += b"\x12" + _varint(len(chunk))
+        pieces += (b"\x22" + _varint(len(part) + len(chunk)) + part, chunk)
+    return b"".join(pieces)
+
+
+def got_parts(message: bytes) -> Iterator[GotPart]:
+    """Read a GetBatchResponse."""
+    for field, part in _fields(memoryview(message)):
+        if field == _PART_OF_GETS:
+            number, miss, chunk = 0, None, memoryview(b"")
+            for inner, value in _fields(_bytes(part)):
+                if inner == _NUMBER and isinstance(value, int):
+                    number = value
+                elif inner == _MISS:
+                    miss = kvstore_pb2.GetMiss()
+                    _merge(miss, _bytes(value))
+                elif inner == _CHUNK_GOT:
+                    chunk = _bytes(value)
+            yield GotPart(number, miss, chunk)
+
+
+def parse_put(message: bytes) -> PutMessage:
+    """Read a PutBatchRequest."""
+    parts: list[tuple[kvstore_pb2.BlockName | None, memoryview]] = []
+    tenant, durability, expires_unix_ms = "", 0, 0
+    for field, value in _fields(memoryview(message)):
+        if field == _PART_OF_PUTS:
+            parts.append(_put_part(_bytes(value)))
+        elif field == _TENANT:
+            tenant = _text(_bytes(value))
+        elif field == _DURABILITY and isinstance(value, int):
+            durability = value
+        elif field == _EXPIRES and isinstance(value, int):
+            expires_unix_ms = value
+    return PutMessage(tenant, durability, expires_unix_ms, parts)
+
+
+def _put_part(part: memoryview) -> tuple[kvstore_pb2.BlockName | None, memoryview]:
+    name, chunk = None, memoryview(b"")
+    for field, value in _fields(part):
+        if field == _NAME:
+            name = name or kvstore_pb2.BlockName()
+            _merge(name, _bytes(value))
+        elif field == _CHUNK_PUT:
+            chunk = _bytes(value)
+    return name, chunk
+
+
+def _merge(message: kvstore_pb2.BlockName | kvstore_pb2.GetMiss, view: memoryview) -> None:
+    try:
+        message.MergeFromString(bytes(view))
+    except DecodeError as error:
+        raise ProtocolError("A message of a stream of blocks is none.") from error
+
+
+def _text(view: memoryview) -> str:
+    try:
+        return bytes(view).decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError("A tenant's name is no text.") from error
+
+
+def _bytes(value: int | memoryview) -> memoryview:
+    if isinstance(value, int):
+        raise ProtocolError("A message of a stream of blocks has a number where bytes belong.")
+    return value
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > _SEVEN_BITS:
+        encoded.append(number & _SEVEN_BITS | _MORE)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Give the fields of a message by their numbers: numbers as they are, bytes as views."""
+    at = 0
+    while at < len(view):
+        tag, at = _read_varint(view, at)
+        field, kind = tag >> _KIND_BITS, tag & (1 << _KIND_BITS) - 1
+        if kind == _VARINT:
+            number, at = _read_varint(view, at)
+            yield field, number
+            continue
+        if kind == _LENGTH:
+            length, at = _read_varint(view, at)
+        elif kind in (_FIXED_64, _FIXED_32):
+            length = 8 if kind == _FIXED_64 else 4
+        else:
+            raise ProtocolError("A message of a stream of blocks has a field of no known kind.")
+        if length > len(view) - at:
+            raise ProtocolError("A message of a stream of blocks is cut short.")
+        yield field, view[at : at + length]
+        at += length
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    number = 0
+    for count, byte in enumerate(view[at : at + _VARINT_BYTES_MAX]):
+        number |= (byte & _SEVEN_BITS) << 7 * count
+        if byte < _MORE:
+            return number & (1 << 64) - 1, at + count + 1
+    raise ProtocolError("A message of a stream of blocks is cut short.")

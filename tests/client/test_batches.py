@@ -1,0 +1,181 @@
+"""Blocks in streams: each with its own answer, in order, exact; of any size, and with memory that is bounded."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.client import Client
+from kvstore.durability import Durability
+from kvstore.errors import NodeUnavailable, ProtocolError, StorageError
+from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key, layout_fingerprint
+from kvstore.node import inline
+from kvstore.wire import batches_pb2 as pb
+from kvstore.wire import batches_pb2_grpc, kvstore_pb2
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MIB = 1 << 20
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node", 256 << 20) as process:
+        yield process
+
+
+@pytest.fixture
+def client(node: NodeInProcess) -> Iterator[Client]:
+    with Client(node.target) as client:
+        yield client
+
+
+def key(number: int) -> bytes:
+    return block_key(number.to_bytes(4, "little"))
+
+
+def payload(number: int, size: int) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def held_bytes(node: NodeInProcess) -> int:
+    return node.call(lambda one: one.inline._shares.total_bytes)  # type: ignore[no-any-return]
+
+
+def stub(channel: grpc.Channel) -> Any:
+    return batches_pb2_grpc.BatchesStub(channel)  # type: ignore[no-untyped-call]
+
+
+def name(number: int, length: int) -> kvstore_pb2.BlockName:
+    return kvstore_pb2.BlockName(key=key(number), fingerprint=layout_fingerprint(b""), length=length)
+
+
+def test_blocks_of_all_sizes_go_and_come_in_one_stream(node: NodeInProcess, client: Client) -> None:
+    sizes = [1, 4096, 100_000, MIB - 1, MIB, MIB + 1, 5 * MIB, 3] * 3
+    blocks = [(key(number), payload(number, size)) for number, size in enumerate(sizes)]
+    results = client.put_many_inline(blocks)
+    assert [(one.key, one.durability, one.error) for one in results] == [
+        (one, Durability.WRITTEN, None) for one, _ in blocks
+    ]
+    got = list(client.get_many_inline([(one, len(data)) for one, data in blocks]))
+    assert got == [data for _, data in blocks]
+    assert client.get_inline(*[(one, len(data)) for one, data in blocks][5]) == blocks[5][1]
+    wait_until(lambda: held_bytes(node) == 0, "all memory comes back")
+
+
+def test_more_blocks_than_a_message_names(client: Client) -> None:
+    blocks = [(key(number), b"%d" % number) for number in range(BATCH_BLOCKS_MAX * 2 + 7)]
+    assert {one.error for one in client.put_many_inline(iter(blocks))} == {None}
+    assert list(client.get_many_inline([(one, len(data)) for one, data in blocks])) == [
+        data for _, data in blocks
+    ]
+
+
+def test_more_bytes_than_a_client_may_hold_wait_for_his_own(node: NodeInProcess, client: Client) -> None:
+    share_bytes = HOT_BYTES_MIN // 2 // 8
+    size = 3 * MIB
+    blocks = [(key(number), payload(number, size)) for number in range(3 * share_bytes // size)]
+    assert {one.error for one in client.put_many_inline(blocks)} == {None}
+    assert list(client.get_many_inline([(one, size) for one, _ in blocks])) == [data for _, data in blocks]
+    wait_until(lambda: held_bytes(node) == 0, "all memory comes back")
+
+
+def test_each_block_has_its_own_answer(client: Client) -> None:
+    client.put_inline(key(1), b"stored with another length")
+    results = client.put_many_inline([(key(0), b"a"), (key(1), b"b"), (key(2), b"c")])
+    assert [type(one.error) for one in results] == [type(None), StorageError, type(None)]
+    got = list(client.get_many_inline([(key(0), 1), (key(9), 1), (key(1), 1), (key(2), 1)]))
+    assert [got[0], got[3]] == [b"a", b"c"]
+    assert [one.reason for one in got if isinstance(one, Miss)] == [MissReason.UNKNOWN, MissReason.LENGTH]
+    assert client.put_many_inline([]) == []
+    assert list(client.get_many_inline([])) == []
+
+
+def test_blocks_cold_on_the_drive_come_as_well(tmp_path: Path) -> None:
+    blocks = [(key(number), payload(number, 200_000)) for number in range(40)]
+    with NodeInProcess(tmp_path / "again") as node, Client(node.target) as client:
+        client.put_many_inline(blocks)
+    with NodeInProcess(tmp_path / "again") as node, Client(node.target) as client:
+        wanted = [(one, len(data)) for one, data in blocks]
+        assert list(client.get_many_inline(wanted)) == [data for _, data in blocks]
+        some = client.get_many_inline(wanted)
+        assert next(some) == blocks[0][1]
+        some.close()  # type: ignore[attr-defined]
+        wait_until(lambda: held_bytes(node) == 0, "what was read ahead for who wants no more is given back")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [pb.PutPart(chunk=b"of no block")],
+        [pb.PutPart(name=name(1, 4), chunk=b"ab"), pb.PutPart(name=name(2, 1), chunk=b"c")],
+        [pb.PutPart(name=name(1, 4), chunk=b"abcde")],
+        [pb.PutPart(name=name(1, 4), chunk=b"abc")],
+        [pb.PutPart(name=name(1, 0))],
+        [pb.PutPart(name=name(1, 1 << 40))],
+        [pb.PutPart(name=kvstore_pb2.BlockName(key=b"short", length=1), chunk=b"a")],
+    ],
+)
+def test_a_stream_that_contradicts_itself_is_ended(node: NodeInProcess, parts: list[pb.PutPart]) -> None:
+    with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(stub(channel).PutBatch(iter([pb.PutBatchRequest(parts=parts)]), timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    wait_until(lambda: held_bytes(node) == 0, "its memory comes back")
+
+
+def test_whole_blocks_before_a_break_are_kept(node: NodeInProcess, client: Client) -> None:
+    parts = [pb.PutPart(name=name(1, 4), chunk=b"abcd"), pb.PutPart(chunk=b"too much")]
+    messages = [pb.PutBatchRequest(parts=[part]) for part in parts]
+    with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError):
+        list(stub(channel).PutBatch(iter(messages), timeout=WAIT_S))
+    wait_until(lambda: client.get_inline(key(1), 4) == b"abcd", "it is kept")
+
+
+def test_a_stream_that_stands_still_is_ended_and_its_memory_comes_back(
+    node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inline, "INLINE_TIMEOUT_MS", 300)
+    client.put_many_inline([(key(number), bytes(4 * MIB)) for number in range(8)])
+    with grpc.insecure_channel(node.target) as channel:
+
+        def puts() -> Iterator[pb.PutBatchRequest]:
+            yield pb.PutBatchRequest(parts=[pb.PutPart(name=name(99, MIB), chunk=b"only this")])
+            wait_until(put.done, "the node ends it")
+
+        put = stub(channel).PutBatch(puts(), timeout=WAIT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(put)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        get = stub(channel).GetBatch(
+            iter([pb.GetBatchRequest(blocks=[name(number, 4 * MIB) for number in range(8)])]), timeout=WAIT_S
+        )
+        wait_until(lambda: held_bytes(node) > 0, "it holds memory")
+        wait_until(lambda: held_bytes(node) == 0, "a reader that takes nothing in is ended")
+        get.cancel()
+
+
+def test_a_node_that_is_away_is_an_answer_for_each_block() -> None:
+    with Client("127.0.0.1:1") as client:
+        results = client.put_many_inline([(key(0), b"a"), (key(1), b"b")], timeout_s=5)
+        assert all(isinstance(one.error, NodeUnavailable) for one in results)
+        got = list(client.get_many_inline([(key(0), 1), (key(1), 1)], timeout_s=5))
+        assert [one.reason for one in got if isinstance(one, Miss)] == [MissReason.NODE_AWAY] * 2
+
+
+def test_an_empty_request_is_refused(node: NodeInProcess) -> None:
+    with grpc.insecure_channel(node.target) as channel:
+        for call in (stub(channel).PutBatch, stub(channel).GetBatch):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(iter([]), timeout=WAIT_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert ProtocolError.__name__ in str(caught.value.trailing_metadata())
