@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 21bd9712bf115b3d5a46bf36a6088ace
+# Generated from proto sources with BLAKE2b 2c3131c6293de8a1a79b717952a9d082
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
