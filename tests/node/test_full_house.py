@@ -75,9 +75,8 @@ def test_who_finds_no_room_is_told_within_ten_milliseconds(node: NodeProcess) ->
                 next(iter(call))
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017
-                hints.extend(
-                    int(value) for name, value in error.trailing_metadata() or () if name == RETRY_AFTER_MS
-                )
+                trailers: Any = error.trailing_metadata()
+                hints.append(int(dict(trailers)[RETRY_AFTER_MS]))
                 return True
             return False
 
