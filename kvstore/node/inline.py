@@ -153,6 +153,11 @@ class InlineBlocks:
         piece = self.memory.pages.find(entry.generation)
         if piece is None:
             return None
+        if not self._shares.may_hold(peer, piece.pages * PAGE_BYTES):
+            self.memory.pages.release(piece)  # before it costs a check of its bytes
+            raise Overloaded(
+                "The client reads as much as the node sends it at a time; read what is under way first."
+            )
         if crc32c_at(self.memory.address(piece) + HEADER_BYTES, entry.length) != entry.crc32c:
             self.memory.pages.forget(piece)  # the drive's bytes may be right
             self.memory.pages.release(piece)

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b af1433a83af8ad3832177818754d7d1f
+# Generated from proto sources with BLAKE2b f4cbac0045b7d6321eb2175ab3b2bfe4
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -49,12 +49,8 @@ def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
 
 def error_named(name: str, sentence: str, retry_after_ms: int) -> KvError:
     """The error of this name; one of a newer node's that is not known here is a StorageError."""
-    kind = getattr(errors, name, None)
-    if kind is errors.Overloaded:
-        return errors.Overloaded(sentence, retry_after_ms)
-    if isinstance(kind, type) and issubclass(kind, KvError):
-        return kind(sentence)
-    return errors.StorageError(sentence)
+    kind = _kind(name) or errors.StorageError
+    return errors.Overloaded(sentence, retry_after_ms) if kind is errors.Overloaded else kind(sentence)
 
 
 def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
@@ -62,13 +58,18 @@ def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
     code = failure.code() if isinstance(failure, grpc.Call) else grpc.StatusCode.UNKNOWN
     detail = (failure.details() if isinstance(failure, grpc.Call) else "") or ""
     trailers = _trailers(failure)
-    if ERROR_NAME in trailers:
+    if _kind(trailers.get(ERROR_NAME, "")) is not None:
         return error_named(trailers[ERROR_NAME], detail, int(trailers.get(RETRY_AFTER_MS, "50")))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{doing} was not answered in time.")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return errors.NodeUnavailable(f"{doing} found no node: {detail or code.name.lower()}.")
     return errors.ProtocolError(f"{doing} was refused: {detail or code.name.lower()}.")
+
+
+def _kind(name: str) -> type[KvError] | None:
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, KvError) else None
 
 
 def _trailers(failure: grpc.RpcError) -> dict[str, str]:

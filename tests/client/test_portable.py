@@ -112,6 +112,16 @@ def test_a_file_with_a_flipped_bit_anywhere_imports_nothing(ada: Client) -> None
     assert names(ada, "bob") == []
 
 
+def test_bytes_that_were_changed_are_not_even_put(node: NodeInProcess, ada: Client) -> None:
+    file = bytearray(exported(ada))
+    at = bytes(file).index(payload(1))
+    file[at + 5] ^= 1
+    with Client(node.target, tenant="zeta", layout=b"bf16") as zeta:
+        with pytest.raises(SessionFileError, match="Block 1"):
+            zeta.import_session(io.BytesIO(bytes(file)), "bob", "changed")
+        assert [isinstance(one, Miss) for one in zeta.exists(KEYS[:3])] == [False, True, True]
+
+
 def test_parts_that_are_right_by_themselves_but_were_moved_are_refused() -> None:
     """Every CRC holds; only the whole does not."""
 
