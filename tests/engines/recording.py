@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.engines.vllm.loading import Loaded
     from kvstore.engines.vllm.plan import Wanted
 
-__all__ = ["RecordingConnector", "RecordingSpec"]
+__all__ = ["BrokenConnector", "RecordingConnector", "RecordingSpec"]
 
 
 class RecordingConnector(TriggerKvConnector):
@@ -64,6 +64,15 @@ class RecordingConnector(TriggerKvConnector):
                     content = memory.bytes_of(buffer, offset, group.page_bytes)
                     digest = blake2b(content, digest_size=16).hexdigest()
                     lines.write(f"{what} {key.hex()} {digest}\n")
+
+
+class BrokenConnector(TriggerKvConnector):
+    """Whatever is found does not come."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert isinstance(self._working, Working)
+        self._working._loads._transport.fetch = lambda pages, _: [False] * len(pages)  # type: ignore[method-assign]
 
 
 class RecordingSpec(TriggerKvOffloadingSpec):

@@ -180,6 +180,18 @@ def test_a_turn_becomes_one_of_its_session(node: Node, engine: Engine, chats: Ch
     assert listed["chat 7"].turns == 2
 
 
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_what_is_found_and_never_comes_is_computed(
+    place: Path, model: Path, node: Node, chats: Chats, load: str
+) -> None:
+    broken = {"kv_connector": "BrokenConnector"}
+    with Engine(place, f"broken {load}", model, node.target, transfer=broken, extra={"load": load}) as engine:
+        chats.check(engine, range(2))
+        engine.forget()
+        chats.check(engine, range(2))
+        assert engine.count("missing_blocks") > 0
+
+
 def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
     with Engine(place, "inline", model, node.target, extra={"transport": "inline"}) as inline:
         chats.check(inline)

@@ -1,7 +1,8 @@
 """The scheduler's side: what of a request is stored already, what of it to load, and which blocks to save when.
 
-What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; a block is
-saved once, when all its tokens are known and computed; what is remembered of a request ends with it.
+What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; what was offered
+and has not come is not offered again; a block is saved once, when all its tokens are known and computed; what is
+remembered of a request ends with it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class _Request:
     lookup_until_ns: int = 0
     asked: bool = False  # whether the answer was waited for
     computed_tokens: int = 0  # what the engine had when it was offered more
+    offers: int = 0  # loads that were begun
     known_tokens: int = 0  # stored on the node, from the first on
     saved: list[int] = field(default_factory=list)  # blocks, group by group, that need not be saved
 
@@ -106,6 +108,8 @@ class Scheduling:
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those computed can be loaded; None: not known yet."""
         known = self._known(request)
+        if known.offers > request.num_preemptions:
+            return 0, False  # what was offered has not come, and might not for ever
         if known.lookup is None:
             self._begin_lookup(known)
         if known.lookup is None:
@@ -146,6 +150,7 @@ class Scheduling:
                 for at in range(first, last)
                 if not of_group[at].is_null  # outside of the window
             ]
+        known.offers += 1
         self._loads.append(Load(request.request_id, wanted))
         self.stats.add("hit_tokens", external_tokens)
 
