@@ -72,7 +72,8 @@ class BrokenConnector(TriggerKvConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         assert isinstance(self._working, Working)
-        self._working._loads._transport.fetch = lambda pages, _: [False] * len(pages)  # type: ignore[method-assign]
+        transport: Any = self._working._loads._transport
+        transport.fetch = lambda pages, timeout_s: [False] * len(pages)  # noqa: ARG005
 
 
 class RecordingSpec(TriggerKvOffloadingSpec):
