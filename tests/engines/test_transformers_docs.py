@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is in .venv-engines only: make test-engines")
 
-from tests.engines.model import make_llama  # noqa: E402
+from tests.engines.model import make_llama
 
 if TYPE_CHECKING:
     from tests.engines.node import Node
