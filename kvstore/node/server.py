@@ -172,6 +172,8 @@ async def _serve(config: NodeConfig) -> None:
             tenants.load(config.tenants)
             store.change_quotas(tenants.quotas())
             loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
+        else:  # by itself it would end the process, and a service manager's reload sends it to every node
+            loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
         server = grpc.aio.server(options=_GRPC_OPTIONS)
         health = add_services(server, node, Gate(tenants, audit))
         await health.begin()
