@@ -39,6 +39,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             tls_key=arguments.tls_key,
             tls_clients=arguments.tls_clients,
             audit=arguments.audit,
+            http=None if arguments.http is None else parse_listen(arguments.http),
+            ui=arguments.ui,
         )
     )
 
@@ -221,6 +223,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tls-clients", type=Path, help="authorities, PEM; clients need a certificate of theirs"
     )
     serve.add_argument("--audit", type=Path, help="a file for who came and who was turned away")
+    serve.add_argument(
+        "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, and /healthz there"
+    )
+    serve.add_argument("--ui", action="store_true", help="and a web page of the node")
     serve.set_defaults(run=_serve)
 
     token = commands.add_parser(
