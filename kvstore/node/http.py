@@ -3,7 +3,7 @@
 What always holds: so many connections at a time and no more, those in their handshake included; a request has a bounded
 size, comes within its time or not at all, and its answer is taken within its time; it passes the gate first, but for
 health. There is no way to change anything.
-What it doesn't do: keep a connection, take a body, compress. What is asked here is asked by a Prometheus and a few people.
+What it does not do: keep a connection, take a body, compress. It is asked by a Prometheus and a few people.
 
 A node without tenants believes whoever comes over loopback. A browser does that for any page of the Internet whose name
 leads to 127.0.0.1, so such a node answers only to hosts that are addresses, or `localhost`.
