@@ -91,7 +91,7 @@ def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: byt
             "get from the drive": _times(node.timings.got_from_drive),
             "look-up of a batch": _times(node.timings.lookups),
         },
-        "puts": [_put(one) for one in reversed(node.timings.puts.values()) if whose in (b"", one.tenant)],
+        "puts": [_put(one, node.clock.monotonic_ns()) for one in reversed(node.timings.puts.values()) if whose in (b"", one.tenant)],
         "sessions": _sessions(node, whose, after),
     }
 
@@ -123,7 +123,7 @@ def _times(histogram: Histogram) -> dict[str, Any]:
     return {"count": histogram.count, "p50_ms": ms(0.5), "p99_ms": ms(0.99)}
 
 
-def _put(put: PutSeen) -> dict[str, Any]:
+def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
     """One row of the time line, in milliseconds since its slots were leased or its first byte came."""
     marks: Mapping[Step, int] = {}
     if put.trace is not None:
@@ -141,7 +141,7 @@ def _put(put: PutSeen) -> dict[str, Any]:
         "blocks": put.blocks,
         "size_bytes": put.size_bytes,
         "durability": put.durability.name.lower(),
-        "began_ns": put.began_ns,
+        "age_ms": (now_ns - put.kept_ns) // _NS_PER_MS,
         "armed_ms": ms(marks.get(Step.ARMED)),
         "flag_ms": ms(marks.get(Step.FIRED)),
         "landed_first_ms": ms(put.landed_first_ns),
