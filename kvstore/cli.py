@@ -42,6 +42,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             events=None
             if arguments.events is None
             else EventsConfig(arguments.events, arguments.events_replay, arguments.events_as == "arrays"),
+            http=None if arguments.http is None else parse_listen(arguments.http),
+            ui=arguments.ui,
         )
     )
 
@@ -236,6 +238,10 @@ def _parser() -> argparse.ArgumentParser:
         default="maps",
         help="how an event is written (%(default)s)",
     )
+    serve.add_argument(
+        "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, and /healthz there"
+    )
+    serve.add_argument("--ui", action="store_true", help="and a web page of the node")
     serve.set_defaults(run=_serve)
 
     token = commands.add_parser(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.statistics import Counters
+    from kvstore.node.timings import Timings
     from kvstore.node.traces import SeenGet
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
@@ -72,6 +74,7 @@ class _Fetch:
     connection: Connection
     request: FetchRequest
     tag: int
+    queued_ns: int
     piece: Piece | None = None
     hot: bool = False  # the piece was there before
     generation: int = 0  # of the record in it
@@ -105,7 +108,10 @@ class Fetches:
         tags: Iterator[int],
         clock: Clock,
         counters: Counters,
+        timings: Timings,
     ) -> None:
+        self._timings = timings
+        self._sent: Counter[tuple[bool, int]] = Counter()  # by where from and when asked for; not noted yet
         self._counters = counters
         self._fabric = fabric
         self._store = store
@@ -120,7 +126,8 @@ class Fetches:
         """Queue the fetches, all or none, and start what can be started."""
         if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
-        self._queued.add(_Fetch(connection, request, next(self._tags)) for request in requests)
+        now_ns = self._clock.monotonic_ns()
+        self._queued.add(_Fetch(connection, request, next(self._tags), now_ns) for request in requests)
         self.pump()
 
     @property
@@ -135,6 +142,8 @@ class Fetches:
 
     def pump(self) -> None:
         """Send what is hot, and read ahead as far as the memory goes."""
+        if self._sent:
+            self._note_sent()
         while not self._memory.pages.refused and (batch := self._next()):
             puts: list[TriggeredPut] = []
             reads: list[GetItem] = []
@@ -265,7 +274,17 @@ class Fetches:
             return
         if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)
+        else:
+            self._sent[fetch.hot, fetch.queued_ns] += 1
         self._end(fetch)
+
+    def _note_sent(self) -> None:
+        """Note how long it took: once for blocks that were asked for together and were sent by now."""
+        now_ns = self._clock.monotonic_ns()
+        for (hot, queued_ns), blocks in self._sent.items():
+            where = self._timings.got_from_memory if hot else self._timings.got_from_drive
+            where.note(now_ns - queued_ns, blocks)
+        self._sent.clear()
 
     def _failed(self, fetch: _Fetch, status: int) -> None:
         if status != -errno.EBADMSG:
@@ -279,7 +298,7 @@ class Fetches:
             log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
             if fetch.request.seen is not None:
                 fetch.request.seen.again()
-            self._queued.put_back(_Fetch(fetch.connection, fetch.request, next(self._tags)))
+            self._queued.put_back(_Fetch(fetch.connection, fetch.request, next(self._tags), fetch.queued_ns))
         else:
             self._store.quarantine(*fetch.name, fetch.generation)
             put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
