@@ -107,7 +107,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         ("new-tokens", int, 400, "tokens of a question"),
         ("answer-tokens", int, 300, "tokens of an answer"),
         ("found-share", float, 0.95, "of the turns whose history is stored"),
-        ("ttft-s", float, 1.0, "time to the first token that 99 % shall have, seconds"),
+        ("ttft-s", float, 1.0, "time to the first token that 99 %% shall have, seconds"),
         ("utilisation-max", float, 0.7, "no part is planned to be busier, of its time"),
         ("seed", int, 1, "of the trial"),
     ):

@@ -126,8 +126,17 @@ def test_compose_names_files_that_are_there_and_two_nodes() -> None:
             assert (DEPLOY / "compose" / build["context"] / build["dockerfile"]).resolve().is_file()
         for volume in service["volumes"]:
             source = volume.split(":")[0]
-            if source.startswith("..") or source.endswith(".yaml"):
+            if source.startswith("..") or source.endswith(".yaml"):  # the others are volumes, and secrets
                 assert (DEPLOY / "compose" / source).exists(), source
+
+
+def test_prometheus_scrapes_the_nodes_of_compose() -> None:
+    document = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
+    (job,) = document["scrape_configs"]
+    port = parse_listen(_parser().parse_args(_commands()["compose"][1:]).http)[1]
+    nodes = [name for name, one in _compose()["services"].items() if one.get("image") == "triggerkv"]
+    assert job["static_configs"][0]["targets"] == [f"{name}:{port}" for name in nodes]
+    assert (job["scheme"], job["authorization"]["type"]) == ("https", "Bearer")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
