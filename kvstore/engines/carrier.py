@@ -28,6 +28,7 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from kvstore.client import Pin
     from kvstore.engines.reaching import Reaching
     from nic_offload.fabric import Region
 
@@ -135,6 +136,15 @@ class Carrier(Handle):
             return [False] * len(blocks)
         return here
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Say how long stored objects are; 0 for one that is not there. Of a block in parts it is that of the first."""
+        try:
+            answers = self._client.exists(keys, timeout_s=self._lookup_s)
+        except KvError as error:
+            log.debug("Nothing is known of %d blocks: %s", len(keys), error)
+            return [0] * len(keys)
+        return [one.length if isinstance(one, Stored) else 0 for one in answers]
+
     def prefix(self, keys: Sequence[bytes]) -> int:
         """How many stored objects there are of these, from the first on, without a gap."""
         had = 0
@@ -161,6 +171,14 @@ class Carrier(Handle):
         except KvError as error:
             log.warning("Blocks could not be deleted: %s", error)
         return found
+
+    def pin(self, keys: Sequence[bytes], time_to_live_ms: int) -> Pin | None:
+        """Keep stored objects from being evicted for a while; None if the node can't promise that now."""
+        try:
+            return self._client.pin(keys, time_to_live_ms=time_to_live_ms)
+        except KvError as error:
+            log.debug("%d objects were not pinned: %s", len(keys), error)
+            return None
 
     # --- moving
 
