@@ -107,6 +107,7 @@ def test_objects_come_back_exactly_into_another_server_s_memory(node: Node, tran
     first = opened(node.target, one, transport=transport)
     fds = {first.get_store_event_fd(), first.get_lookup_and_lock_event_fd(), first.get_load_event_fd()}
     assert len(fds) == 3
+    assert bool(first._carrier._areas) == (transport == "auto")
     assert look_up(first, keys) == [False] * 4
     assert store(first, keys, [one.object(number) for number in (3, 1, 7, 2)])
     assert first.get_usage().total_bytes_used == 4 * OBJECT_BYTES

@@ -94,6 +94,8 @@ def test_pages_come_back_exactly_in_another_process_s_pool(node: Node, layout: s
     second.fill(2)
     keys = [f"{layout} {transport} {number}" for number in range(4)]
     one = attached(node.target, first, transport=transport)
+    assert one._carrier is not None
+    assert bool(one._carrier._areas) == (transport == "auto")
     assert one.batch_exists(keys) == 0
     assert one.batch_set_v1(keys, first.indices(3, 1, 7, 2)) == [True] * 4
     one.close()

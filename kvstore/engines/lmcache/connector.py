@@ -1,14 +1,16 @@
-"""`TriggerKvConnectorAdapter`: LMCache inside an engine's own process, with a node behind it: `triggerkv://host:port`.
+"""`TriggerKvConnectorAdapter`: LMCache inside an engine's own process, with a node behind it.
 
-    remote_url: "triggerkv://127.0.0.1:7070"
-    remote_serde: "naive"
     remote_storage_plugins: ["triggerkv"]
     extra_config:
       remote_storage_plugin.triggerkv.module_path: kvstore.engines.lmcache.connector
       remote_storage_plugin.triggerkv.class_name: TriggerKvConnectorAdapter
+      triggerkv: {node: "127.0.0.1:7070"}
 
-What always holds: only the making of a connector raises, for a wrong configuration. No call blocks LMCache's event loop,
-and each ends within its time; what fails is a miss, or a chunk that is not stored. A chunk that is given is exact.
+Where LMCache is given a URL, that names the node: `triggerkv://127.0.0.1:7070`.
+
+What always holds: only the making of a connector raises, for a wrong configuration. Nothing blocks LMCache's event
+loop, and each call ends within its time; what fails is a miss, or a chunk that is not stored. A chunk that is given is
+exact.
 
 What it doesn't do: chunks that are not full, single layers, and what a serializer makes of a chunk: they have other
 lengths than a full chunk, and are not stored. The node's blocks can't be listed.
@@ -19,9 +21,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from lmcache.v1.storage_backend.connector import ConnectorAdapter, parse_remote_url
+from lmcache.v1.storage_backend.connector import (
+    ConnectorAdapter,
+    extract_plugin_type,
+    parse_remote_url,
+)
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.engines.carrier import Carrier, part_keys
@@ -41,25 +47,31 @@ __all__ = ["TriggerKvConnector", "TriggerKvConnectorAdapter"]
 log = logging.getLogger(f"lmcache.{__name__}")  # whose handlers and level are LMCache's
 
 _SCHEME = "triggerkv://"
+_PLUGIN = "plugin://"
 _THREADS = 4
 _WHERE = "extra_config.triggerkv"
 T = TypeVar("T")
 
 
 class TriggerKvConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # lmcache is in .venv-engines only
-    """Makes connectors of this scheme."""
+    """Makes connectors of this scheme, and of plugins of this name."""
 
     def __init__(self) -> None:
         super().__init__(_SCHEME)
 
+    def can_parse(self, url: str) -> bool:
+        """Whether a URL is one of ours."""
+        plugin = extract_plugin_type(url.removeprefix(_PLUGIN)) if url.startswith(_PLUGIN) else None
+        return url.startswith(_SCHEME) or plugin == "triggerkv"
+
     def create_connector(self, context: ConnectorContext) -> RemoteConnector:
-        """Make one; further settings stand in LMCache's `extra_config`, under `triggerkv`."""
-        where = parse_remote_url(context.url)
+        """Make one; its settings stand in LMCache's `extra_config`, under `triggerkv`."""
         extra = (context.config.extra_config or {}) if context.config is not None else {}
-        reaching = Reaching.of(
-            {"node": f"{where.host}:{where.port}"} | dict(extra.get("triggerkv", {})), where=_WHERE
-        )
-        return TriggerKvConnector(context, reaching)
+        settings = dict(extra.get("triggerkv", {}))
+        if context.url.startswith(_SCHEME):
+            where = parse_remote_url(context.url)
+            settings["node"] = f"{where.host}:{where.port}"
+        return TriggerKvConnector(context, Reaching.of(settings, where=_WHERE))
 
 
 class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
