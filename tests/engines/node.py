@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Node(NodeProcess):
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, *, capacity: str = "1GiB") -> None:
         self.data = data
-        super().__init__(data)
+        super().__init__(data, capacity=capacity)
 
     def restart(self) -> None:
         self.stop()

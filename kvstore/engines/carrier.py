@@ -1,0 +1,305 @@
+"""Carries blocks between an engine's memory and a node: over the fabric if the memory is registered, else inside gRPC.
+
+It is what the adapters of engines share that hand over addresses and wait (SGLang, LMCache). A block that is larger
+than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
+
+What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time, but for a put,
+which may take `RPC_TIMEOUT_MS` longer to attach and to get its leases; once it has ended, nothing reads or writes the
+caller's memory any more. True of a get means that the exact bytes are in place. Any thread.
+
+What it doesn't do: keep the memory alive; who registers it keeps it until `close`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from kvstore.client import Block, Client, Hit, Stored
+from kvstore.clock import SystemClock
+from kvstore.errors import FabricError, KvError
+from kvstore.limits import BATCH_BLOCKS_MAX, SLOTS_PER_CLIENT_MAX
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstore.client import Pin
+    from kvstore.engines.reaching import Reaching
+    from nic_offload.fabric import Region
+
+__all__ = ["PART_BYTES", "Carrier", "Place", "part_keys"]
+
+PART_BYTES = 4 << 20  # of one stored object; part of the names of larger blocks, so it never changes
+_SLOTS_BYTES = 64 << 20  # of the node's memory that puts of one engine may take at a time
+_SLOTS_MIN = 16
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A block and where its bytes are, or shall be, in this process's memory."""
+
+    key: bytes
+    address: int
+    length: int
+
+
+class _Part(NamedTuple):
+    block: int  # which of the places it is a part of
+    key: bytes
+    address: int
+    length: int
+
+
+class _Area(NamedTuple):
+    begin: int
+    length: int
+    region: Region
+
+
+def part_keys(key: bytes, length: int) -> list[bytes]:
+    """Give the names of a block's parts; of a block that is not cut, its own. The first part's is always its own."""
+    count = max(1, -(-length // PART_BYTES))
+    return [key] + [block_key(key, b"part %d" % number) for number in range(1, count)]
+
+
+class Carrier(Handle):
+    """A client of one node, and an engine's memory."""
+
+    def __init__(self, reaching: Reaching, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
+        """Open the client; the node is not called yet. Larger blocks than said are sent inside gRPC."""
+        self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
+        self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // self._slot_bytes))
+        self._client = Client(
+            reaching.node,
+            tenant=reaching.tenant,
+            token=reaching.token,
+            address=reaching.address,
+            provider=reaching.provider,
+            layout=layout,
+            slots=self._slots,
+            block_bytes_max=self._slot_bytes,
+        )
+        self._transport = reaching.transport
+        self._lookup_s, self._load_s, self._save_s = (
+            ms / 1000
+            for ms in (reaching.lookup_timeout_ms, reaching.load_timeout_ms, reaching.save_timeout_ms)
+        )
+        self._clock = SystemClock()
+        self._areas: list[_Area] = []
+        self._flags = FlagWords.create(1)
+        self._flags[0].store(1)  # what is put is there already
+        self._putting = threading.Lock()  # the node has so many slots for this client and no more
+
+    def register(self, address: int, length: int) -> bool:
+        """Let blocks in this memory go over the fabric; whether they will. FabricError if they had to and can't."""
+        if self._transport == "inline":
+            return False
+        try:
+            region = self._client.register((ctypes.c_char * length).from_address(address))
+        except FabricError as error:
+            if self._transport == "fabric":
+                raise
+            log.warning("There is no fabric here (%s); blocks are sent inside gRPC.", error)
+            return False
+        self._areas = [*self._areas, _Area(address, length, region)]
+        return True
+
+    # --- what is there
+
+    def present(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
+        """Say of each block, a key and its length, whether it could be got. Of a length of 0, any will do."""
+        names = [
+            (number, key, size)
+            for number, (block, length) in enumerate(blocks)
+            for key, size in _sized(block, length)
+        ]
+        here = [True] * len(blocks)
+        try:
+            until_ns = self._until(self._lookup_s)
+            for some in _batches(names):
+                answers = self._client.exists(
+                    [key for _, key, _ in some],
+                    lengths=[size for _, _, size in some],
+                    timeout_s=self._left_s(until_ns),
+                )
+                for (number, _, _), answer in zip(some, answers, strict=True):
+                    here[number] &= isinstance(answer, Stored)
+        except KvError as error:
+            log.debug("Nothing is known of %d blocks: %s", len(blocks), error)
+            return [False] * len(blocks)
+        return here
+
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Say how long stored objects are; 0 for one that is not there. Of a block in parts it is that of the first."""
+        try:
+            answers = self._client.exists(keys, timeout_s=self._lookup_s)
+        except KvError as error:
+            log.debug("Nothing is known of %d blocks: %s", len(keys), error)
+            return [0] * len(keys)
+        return [one.length if isinstance(one, Stored) else 0 for one in answers]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many stored objects there are of these, from the first on, without a gap."""
+        had = 0
+        try:
+            until_ns = self._until(self._lookup_s)
+            for some in _batches(keys):
+                count = self._client.prefix(some, timeout_s=self._left_s(until_ns)).blocks
+                had += count
+                if count < len(some):
+                    break
+        except KvError as error:
+            log.debug("Nothing more is known of %d blocks: %s", len(keys), error)
+        return had
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget stored objects for good; how many there were. It ends within the time of a save and of one call."""
+        found = 0
+        try:
+            until_ns = self._until(self._save_s)
+            for some in _batches(keys):
+                if not self._left_s(until_ns):
+                    break
+                found += sum(self._client.delete(some))
+        except KvError as error:
+            log.warning("Blocks could not be deleted: %s", error)
+        return found
+
+    def pin(self, keys: Sequence[bytes], time_to_live_ms: int) -> Pin | None:
+        """Keep stored objects from being evicted for a while; None if the node can't promise that now."""
+        try:
+            return self._client.pin(keys, time_to_live_ms=time_to_live_ms)
+        except KvError as error:
+            log.debug("%d objects were not pinned: %s", len(keys), error)
+            return None
+
+    # --- moving
+
+    def put(self, places: Sequence[Place]) -> list[bool]:
+        """Store blocks; says of each whether all of it is stored as durably as a killed node needs."""
+        until_ns = self._until(self._save_s)
+        done = [True] * len(places)
+        over_fabric, inline = self._ways(places)
+        if over_fabric:
+            if self._putting.acquire(timeout=self._left_s(until_ns)):
+                try:
+                    self._put_over_fabric(over_fabric, until_ns, done)
+                finally:
+                    self._putting.release()
+            else:
+                _failed(over_fabric, done)
+        if inline:
+            results = self._client.put_many_inline(
+                ((part.key, _bytes_at(part.address, part.length)) for part in inline),
+                timeout_s=self._left_s(until_ns),
+            )
+            stored = [one.error is None for one in results] + [False] * (len(inline) - len(results))
+            for part, is_stored in zip(inline, stored, strict=True):
+                done[part.block] &= is_stored
+        return done
+
+    def _put_over_fabric(self, parts: Sequence[tuple[_Part, Block]], until_ns: int, done: list[bool]) -> None:
+        for first in range(0, len(parts), self._slots):
+            some = parts[first : first + self._slots]
+            if not self._left_s(until_ns):
+                _failed(some, done)
+                continue
+            try:
+                armed = self._client.reserve([block for _, block in some]).arm(self._flags[0])
+                results = armed.wait(self._left_s(until_ns))
+                armed.abandon()  # whatever has not landed by now: the caller goes on to use its memory
+            except KvError as error:
+                log.debug("%d blocks were not stored: %s", len(some), error)
+                _failed(some, done)
+                continue
+            for (part, _), result in zip(some, results, strict=True):
+                done[part.block] &= result.error is None
+
+    def get(self, places: Sequence[Place]) -> list[bool]:
+        """Bring blocks into memory; says of each whether its exact bytes are there. Others leave anything in theirs."""
+        until_ns = self._until(self._load_s)
+        here = [True] * len(places)
+        over_fabric, inline = self._ways(places)
+        try:
+            for some in _batches(over_fabric):
+                outcomes = self._client.get([block for _, block in some], timeout_s=self._left_s(until_ns))
+                for (part, _), outcome in zip(some, outcomes, strict=True):
+                    here[part.block] &= isinstance(outcome, Hit)
+            self._get_inline(inline, until_ns, here)
+        except KvError as error:
+            log.debug("%d blocks were not got: %s", len(places), error)
+            return [False] * len(places)
+        return here
+
+    def _get_inline(self, parts: Sequence[_Part], until_ns: int, here: list[bool]) -> None:
+        if not parts:
+            return
+        wanted = [(part.key, part.length) for part in parts]
+        outcomes = self._client.get_many_inline(wanted, timeout_s=self._left_s(until_ns))
+        for part, outcome in zip(parts, outcomes, strict=True):
+            if isinstance(outcome, bytes) and len(outcome) == part.length:
+                _bytes_at(part.address, part.length)[:] = outcome
+            else:
+                here[part.block] = False
+
+    def _ways(self, places: Sequence[Place]) -> tuple[list[tuple[_Part, Block]], list[_Part]]:
+        """Cut blocks into parts, and tell those that can go over the fabric from the others."""
+        over_fabric: list[tuple[_Part, Block]] = []
+        inline: list[_Part] = []
+        areas = self._areas
+        for number, place in enumerate(places):
+            offset = 0
+            for key, size in _sized(place.key, place.length):
+                part = _Part(number, key, place.address + offset, size)
+                offset += size
+                area = next(
+                    (one for one in areas if 0 <= part.address - one.begin <= one.length - size), None
+                )
+                if area is None or size > self._slot_bytes:
+                    inline.append(part)
+                else:
+                    over_fabric.append((part, Block(key, area.region, part.address - area.begin, size)))
+        return over_fabric, inline
+
+    # --- time
+
+    def _until(self, seconds: float) -> int:
+        return self._clock.monotonic_ns() + int(seconds * 1e9)
+
+    def _left_s(self, until_ns: int) -> float:
+        return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
+
+    def close(self) -> None:
+        """Let the memory and the client go."""
+        areas, self._areas = self._areas, []
+        for area in areas:
+            area.region.close()
+        self._client.close()
+        self._flags.close()
+
+
+def _sized(key: bytes, length: int) -> Iterable[tuple[bytes, int]]:
+    keys = part_keys(key, length)
+    for number, name in enumerate(keys):
+        yield name, min(PART_BYTES, length - number * PART_BYTES)
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), BATCH_BLOCKS_MAX):
+        yield items[first : first + BATCH_BLOCKS_MAX]
+
+
+def _failed(parts: Iterable[tuple[_Part, Block]], done: list[bool]) -> None:
+    for part, _ in parts:
+        done[part.block] = False
+
+
+def _bytes_at(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")

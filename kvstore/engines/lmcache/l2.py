@@ -1,0 +1,279 @@
+"""`TriggerKvL2Adapter`: what LMCache's server loads as a plugin of its second level.
+
+    {"type": "plugin", "module_path": "kvstore.engines.lmcache.l2", "class_name": "TriggerKvL2Adapter",
+     "adapter_params": {"node": "127.0.0.1:7070"}}
+
+Objects go straight out of the server's L1 memory and into it where that memory could be registered. Locks are pins on
+the node.
+
+What always holds: only the constructor raises, for a wrong configuration. A submit returns at once; every task ends
+within its time, has its result once, and signals its own descriptor. A bit of a load is set only if the exact bytes
+are in the object.
+
+What it doesn't do: list keys, or bound what the node keeps: the node evicts by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+from kvstore.engines.carrier import Carrier, part_keys
+from kvstore.engines.lmcache.locks import LOCK_MS, Locks
+from kvstore.engines.lmcache.objects import formats, formats_of, object_key, place
+from kvstore.engines.reaching import Reaching
+from kvstore.errors import FabricError, LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.memory_management import MemoryObj
+
+__all__ = ["TriggerKvL2Adapter"]
+
+log = logging.getLogger(f"lmcache.{__name__}")  # whose handlers and level are LMCache's
+
+_TASKS_MAX = 1024  # of a kind that wait; what comes then fails at once
+_FORMATS_MAX = 64
+_BYTES = "uint8"  # what a serializer of LMCache's makes of any object
+T = TypeVar("T")
+
+
+class _Tasks:
+    """Tasks of one kind: a thread, a descriptor, and the results that nobody has taken yet."""
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.thread = ThreadPoolExecutor(1, f"kvstore-{name}")
+        self.results: dict[int, Any] = {}
+        self.waiting = 0
+
+
+class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache is in .venv-engines only
+    """A node, for one server."""
+
+    def __init__(self, config: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        super().__init__()
+        self._reaching = Reaching.of(config, where="adapter_params")
+        self._carrier = Carrier(self._reaching, b"lmcache mp")
+        if l1_memory_desc is not None:
+            stable = l1_memory_desc.stable_registration_size
+            try:
+                self._carrier.register(l1_memory_desc.ptr, l1_memory_desc.size if stable is None else stable)
+            except FabricError:
+                self._carrier.close()
+                raise
+        self._lock = threading.Lock()
+        self._next_task = 0
+        self._closed = False
+        self._stores, self._lookups, self._loads = _Tasks("store"), _Tasks("lookup"), _Tasks("load")
+        self._locks = Locks()
+        self._formats = {_BYTES}  # that objects were seen in
+
+    def get_store_event_fd(self) -> int:
+        """Tell when a store is over."""
+        return self._stores.fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Tell when a look-up is over."""
+        return self._lookups.fd
+
+    def get_load_event_fd(self) -> int:
+        """Tell when a load is over."""
+        return self._loads.fd
+
+    # --- storing
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to store objects."""
+        return self._submit(self._stores, lambda: self._store(keys, objects), L2StoreResult(False, 0))
+
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        places = [place(self._name(key, one), one) for key, one in zip(keys, objects, strict=True)]
+        done = self._carrier.put(places)
+        stored = [(key, one.length) for key, one, is_in in zip(keys, places, done, strict=True) if is_in]
+        if stored:
+            self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
+        return L2StoreResult(all(done), sum(size for _, size in stored))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Take what has become of stores."""
+        with self._lock:
+            results, self._stores.results = self._stores.results, {}
+        return results
+
+    # --- looking up
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Begin to look for objects, and to keep those that are there from being evicted."""
+        return self._submit(self._lookups, lambda: self._look_up(keys, group_layout_descs), Bitmap(len(keys)))
+
+    def _look_up(self, keys: list[ObjectKey], descs: dict[int, MemoryLayoutDesc]) -> Bitmap:
+        """An object was written as it is, or by a serializer of LMCache's; a load asks for the one it wants."""
+        asked = []
+        for number, key in enumerate(keys):
+            desc = descs.get(key.object_group_id)
+            said = {_BYTES} | ({formats(desc.dtypes)} if desc is not None else self._seen())
+            asked += [(number, object_key(key, one, self._reaching.weights)) for one in said]
+        here = self._carrier.present([(name, 0) for _, name in asked])
+        found = {number for (number, _), is_here in zip(asked, here, strict=True) if is_here}
+        names = [name for (_, name), is_here in zip(asked, here, strict=True) if is_here]
+        if names and (pin := self._carrier.pin(names, LOCK_MS)) is not None:
+            self._locks.add(pin, (keys[number] for number in found))
+        self._notify_keys_accessed([keys[number] for number in sorted(found)])
+        return _bits(len(keys), found)
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Take what a look-up found; None while it goes on, and ever after."""
+        return self._taken(self._lookups, task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Let objects be evicted again. What the node can't be told ends by its time."""
+        over = self._locks.take(keys)
+        if over:
+            self._later(self._lookups, lambda: [pin.close() for pin in over])
+
+    # --- loading
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to load objects."""
+        return self._submit(self._loads, lambda: self._load(keys, objects), Bitmap(len(keys)))
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+        here = self._carrier.get(
+            [place(self._name(key, one), one) for key, one in zip(keys, objects, strict=True)]
+        )
+        return _bits(len(keys), {number for number, is_here in enumerate(here) if is_here})
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Take what a load brought; None while it goes on, and ever after."""
+        return self._taken(self._loads, task_id)
+
+    # --- the rest
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Forget objects, in every format that they were seen in from here."""
+
+        def delete() -> None:
+            sizes = []
+            gone = []
+            for key in keys:
+                names = [object_key(key, one, self._reaching.weights) for one in self._seen()]
+                lengths = self._carrier.lengths(names)
+                if any(lengths) and self._carrier.delete(
+                    [
+                        part
+                        for name, size in zip(names, lengths, strict=True)
+                        for part in part_keys(name, size)
+                    ]
+                ):
+                    gone.append(key)
+                    sizes.append(sum(lengths))
+            if gone:
+                self._notify_keys_deleted(gone, sizes)
+
+        self._later(self._stores, delete)
+
+    def report_status(self) -> dict[str, Any]:
+        """Say how it is doing."""
+        with self._lock:
+            waiting = {
+                name: one.waiting
+                for name, one in (("store", self._stores), ("lookup", self._lookups), ("load", self._loads))
+            }
+        return {
+            "is_healthy": not self._closed,
+            "type": "triggerkv",
+            "node": self._reaching.node,
+            "waiting": waiting,
+            "locks": len(self._locks),
+        }
+
+    def close(self) -> None:
+        """End what is under way, within its time, and let the node go."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for tasks in (self._stores, self._lookups, self._loads):
+            tasks.thread.shutdown(cancel_futures=True)
+        for pin in self._locks.take_all():
+            pin.close()
+        self._carrier.close()
+        for tasks in (self._stores, self._lookups, self._loads):
+            os.close(tasks.fd)
+
+    # --- tasks
+
+    def _name(self, key: ObjectKey, memory: MemoryObj) -> bytes:
+        written = formats_of(memory)
+        with self._lock:
+            if len(self._formats) < _FORMATS_MAX:
+                self._formats.add(written)
+        return object_key(key, written, self._reaching.weights)
+
+    def _seen(self) -> set[str]:
+        with self._lock:
+            return set(self._formats)
+
+    def _submit(self, tasks: _Tasks, work: Callable[[], T], failed: T) -> int:
+        with self._lock:
+            number, self._next_task = self._next_task, self._next_task + 1
+            is_taken = not self._closed and tasks.waiting < _TASKS_MAX
+            tasks.waiting += is_taken
+
+        def run() -> None:
+            result = failed
+            try:
+                result = work()
+            except LayoutError as error:
+                log.warning("A task failed: %s", error)
+            except Exception:  # LMCache goes on, whatever it was
+                log.exception("A task failed.")
+            finally:
+                with self._lock:
+                    tasks.results[number] = result
+                    tasks.waiting -= 1
+                os.eventfd_write(tasks.fd, 1)
+
+        if is_taken:
+            tasks.thread.submit(run)
+        else:
+            with self._lock:
+                tasks.results[number] = failed
+                if not self._closed:
+                    os.eventfd_write(tasks.fd, 1)
+        return number
+
+    def _later(self, tasks: _Tasks, work: Callable[[], Any]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception:  # LMCache goes on, whatever it was
+                log.exception("The node was not told.")
+
+        with self._lock:
+            if not self._closed:
+                tasks.thread.submit(run)
+
+    def _taken(self, tasks: _Tasks, number: int) -> Any:
+        with self._lock:
+            return tasks.results.pop(number, None)
+
+
+def _bits(count: int, which: set[int]) -> Bitmap:
+    bits = Bitmap(count)
+    for number in which:
+        bits.set(number)
+    return bits

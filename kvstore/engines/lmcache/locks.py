@@ -1,0 +1,87 @@
+"""What LMCache has looked up and locked: pins on the node, let go when the last key of a look-up is unlocked.
+
+What always holds: no lock outlives its time on the node, and what is remembered here of locks that nobody let go is
+dropped when that time is over. Any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvstore.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.client import Pin
+
+__all__ = ["LOCK_MS", "Locks"]
+
+LOCK_MS = 60_000
+
+
+@dataclass(slots=True, eq=False)
+class _Lock:
+    pin: Pin
+    until_ns: int
+    keys: set[Any] = field(default_factory=set)
+
+
+class Locks:
+    """Of one adapter."""
+
+    def __init__(self) -> None:
+        self._clock = SystemClock()
+        self._lock = threading.Lock()
+        self._of_key: dict[Any, deque[_Lock]] = {}
+        self._all: deque[_Lock] = deque()  # the oldest first
+
+    def add(self, pin: Pin, keys: Iterable[Any]) -> None:
+        """Remember a pin and whose it is."""
+        now_ns = self._clock.monotonic_ns()
+        one = _Lock(pin, now_ns + LOCK_MS * 1_000_000, set(keys))
+        with self._lock:
+            while self._all and self._all[0].until_ns < now_ns:
+                self._forget(self._all.popleft())
+            self._all.append(one)
+            for key in one.keys:
+                self._of_key.setdefault(key, deque()).append(one)
+
+    def take(self, keys: Iterable[Any]) -> list[Pin]:
+        """Unlock keys, each once; the pins that nobody needs any more, to be closed."""
+        over = []
+        with self._lock:
+            for key in keys:
+                held = self._of_key.get(key)
+                if not held:
+                    continue
+                one = held.popleft()
+                if not held:
+                    del self._of_key[key]
+                one.keys.discard(key)
+                if not one.keys:
+                    self._all.remove(one)
+                    over.append(one.pin)
+        return over
+
+    def take_all(self) -> list[Pin]:
+        """Unlock everything."""
+        with self._lock:
+            pins = [one.pin for one in self._all]
+            self._all.clear()
+            self._of_key.clear()
+        return pins
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._all)
+
+    def _forget(self, one: _Lock) -> None:
+        for key in one.keys:
+            held = self._of_key[key]
+            held.remove(one)
+            if not held:
+                del self._of_key[key]

@@ -1,0 +1,54 @@
+"""LMCache's objects: what they are called on the node, and where their bytes lie.
+
+LMCache's own keys say which model, rank and chunk it is, and for whom (salt, adapter). They don't say which weights
+those are, nor, on the server, in which number format; both are in our keys. The length is checked with every get.
+
+What always holds: an object whose bytes are not in ordinary memory, one behind the other, has no place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstore.engines.carrier import Place
+from kvstore.errors import LayoutError
+from kvstore.names import block_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["chunk_key", "formats", "formats_of", "object_key", "place"]
+
+
+def formats(dtypes: Iterable[Any]) -> str:
+    """Write number formats down."""
+    return " ".join(str(one).removeprefix("torch.") for one in dtypes)
+
+
+def formats_of(memory: Any) -> str:
+    """Write an object's number formats down; it has several if it has several groups of layers."""
+    meta = memory.metadata
+    return formats(meta.dtypes or ([] if meta.dtype is None else [meta.dtype]))
+
+
+def object_key(key: Any, written: str, weights: str) -> bytes:
+    """Name an object of the server's, of these number formats."""
+    group = f"{key.kv_rank} {key.object_group_id}"
+    parts = ("lmcache mp", key.model_name, group, key.cache_salt, weights, written)
+    return block_key(*(one.encode() for one in parts), key.chunk_hash)
+
+
+def chunk_key(key: Any, weights: str) -> bytes:
+    """Name a chunk of an engine's; LMCache's key in writing has its number format in it, and the request's tags."""
+    return block_key(b"lmcache", key.to_string().encode(), weights.encode())
+
+
+def place(name: bytes, memory: Any) -> Place:
+    """Say where an object lies; LayoutError if that is no plain memory."""
+    raw = memory.raw_tensor
+    if raw is None or raw.device.type != "cpu" or not raw.is_contiguous():
+        raise LayoutError("An object of LMCache's does not lie in plain memory.")
+    length = memory.get_size()
+    if not 0 < length <= raw.nbytes:
+        raise LayoutError(f"An object of LMCache's has {length} bytes in memory of {raw.nbytes}.")
+    return Place(name, raw.data_ptr(), length)
