@@ -1,4 +1,4 @@
-"""Every metric, label and alert that `deploy/` and the docs name is one that a running node tells, and none is left out."""
+"""Every metric, label and alert that `deploy/` and the docs name is one that a running node tells; none is left out."""
 
 from __future__ import annotations
 

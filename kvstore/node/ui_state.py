@@ -91,11 +91,7 @@ def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: byt
             "get from the drive": _times(node.timings.got_from_drive),
             "look-up of a batch": _times(node.timings.lookups),
         },
-        "puts": [
-            _put(one, node.clock.monotonic_ns())
-            for one in reversed(node.timings.puts.values())
-            if whose in (b"", one.tenant)
-        ],
+        "puts": _puts(node, whose),
         "sessions": _sessions(node, whose, after),
     }
 
@@ -125,6 +121,11 @@ def _times(histogram: Histogram) -> dict[str, Any]:
         return None if bound_s is None else bound_s * 1000
 
     return {"count": histogram.count, "p50_ms": ms(0.5), "p99_ms": ms(0.99)}
+
+
+def _puts(node: Node, whose: bytes) -> list[dict[str, Any]]:
+    now_ns = node.clock.monotonic_ns()
+    return [_put(one, now_ns) for one in reversed(node.timings.puts.values()) if whose in (b"", one.tenant)]
 
 
 def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
