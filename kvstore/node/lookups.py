@@ -157,7 +157,7 @@ class Lookups:
             if (not wanted or kept.request_id == wanted) and whose in {None, kept.session}
         )
         limit = min(last or LOOKUPS_LISTED_MAX, LOOKUPS_LISTED_MAX)
-        lookups = [pb.Lookup.FromString(kept.message) for kept in islice(found, limit)]
+        lookups = [pb.Lookup.FromString(kept.message) for kept in islice(found, limit)][::-1]
         lookups.sort(key=lambda one: one.at_unix_ms)
         return pb.ListLookupsResponse(
             lookups=lookups,
