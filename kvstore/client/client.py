@@ -145,6 +145,7 @@ class Client(Handle):
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
         observing = ObservingCalls(self._channel, self._calling, tenant)
         self.statistics, self.watch = observing.statistics, observing.watch
+        self.looked_up = observing.looked_up
         self.steps = StepCalls(self._channel, self._calling, tenant)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user

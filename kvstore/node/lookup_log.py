@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Kept", "LookupLog"]
+__all__ = ["Kept", "LookupLog", "frames"]
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from kvstore.client import Client, as_request
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import LOOKUP_LOG_FILE_BYTES_MAX, LOOKUP_LOG_FILES, LOOKUP_LOG_WAITING_BYTES_MAX
 from kvstore.names import block_key
-from kvstore.node import lookup_log
 from kvstore.node.lookup_log import Kept, LookupLog
 from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire import lookups_pb2_grpc
@@ -109,7 +108,7 @@ def test_a_disk_that_stands_still_is_not_waited_for_and_what_is_lost_is_counted(
         go_on.wait(WAIT_S)
         return real(*arguments)
 
-    monkeypatch.setattr(lookup_log.os, "pwrite", slow)
+    monkeypatch.setattr(os, "pwrite", slow)
     with LookupLog(tmp_path) as log:
         log.load()
         log.append(kept("first"))
@@ -133,7 +132,7 @@ def test_a_disk_that_fails_is_counted_and_tried_again(
             def fail(*_: Any) -> int:
                 raise OSError(28, "No space left on device")
 
-            failing.setattr(lookup_log.os, "pwrite", fail)
+            failing.setattr(os, "pwrite", fail)
             log.append(kept("lost"))
             wait_until(lambda: log.unwritten == 1, "it was not written")
         log.append(kept("kept"))

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
+    from kvstore.node.node import Node
+
 WAIT_S = 20.0
 PAGE = 4096
 KEYS = [block_key(bytes([number])) for number in range(12)]
@@ -109,9 +111,13 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
     whose = node.call(lambda one: next(iter(one.lookups._leases_over)))[0]
     node.call(lambda one: one.store.change_quotas({whose: 5 * 2 * PAGE}))
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[6:9]])
-    node.call(
-        lambda one: one.store.quarantine(whose, KEYS[8], one.store.lookup([(whose, KEYS[8])])[0].generation)
-    )
+
+    def spoil(one: Node) -> None:
+        (entry,) = one.store.lookup([(whose, KEYS[8])])
+        assert entry is not None
+        one.store.quarantine(whose, KEYS[8], entry.generation)
+
+    node.call(spoil)
     wait_until(lambda: client.explain([KEYS[3]])[0].gone is not None, "what is over goes")
     with as_request("why"):
         client.exists(KEYS[:10])
@@ -182,7 +188,7 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     held = HeldDrive(node)
     with as_request("slow"):
         client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:4])], timeout_s=0.3)
-    wait_until(lambda: told(node, "slow"), "the node has noticed that its caller is gone")
+    wait_until(lambda: bool(told(node, "slow")), "the node has noticed that its caller is gone")
     held.let_go()
     wait_until(lambda: node.call(lambda one: not one.fetches._under_way), "nothing is under way")
     with as_request("later"):
