@@ -20,7 +20,16 @@ from kvstore.limits import (
 )
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
 
-__all__ = ["DriveSpec", "NodeConfig", "parse_drive", "parse_listen", "parse_size", "show_size"]
+__all__ = [
+    "DriveSpec",
+    "NodeConfig",
+    "parse_drive",
+    "parse_listen",
+    "parse_size",
+    "printable",
+    "show_size",
+    "show_time",
+]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
@@ -117,6 +126,19 @@ def show_size(size_bytes: int) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def show_time(time_ms: float) -> str:
+    """A time as people read it, in a unit of which there are two at least."""
+    for unit, size_ms in (("days", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if time_ms >= 2 * size_ms:
+            return f"{time_ms / size_ms:.0f} {unit}"
+    return f"{max(0, time_ms):.0f} ms"
+
+
+def printable(text: str) -> str:
+    """A text from elsewhere, of which no terminal takes anything for more than letters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def parse_listen(text: str) -> tuple[str, int]:

@@ -1,8 +1,8 @@
 """`kvstore explain`: why a request's blocks hit or missed, run by run, how long it took, and what to do about it.
 
-It asks the node that it is given, and changes nothing. What it shows is what that node recorded, and what clients told it
-of look-ups that did not reach it. Numbers of blocks are those of the look-up; behind a session's own look-up, which a
-resume begins with, they are those of the resume.
+It asks the node that it is given, and changes nothing. What it shows is what that node recorded, and what clients told
+it of look-ups that did not reach it. Numbers of blocks are those of the look-up; behind a session's own look-up, which
+a resume begins with, they are those of the resume.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.config import show_size
+from kvstore.config import printable, show_size, show_time
 from kvstore.errors import ConfigError
 from kvstore.lookups import HITS, Kind, Outcome
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.lookups import Lookup, Run
     from kvstore.wire.observing_pb2 import StatisticsResponse
 
-__all__ = ["document", "explain", "page", "show_time"]
+__all__ = ["document", "explain", "page"]
 
 _ASKED = {
     Kind.UNSPECIFIED: "look-up of {}",
@@ -155,7 +155,7 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
     for lookup, first in _placed(told.lookups):
         if lookup.request_id != request_id:
             request_id = lookup.request_id
-            lines += ["", f"request {_printable(request_id) or '(its caller gave none)'}"]
+            lines += ["", f"request {printable(request_id) or '(its caller gave none)'}"]
         lines += _lookup_lines(lookup, first, told.now_unix_ms)
     lines += ["", *(f"What to do: {one}" for one in _advice(told.lookups, statistics))]
     if told.unwritten:
@@ -178,7 +178,7 @@ def _lookup_lines(lookup: Lookup, first: int, now_ms: int) -> Iterator[str]:
     for span, verdict, said in rows:
         yield f"    {span.ljust(width)}  {verdict}  {said}"
     if lookup.detail:
-        yield f"    {_printable(lookup.detail)}"
+        yield f"    {printable(lookup.detail)}"
     yield f"    took {_times(lookup)}"
 
 
@@ -270,15 +270,3 @@ def _ms(us: int) -> str:
 
 def _date(unix_ms: int) -> str:
     return f"{datetime.fromtimestamp(unix_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
-
-
-def show_time(time_ms: float) -> str:
-    """A time as people read it."""
-    for unit, size_ms in (("days", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
-        if time_ms >= _HALF * size_ms:
-            return f"{time_ms / size_ms:.0f} {unit}"
-    return f"{max(0, time_ms):.0f} ms"
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

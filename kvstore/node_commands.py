@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_node_commands"]
 
+_INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
+
 
 def _reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
     """What every command takes that asks a node."""
@@ -78,6 +80,34 @@ def _explain(arguments: argparse.Namespace) -> int:
         return explain(client, arguments.request, (user, name), arguments.last, as_json=arguments.json)
 
 
+def _stats(arguments: argparse.Namespace) -> int:
+    from kvstore.show_commands import stats
+
+    with _asked(arguments).client() as client:
+        return stats(client, as_json=arguments.json)
+
+
+def _drives(arguments: argparse.Namespace) -> int:
+    from kvstore.show_commands import drives
+
+    with _asked(arguments).client() as client:
+        return drives(client, as_json=arguments.json)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    import sys
+    from threading import Event
+
+    from kvstore.clock import SystemClock
+    from kvstore.top_command import Top
+
+    if not _INTERVAL_S_MIN <= arguments.interval <= _INTERVAL_S_MAX:
+        raise ConfigError(f"--interval takes {_INTERVAL_S_MIN} to {_INTERVAL_S_MAX} seconds.")
+    with _asked(arguments).client() as client:
+        top = Top(client, arguments.node, SystemClock(), Event().wait, sys.stdout)
+        return top.run(arguments.interval, once=arguments.once, as_json=arguments.json)
+
+
 def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add them to the others."""
     sessions = commands.add_parser(
@@ -115,3 +145,30 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     explain.add_argument("--last", type=int, default=0, metavar="N", help="the last N look-ups only")
     _reach_node(explain)
     explain.set_defaults(run=_explain)
+
+    stats = commands.add_parser(
+        "stats",
+        help="show what a node has done and where it stands",
+        description="Show a node's counters since it began, its gauges now, and the tenant's own quota.",
+    )
+    _reach_node(stats)
+    stats.set_defaults(run=_stats)
+
+    drives = commands.add_parser(
+        "drives",
+        help="show a node's drives: how full they are, and what is wrong with them",
+        description="Show a node's drives: how full they are, whether they take puts, and why not.",
+    )
+    _reach_node(drives)
+    drives.set_defaults(run=_drives)
+
+    top = commands.add_parser(
+        "top",
+        help="watch a node work",
+        description="Show what a node does, interval by interval: throughput, hits and why blocks missed, triggers,"
+        " queues and tiers. With --json one line an interval.",
+    )
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (%(default)s)")
+    top.add_argument("--once", action="store_true", help="one interval, then end")
+    _reach_node(top)
+    top.set_defaults(run=_top)

@@ -1,4 +1,4 @@
-"""How a node is doing, and what happens there to the tenant's own blocks, sessions and look-ups, as a client asks for it.
+"""How a node is doing, and what happens there to the tenant's own blocks, sessions and look-ups.
 
 What always holds: a watch ends within its time, or when its iterator is closed; what the node could not send is in
 `Happened.dropped` of what comes next.

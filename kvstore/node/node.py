@@ -221,6 +221,7 @@ class Node:
             return [None] * len(blocks)
         deadline_ns = self.clock.monotonic_ns() + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
+        self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
         in_order = iter(leases)
@@ -265,6 +266,7 @@ class Node:
                         self._lease_over(event)
                     case _:
                         self.fetches.sent(event)
+        self.counters.landed += len(landed)
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
@@ -326,6 +328,7 @@ class Node:
         lease = connection.slots.expired(event.tag) if connection is not None else None
         if connection is None or lease is None:
             return
+        self.counters.leases_over += 1
         self.lookups.lease_over(connection.tenant, lease.key)
         if connection.closed:
             self._free_if_idle(connection)

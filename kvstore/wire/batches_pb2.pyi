@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b f24830ea7d535861848c9d2f4e5d1a05
+# Generated from proto sources with BLAKE2b 06afe1bf7ab545ec47ab12fe9d6212a1
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
