@@ -26,12 +26,13 @@ setup: ## system packages, .venv, the C core; does only what is missing
 	@PYTHON='$(PYTHON)' tools/setup.sh
 
 .PHONY: demo
-demo: setup ## a storage node and a client on this machine, blocks put by a flag store and read back
+demo: setup-engines ## blocks put by a flag store and read back; a chat that goes on in another process
 	@.venv/bin/kvstore demo $(DEMO_ARGS)
+	@.venv-engines/bin/python -m kvstore chat
 
 .PHONY: test
-test: setup ## all tests
-	@$(py) -m pytest $(PYTEST_ARGS)
+test: setup ## all tests, in two halves beside each other; with PYTEST_ARGS one pytest with these
+	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines
 setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (1.9 GB), for the engines' tests

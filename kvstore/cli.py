@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from kvstore.config import NodeConfig, parse_drive, parse_listen, parse_size
+    from kvstore.config import EventsConfig, NodeConfig, parse_drive, parse_listen, parse_size
     from kvstore.node.server import serve
 
     host, port = parse_listen(arguments.listen)
@@ -38,6 +38,9 @@ def _serve(arguments: argparse.Namespace) -> int:
             tls_key=arguments.tls_key,
             tls_clients=arguments.tls_clients,
             audit=arguments.audit,
+            events=None
+            if arguments.events is None
+            else EventsConfig(arguments.events, arguments.events_replay, arguments.events_as == "arrays"),
         )
     )
 
@@ -179,6 +182,18 @@ def _parser() -> argparse.ArgumentParser:
         "--tls-clients", type=Path, help="authorities, PEM; clients need a certificate of theirs"
     )
     serve.add_argument("--audit", type=Path, help="a file for who came and who was turned away")
+    serve.add_argument(
+        "--events",
+        metavar="ENDPOINT",
+        help="publish KV events over ZeroMQ on tcp://127.0.0.1:PORT or ipc://PATH",
+    )
+    serve.add_argument("--events-replay", metavar="ENDPOINT", help="where events can be asked for again")
+    serve.add_argument(
+        "--events-as",
+        choices=("maps", "arrays"),
+        default="maps",
+        help="how an event is written (%(default)s)",
+    )
     serve.set_defaults(run=_serve)
 
     token = commands.add_parser(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
 
 __all__ = [
     "DriveSpec",
+    "EventsConfig",
     "NodeConfig",
     "parse_drive",
     "parse_listen",
@@ -40,6 +42,14 @@ class DriveSpec(NamedTuple):
 
     path: Path
     capacity_bytes: int | None = None
+
+
+class EventsConfig(NamedTuple):
+    """Where KV events are published over ZeroMQ, where they can be asked for again, and in which form."""
+
+    endpoint: str
+    replay: str | None = None
+    as_arrays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,7 @@ class NodeConfig:
     tls_key: Path | None = None
     tls_clients: Path | None = None  # authorities whose certificates clients must have
     audit: Path | None = None  # a file of who came and who was turned away
+    events: EventsConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
@@ -86,6 +97,9 @@ class NodeConfig:
                     f"The node does not listen on {self.host} without {', '.join(wanting)}: beyond loopback it needs"
                     " TLS, and tenants who prove who they are."
                 )
+        if self.events is not None:
+            for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
+                _check_stays_here(endpoint)
         if not 0 <= self.port <= _PORT_MAX:
             raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {self.port} does not.")
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
@@ -98,6 +112,19 @@ class NodeConfig:
                 f"The hot memory is at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
                 f" {show_size(self.hot_bytes)} is too small."
             )
+
+
+def _check_stays_here(endpoint: str) -> None:
+    scheme, _, rest = endpoint.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme == "ipc":
+        return
+    with suppress(ValueError):
+        if scheme == "tcp" and ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback:
+            return
+    raise ConfigError(
+        f"Events are published on tcp://127.0.0.1:PORT or ipc://PATH, not on {endpoint}: ZeroMQ asks nobody who he is."
+    )
 
 
 def parse_size(text: str) -> int:

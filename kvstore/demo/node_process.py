@@ -5,25 +5,43 @@ The child is tied to a pipe of its starter's, so it stops when the starter dies,
 
 from __future__ import annotations
 
+import random
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
     from types import TracebackType
 
 __all__ = ["NodeProcess"]
 
 _READY = "ready "
+_PORTS_BEGIN = 15_000
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
+
+
+def _lasting_port() -> int:
+    """Find a free port that a node can have again after it was killed.
+
+    It lies below those that the kernel gives to outgoing connections. Of these a client that tries to reach a dead node
+    may be given the node's own, is then connected to itself, and the node can't come back.
+    """
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(_PORTS_BEGIN, max(end, _PORTS_BEGIN + 1))  # noqa: S311 - no secret
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 class NodeProcess:
@@ -54,7 +72,7 @@ class NodeProcess:
             self._command += ["--provider", provider]
         self.arguments = arguments
         self._log = data.parent / f"{data.name}.log"
-        self._port = port
+        self._port = port or _lasting_port()
         self._process: subprocess.Popen[str] | None = None
         self.start()
 

@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
     from kvstore.node.tenants import Tenant
+    from kvstore.storage.eviction.items import Reason
     from kvstore.storage.items import PutDone
+    from kvstore.storage.keeping import Listener
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
     from nic_offload.trigger import WordPut
@@ -95,7 +97,8 @@ class Node:
         self.began_ns = clock.monotonic_ns()
         self.counters = Counters()
         self.watchers = Watchers(clock)
-        store.listen(self.watchers.blocks)
+        self.block_listeners: list[Listener] = [self.watchers.blocks]
+        store.listen(self._blocks_changed)
         self.fetches = Fetches(fabric, store, self.hot, self._tags, clock, self.counters)
         self.inline = InlineBlocks(store, self.hot, clock, self.counters)
         self.pins = Pins(store, clock)
@@ -113,6 +116,10 @@ class Node:
     def leases(self) -> int:
         """How many slots are leased, or hold blocks that are not on the drive yet."""
         return len(self._leased)
+
+    def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
+        for listener in self.block_listeners:
+            listener(names, reason)
 
     def _tick(self) -> None:
         """Do what only time brings about."""

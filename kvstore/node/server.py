@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.config import NodeConfig
+    from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.node.kv_events import KvEvents
     from kvstore.node.standard import Health
     from kvstore.storage.disk import Progress
 
@@ -136,6 +137,17 @@ def _drives_shown(store: Store) -> str:
     return f"{shown} without drive {' and '.join(away)}" if away else shown
 
 
+def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
+    try:
+        from kvstore.node.kv_events import KvEvents  # noqa: PLC0415 - its packages are an extra
+    except ImportError as error:
+        raise ConfigError("Events need pyzmq and msgspec: pip install 'triggerkv[events]'.") from error
+    events = KvEvents(config, clock)
+    node.block_listeners.append(events.blocks)
+    log.info("KV events on %s", " and ".join(events.endpoints))
+    return events
+
+
 async def _serve(config: NodeConfig) -> None:
     clock = SystemClock()
     stop = asyncio.Event()
@@ -158,6 +170,7 @@ async def _serve(config: NodeConfig) -> None:
         Fabric(config.provider, address=config.host) as fabric,
     ):
         node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"))
+        events = None if config.events is None else _publish(node, config.events, clock)
         tenants = Tenants(store.salt, clock)
         if config.tenants is not None:
             tenants.load(config.tenants)
@@ -184,6 +197,8 @@ async def _serve(config: NodeConfig) -> None:
         log.info("stopping")
         await health.enter_graceful_shutdown()
         await node.close()
+        if events is not None:
+            events.close()
         await server.stop(_STOP_GRACE_S)
 
 

@@ -122,7 +122,7 @@ def _measure(place: Path, model: Path, node: Node) -> _Rounds:
         for one in stored:
             engine.say(one)
             engine.say(prompt())  # time for what was copied to reach the node
-            engine.forget()
+            engine.forget(connector=True)
             rounds.add("host copy", _hit(engine, one))
     return rounds
 

@@ -40,7 +40,7 @@ def main() -> None:
             case "say":
                 answer: Any = say(**told)
             case "forget":
-                answer = {"forgotten": llm.reset_prefix_cache(reset_connector=True)}
+                answer = {"forgotten": llm.reset_prefix_cache(reset_connector=told["all"])}
             case "counts":
                 answer = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
         print(json.dumps(answer), file=answers)

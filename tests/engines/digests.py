@@ -17,6 +17,6 @@ def read_digests(folder: Path) -> tuple[dict[str, set[str]], list[tuple[str, str
             what, key, digest = line.split()
             if what == "saved":
                 saved.setdefault(key, set()).add(digest)
-            else:
+            elif what == "loaded":
                 loaded.append((key, digest))
     return saved, loaded

@@ -99,9 +99,9 @@ class Engine:
         """Let it go on from these tokens, all at once."""
         return Said(**self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how}))
 
-    def forget(self) -> None:
-        """Empty its own prefix cache, and the host memory of an OffloadingSpec."""
-        assert self._ask({"do": "forget"})["forgotten"]
+    def forget(self, *, connector: bool = False) -> None:
+        """Empty its own prefix cache, and what the connector has."""
+        assert self._ask({"do": "forget", "all": connector})["forgotten"]
 
     def counts(self) -> dict[str, float]:
         """Its metrics, by name."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.engines.vllm.loading import Loaded
     from kvstore.engines.vllm.plan import Wanted
 
-__all__ = ["RecordingConnector", "RecordingSpec"]
+__all__ = ["BrokenConnector", "RecordingConnector", "RecordingSpec"]
 
 
 class RecordingConnector(TriggerKvConnector):
@@ -44,6 +44,14 @@ class RecordingConnector(TriggerKvConnector):
             self._record("saved", plan.saves)
         super().wait_for_save()
 
+    def take_events(self) -> Iterable[Any]:
+        events = list(super().take_events())
+        with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
+            lines.writelines(
+                f"event {event.block_hashes[0].hex()} {len(event.token_ids)}\n" for event in events
+            )
+        return events
+
     def _record(self, what: str, blocks: Iterable[Wanted]) -> None:
         assert isinstance(self._working, Working)
         memory = self._working.memory
@@ -56,6 +64,16 @@ class RecordingConnector(TriggerKvConnector):
                     content = memory.bytes_of(buffer, offset, group.page_bytes)
                     digest = blake2b(content, digest_size=16).hexdigest()
                     lines.write(f"{what} {key.hex()} {digest}\n")
+
+
+class BrokenConnector(TriggerKvConnector):
+    """Whatever is found does not come."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert isinstance(self._working, Working)
+        transport: Any = self._working._loads._transport
+        transport.fetch = lambda pages, timeout_s: [False] * len(pages)  # noqa: ARG005
 
 
 class RecordingSpec(TriggerKvOffloadingSpec):

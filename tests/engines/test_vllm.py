@@ -93,6 +93,21 @@ def test_a_small_engine_under_pressure_and_another_one_share_a_node(
         assert check_digests(small) > 0
 
 
+def test_after_a_reset_nothing_is_found_by_those_who_were_reset(
+    place: Path, model: Path, node: Node, chats: Chats
+) -> None:
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    with Engine(place, "reset", model, node.target, kv_events_config=events) as engine:
+        assert chats.check(engine, range(3, 4)) > 0
+        engine.forget(connector=True)
+        assert chats.check(engine, range(3, 4)) == 0
+        assert chats.check(engine, range(3, 4)) > 0
+        lines = (engine.digests / "reset.txt").read_text().splitlines()
+    told = [line.split()[1:] for line in lines if line.startswith("event ")]
+    assert len(told) > 20
+    assert {tokens for _, tokens in told} == {"32"}
+
+
 def test_a_new_process_and_a_restarted_node(
     place: Path, model: Path, node: Node, engine: Engine, chats: Chats
 ) -> None:
@@ -165,6 +180,18 @@ def test_a_turn_becomes_one_of_its_session(node: Node, engine: Engine, chats: Ch
     assert listed["chat 7"].turns == 2
 
 
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_what_is_found_and_never_comes_is_computed(
+    place: Path, model: Path, node: Node, chats: Chats, load: str
+) -> None:
+    broken = {"kv_connector": "BrokenConnector"}
+    with Engine(place, f"broken {load}", model, node.target, transfer=broken, extra={"load": load}) as engine:
+        chats.check(engine, range(2))
+        engine.forget()
+        chats.check(engine, range(2))
+        assert engine.count("missing_blocks") > 0
+
+
 def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
     with Engine(place, "inline", model, node.target, extra={"transport": "inline"}) as inline:
         chats.check(inline)
@@ -190,7 +217,7 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
             if life:
                 assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
             chats.check(engine)
-            engine.forget()
+            engine.forget(connector=True)
             assert chats.check(engine, range(3, 4)) > 0
             assert check_digests(engine) > 0
             assert "Traceback" not in engine.log()
@@ -204,7 +231,7 @@ def test_the_offloading_spec_goes_on_without_its_node(
     with Engine(place, "spec killed", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
         chats.check(engine, range(2))
         node.kill()
-        engine.forget()
+        engine.forget(connector=True)
         chats.check(engine)
         node.start()
         chats.check(engine)

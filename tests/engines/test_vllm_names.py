@@ -34,7 +34,19 @@ def chain(tokens=range(64), salt=None, adapter=None, images=()):
     )
     return [digest.hex() for digest in Chain(request, 32).grow()]
 
-def ident(ranks=1, rank=0, dtype=torch.bfloat16, tokens=32, model=None, weights="w", isa="amx", spec=None, stages=1, dcp=1, heads=4):
+def parts():
+    request = Fake(
+        all_token_ids=list(range(32)), cache_salt=None, lora_request=None, prompt_embeds=None, mm_features=[]
+    )
+    one = Chain(request, 32)
+    one.grow()
+    request.all_token_ids[31:] = [99, *range(32)]  # the last token was taken back
+    return [digest.hex() for digest in one.grow()]
+
+def ident(
+    ranks=1, rank=0, dtype=torch.bfloat16, tokens=32, model=None, weights="w", isa="amx", spec=None, stages=1,
+    dcp=1, heads=4,
+):
     names._isa = lambda *_: isa
     spec = spec or FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=64, dtype=dtype)
     config = Fake(
@@ -58,9 +70,11 @@ print(json.dumps({
     "salt": chain(salt="s"), "other salt": chain(salt="t"),
     "lora": chain(adapter=("a", "one")), "lora renamed": chain(adapter=("b", "one")),
     "lora other bytes": chain(adapter=("a", "two")), "lora moved": chain(adapter=("a", "same as one")),
-    "image": chain(images=[("i", 3)]), "other image": chain(images=[("j", 3)]), "image elsewhere": chain(images=[("i", 5)]),
+    "image": chain(images=[("i", 3)]), "other image": chain(images=[("j", 3)]),
+    "image elsewhere": chain(images=[("i", 5)]),
     "late image": chain(images=[("i", 40)]),
-    "ident": ident(), "rank 0 of 2": ident(2, 0, heads=2), "rank 1 of 2": ident(2, 1, heads=2), "dtype": ident(dtype=torch.float16),
+    "ident": ident(), "rank 0 of 2": ident(2, 0, heads=2), "rank 1 of 2": ident(2, 1, heads=2),
+    "dtype": ident(dtype=torch.float16), "fed in parts": parts(), "tokens fed": chain([*range(31), 99, *range(32)]),
     "block size": ident(tokens=64), "model": ident(model="n"), "weights": ident(weights="v"), "isa": ident(isa="vec"),
     "window": ident(spec=window), "state": ident(spec=state), "stages": ident(stages=2), "context": ident(dcp=2),
 }))
@@ -129,6 +143,10 @@ def test_a_name_does_not_depend_on_what_is_not_in_it(named: dict[str, list[str] 
 @pytest.mark.parametrize("what", ["dtype", "block size", "model", "weights", "isa", "rank 0 of 2", "window"])
 def test_another_engine_has_other_blocks(what: str, named: dict[str, list[str] | str]) -> None:
     assert named[what][0] != named["ident"][0]
+
+
+def test_a_token_that_is_taken_back_is_in_no_name(named: dict[str, list[str] | str]) -> None:
+    assert named["fed in parts"] == named["tokens fed"]
 
 
 def test_ranks_have_one_layout_and_pages_of_their_own(named: dict[str, list[str] | str]) -> None:

@@ -71,10 +71,13 @@ class Mover:
         """Store blocks that lie in the memory one behind the other; the KvError of the first that is not stored."""
         at = 0
         if self._region is None:
-            view = memoryview(self._memory)
+            view, inline = memoryview(self._memory), []
             for piece in some:
-                self.client.put_inline(piece.key, view[at : at + piece.length])
+                inline.append((piece.key, view[at : at + piece.length]))
                 at += piece.length
+            for result in self.client.put_many_inline(inline):
+                if result.error is not None:
+                    raise result.error
             return
         blocks = []
         for piece in some:
@@ -92,12 +95,12 @@ class Mover:
         """Bring blocks into the memory, one behind the other; how many from the first came, and why not the next."""
         at = 0
         if self._region is None:
-            for number, piece in enumerate(some):
-                got = self.client.get_inline(piece.key, piece.length)
+            came = self.client.get_many_inline([(piece.key, piece.length) for piece in some])
+            for number, got in enumerate(came):
                 if isinstance(got, Miss):
                     return number, got
-                self._memory[at : at + piece.length] = got
-                at += piece.length
+                self._memory[at : at + len(got)] = got
+                at += len(got)
             return len(some), None
         blocks = []
         for piece in some:

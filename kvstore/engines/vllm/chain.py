@@ -20,25 +20,32 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """Of one request, in blocks of one size. It only grows."""
+    """Of one request, in blocks of one size. What was named in another epoch has other names."""
 
-    def __init__(self, request: Any, block_tokens: int) -> None:
+    def __init__(self, request: Any, block_tokens: int, epoch: bytes = b"") -> None:
         self._request = request
         self._block_tokens = block_tokens
         self._image = 0
         self.digests: list[bytes] = []
-        self._root = block_key(b"vllm", b"%d" % block_tokens)
+        self._last: list[int] = []  # the tokens of the last block
+        self._root = block_key(b"vllm", b"%d" % block_tokens, epoch)
 
     def grow(self) -> list[bytes]:
         """The digests of all full blocks that the request has tokens for now."""
         tokens, size = self._request.all_token_ids, self._block_tokens
+        end = len(self.digests) * size
+        if self._last != list(tokens[max(0, end - size) : end]):
+            # A request that is fed in parts may lose its last token again before anything is computed from it.
+            self.digests.clear()
+            self._image = 0
         for begin in range(len(self.digests) * size, len(tokens) - size + 1, size):
             extra, self._image = generate_block_hash_extra_keys(
                 self._request, begin, begin + size, self._image
             )
             before = self.digests[-1] if self.digests else self._root
-            numbers = array("q", tokens[begin : begin + size])
-            self.digests.append(block_key(before, numbers.tobytes(), _written(extra)))
+            self._last = list(tokens[begin : begin + size])
+            numbers = array("q", self._last).tobytes()
+            self.digests.append(block_key(before, numbers, _written(extra)))
         return self.digests
 
 

@@ -230,6 +230,13 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tell which blocks were stored."""
         return self._scheduling.take_events() if self._scheduling is not None else ()
 
+    @_or(lambda: False)
+    def reset_cache(self) -> bool:
+        """Find nothing that is stored until now: vLLM asks for this when weights have changed under it."""
+        if self._scheduling is not None:
+            self._scheduling.reset()
+        return True
+
     # --- either side
 
     @_or(_nothing)

@@ -89,12 +89,16 @@ class Saves:
         self._last.prepared.set()
         self._armed: list[ArmedPuts] = []  # the thread's own: what may still have slots
         self._ending: deque[_Step] = deque()
+        self._skipped = 0  # pages of steps that were not saved
         self._thread = ThreadPoolExecutor(1, "kvstore-save")
         self._clock = SystemClock()
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
         """Have puts armed for what this step will have computed, unless those of an earlier one still wait for room."""
-        if not blocks or not self._last.prepared.is_set():
+        if not self._last.prepared.is_set():
+            self._skipped += sum(len(self._memory.groups[wanted.group].layer_names) for wanted in blocks)
+            return
+        if not blocks:
             return
         self._step = self._last = _Step(blocks)
         self._undone = [set(range(len(group.layer_names))) for group in self._memory.groups]
@@ -133,7 +137,8 @@ class Saves:
 
     def ended(self) -> list[Saved]:
         """The steps of which everything is known by now."""
-        ended = []
+        skipped, self._skipped = self._skipped, 0
+        ended = [Saved([], failed=skipped)] if skipped else []
         while self._ending:
             step = self._ending[0]
             is_late = self._clock.monotonic_ns() > step.until_ns

@@ -1,12 +1,14 @@
 """The scheduler's side: what of a request is stored already, what of it to load, and which blocks to save when.
 
-What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; a block is
-saved once, when all its tokens are known and computed; what is remembered of a request ends with it.
+What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; what was offered
+and has not come is not offered again; a block is saved once, when all its tokens are known and computed; what is
+remembered of a request ends with it.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -33,7 +35,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the 
 # A look-up takes a millisecond or two; a scheduler that is told to ask again spins for as long.
 _FIRST_WAIT_S = 0.01
 _NEXT_WAIT_S = 0.001
-_EVENTS_MAX = 65_536  # stored blocks that nobody has been told of yet
+_REMEMBERED_MAX = 65_536  # blocks that are being saved: what fails is never heard of again
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class _Request:
     lookup_until_ns: int = 0
     asked: bool = False  # whether the answer was waited for
     computed_tokens: int = 0  # what the engine had when it was offered more
+    offers: int = 0  # loads that were begun
     known_tokens: int = 0  # stored on the node, from the first on
     saved: list[int] = field(default_factory=list)  # blocks, group by group, that need not be saved
 
@@ -62,6 +65,7 @@ class Scheduling:
         self._is_async = settings.load == "async" or len(self._groups) > 1
         self._workers = len(identity.groups[0].shards)
         self._requests: dict[str, _Request] = {}
+        self._epoch = b""
         self._loads: list[Load] = []
         self._blocks_of: Any = None
         self._stored_by: dict[tuple[int, bytes], int] = {}
@@ -84,23 +88,28 @@ class Scheduling:
     def _known(self, request: Any) -> _Request:
         known = self._requests.get(request.request_id)
         if known is None:
-            sizes = {group.block_tokens for group in self._groups}
-            known = _Request(request, {size: Chain(request, size) for size in sizes})
-            known.saved = [0] * len(self._groups)
-            self._requests[request.request_id] = known
+            known = self._requests[request.request_id] = self._fresh(request)
         return known
+
+    def _fresh(self, request: Any) -> _Request:
+        chains = {
+            group.block_tokens: Chain(request, group.block_tokens, self._epoch) for group in self._groups
+        }
+        return _Request(request, chains, saved=[0] * len(self._groups))
 
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
         if not all(digests):
             return  # not one block is full
-        known.lookup = self._lookups.begin(digests)
+        known.lookup = self._lookups.begin(digests, known.request.request_id)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those computed can be loaded; None: not known yet."""
         known = self._known(request)
+        if known.offers > request.num_preemptions:
+            return 0, False  # what was offered has not come, and might not for ever
         if known.lookup is None:
             self._begin_lookup(known)
         if known.lookup is None:
@@ -141,6 +150,7 @@ class Scheduling:
                 for at in range(first, last)
                 if not of_group[at].is_null  # outside of the window
             ]
+        known.offers += 1
         self._loads.append(Load(request.request_id, wanted))
         self.stats.add("hit_tokens", external_tokens)
 
@@ -181,13 +191,10 @@ class Scheduling:
                 if of_group[at]  # 0 is nobody's: a block that has left the window
             ]
             known.saved[number] = last
-            if self._tokens_of is not None and len(self._tokens_of) < _EVENTS_MAX:
+            if self._tokens_of is not None:
                 for at in range(first, last):
-                    self._tokens_of[number, digests[at]] = (
-                        known.request,
-                        at,
-                        digests[at - 1] if at else None,
-                    )
+                    before = digests[at - 1] if at else None
+                    _remember(self._tokens_of, (number, digests[at]), (known.request, at, before))
         return full
 
     def told(self, told: Told | None) -> None:
@@ -195,7 +202,7 @@ class Scheduling:
         for name, workers in (told.stored if told is not None else {}).items():
             so_far = self._stored_by.pop(name, 0) + workers
             if so_far < self._workers:
-                self._stored_by[name] = so_far
+                _remember(self._stored_by, name, so_far)
                 continue
             self.stats.add("stored_blocks")
             if self._tokens_of is not None and (about := self._tokens_of.pop(name, None)) is not None:
@@ -223,6 +230,14 @@ class Scheduling:
         events, self._events = self._events, []
         return events
 
+    def reset(self) -> None:
+        """Find nothing of what is stored until now: the weights may be others.
+
+        Requests that are under way are named anew as well; they are computed again.
+        """
+        self._epoch = secrets.token_bytes(16)
+        self._requests = {name: self._fresh(known.request) for name, known in self._requests.items()}
+
     # --- a request ends
 
     def finished(self, request: Any) -> None:
@@ -236,3 +251,10 @@ class Scheduling:
                     for number, group in enumerate(self._groups)
                 ],
             )
+
+
+def _remember(memory: dict[tuple[int, bytes], Any], name: tuple[int, bytes], what: Any) -> None:
+    """Keep a bounded number of things, the newest."""
+    memory[name] = what
+    if len(memory) > _REMEMBERED_MAX:
+        del memory[next(iter(memory))]

@@ -1,0 +1,52 @@
+"""Until when a put reads its source; and a client that moves nothing over a fabric opens none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.client import Client
+from kvstore.durability import Durability
+from kvstore.names import block_key
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+    from tests.conftest import Rig
+
+
+def test_a_put_has_landed_before_it_has_ended(rig: Rig) -> None:
+    blocks = [rig.block(number) for number in range(4)]
+    armed = rig.client.reserve(blocks).arm(rig.flags[0])
+    assert not armed.wait_landed(0.05)
+    assert not armed.has_ended
+    rig.flags[0].store(4)
+    assert armed.wait_landed(10)
+    assert [one.durability for one in armed.wait(10)] == [Durability.WRITTEN] * 4
+    assert armed.has_ended
+    armed.abandon()  # there is nothing left to end
+    assert rig.client.prefix([block.key for block in blocks]).blocks == 4
+
+
+def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: Rig) -> None:
+    blocks = [rig.block(number) for number in range(16)]
+    armed = rig.client.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(8)
+    while armed.progress()[1] < 8:
+        armed.wait_landed(0.01)
+    armed.abandon()
+    assert armed.wait_landed(10)
+    rig.source[:] = bytes(len(rig.source))  # nobody reads it any more
+    rig.flags[0].store(16)
+    failed = [one.error is not None for one in armed.wait(10)]
+    assert failed == [False] * 8 + [True] * 8
+    assert rig.client.prefix([block.key for block in blocks]).blocks == 8
+    again = rig.client.reserve([rig.block(number) for number in range(16, 32)])  # all slots are free again
+    again.give_back()
+
+
+def test_who_only_asks_or_goes_inside_grpc_opens_no_fabric(node: NodeProcess) -> None:
+    key = block_key(b"inline")
+    with Client(node.target, provider="no such provider") as client:
+        client.put_inline(key, b"x" * 100)
+        assert client.get_inline(key, 100) == b"x" * 100
+        assert client.prefix([key], timeout_s=5).blocks == 1
+        assert client.exists([key], timeout_s=5)[0].key == key  # type: ignore[union-attr]

@@ -1,0 +1,185 @@
+"""KV events over ZeroMQ: what vLLM's consumers read, gaps that can be seen, and what was missed had again."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvstore.client import Client
+from kvstore.config import EventsConfig, NodeConfig
+from kvstore.demo.node_process import NodeProcess
+from kvstore.errors import ConfigError, NodeUnavailable
+from kvstore.limits import EVENTS_QUEUED_MAX
+from kvstore.names import block_key
+from kvstore.node.kv_events import KvEvents
+from kvstore.storage.eviction.items import Reason
+from tests.conftest import SMALL_DRIVE
+from tests.storage.fakes import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_WAIT_MS = 20_000
+TENANT, OTHER = b"t" * 16, b"o" * 16
+
+
+class _Subscriber:
+    """Whoever wants to know; a new one may miss the first, so he waits until he hears of a block of his own."""
+
+    def __init__(self, endpoint: str, topic: bytes = b"") -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+        self._socket.connect(endpoint)
+
+    def next(self) -> tuple[bytes, int, list[Any]]:
+        assert self._socket.poll(_WAIT_MS), "no event came"
+        topic, sequence, payload = self._socket.recv_multipart()
+        return topic, int.from_bytes(sequence), msgspec.msgpack.decode(payload)
+
+    def hears(self, events: KvEvents) -> None:
+        until_s = time.monotonic() + _WAIT_MS / 1000
+        while not self._socket.poll(10):
+            assert time.monotonic() < until_s
+            events.blocks([(TENANT, b"hello")], None)
+        while self._socket.poll(100):
+            self._socket.recv_multipart()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _dealt_again(endpoint: str, first: int) -> list[int]:
+    """As vLLM's own example does it: a DEALER, which may have many answers to one request."""
+    context = zmq.Context()
+    try:
+        request = context.socket(zmq.DEALER)
+        request.connect(endpoint)
+        request.send_multipart([b"", first.to_bytes(8)])
+        came: list[int] = []
+        while True:
+            assert request.poll(_WAIT_MS), "no answer came"
+            _, sequence, _ = request.recv_multipart()
+            number = int.from_bytes(sequence, signed=True)
+            if number == -1:
+                return came
+            came.append(number)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+def events() -> Iterator[KvEvents]:
+    config = EventsConfig("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    publisher = KvEvents(config, FakeClock())
+    yield publisher
+    publisher.close()
+
+
+def test_a_node_tells_of_what_is_stored_evicted_and_deleted(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    arguments = ["--events", endpoint]
+    with (
+        NodeProcess(tmp_path / "node", capacity="16MiB", arguments=arguments) as node,
+        Client(node.target) as client,
+    ):
+        subscriber = _Subscriber(endpoint)
+        keys = [block_key(bytes([number])) for number in range(40)]
+        until_s = time.monotonic() + 20
+        while not subscriber._socket.poll(20):  # a subscription takes a moment to arrive
+            assert time.monotonic() < until_s
+            client.put_inline(keys[0], b"x")
+            client.delete([keys[0]])
+        for key in keys:
+            client.put_inline(key, bytes(1 << 20))
+        client.delete([keys[-1]])
+        stored: list[bytes] = []
+        gone: list[bytes] = []
+        while keys[-1] not in gone:
+            _, _, (at_s, (event,), rank) = subscriber.next()
+            assert rank is None
+            assert abs(at_s - time.time()) < 60
+            assert event["medium"] == "STORAGE"
+            (stored if event["type"] == "BlockStored" else gone).extend(event["block_hashes"])
+        assert stored[-40:] == keys
+        assert keys[1] in gone, "the drive has room for fewer than were put"
+        subscriber.close()
+
+
+def test_maps_and_arrays_say_the_same() -> None:
+    said = []
+    for as_arrays in (False, True):
+        publisher = KvEvents(EventsConfig("tcp://127.0.0.1:*", as_arrays=as_arrays), FakeClock())
+        subscriber = _Subscriber(publisher.endpoints[0])
+        subscriber.hears(publisher)
+        publisher.blocks([(TENANT, b"a"), (TENANT, b"b")], None)
+        publisher.blocks([(TENANT, b"a")], Reason.SPACE)
+        said.append([subscriber.next()[2][1][0] for _ in range(2)])
+        subscriber.close()
+        publisher.close()
+    maps, arrays = said
+    assert [list(one.values()) for one in maps] == arrays
+    assert arrays == [
+        ["BlockStored", [b"a", b"b"], None, [], 0, None, "STORAGE", None],
+        ["BlockRemoved", [b"a"], "STORAGE"],
+    ]
+
+
+def test_each_tenant_has_a_topic_and_the_sequence_is_one(events: KvEvents) -> None:
+    subscriber = _Subscriber(events.endpoints[0])
+    subscriber.hears(events)
+    events.blocks([(TENANT, b"a"), (OTHER, b"b"), (TENANT, b"c")], None)
+    first, second = subscriber.next(), subscriber.next()
+    assert (first[0], first[2][1][0]["block_hashes"]) == (b"kv@" + TENANT.hex().encode(), [b"a", b"c"])
+    assert (second[0], second[2][1][0]["block_hashes"]) == (b"kv@" + OTHER.hex().encode(), [b"b"])
+    assert second[1] == first[1] + 1
+    subscriber.close()
+
+
+def test_what_was_missed_can_be_had_again(events: KvEvents) -> None:
+    for number in range(5):
+        events.blocks([(TENANT, bytes([number]))], None)
+    assert _dealt_again(events.endpoints[1], 0) == [0, 1, 2, 3, 4]
+    assert _dealt_again(events.endpoints[1], 3) == [3, 4]
+    assert _dealt_again(events.endpoints[1], 99) == []
+
+
+def test_a_block_whose_record_is_replaced_has_not_gone(events: KvEvents) -> None:
+    events.blocks([(TENANT, b"a")], Reason.SUPERSEDED)
+    events.blocks([(TENANT, b"a")], None)
+    assert _dealt_again(events.endpoints[1], 0) == [0]
+
+
+def test_what_finds_no_room_is_counted_and_leaves_a_gap(events: KvEvents) -> None:
+    subscriber = _Subscriber(events.endpoints[0])
+    subscriber.hears(events)
+    events.blocks([(TENANT, b"before")], None)
+    _, before, _ = subscriber.next()
+    events.blocks([(TENANT, b"x")] * (EVENTS_QUEUED_MAX + 1), None)
+    assert events.dropped == EVENTS_QUEUED_MAX + 1
+    events.blocks([(TENANT, b"after")], None)
+    _, after, batch = subscriber.next()
+    assert batch[1][0]["block_hashes"] == [b"after"]
+    assert after == before + 2
+    subscriber.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://[::]:1", "udp://127.0.0.1:1"]
+)
+def test_events_stay_on_this_machine(tmp_path: Path, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="ZeroMQ asks nobody"):
+        NodeConfig(data=tmp_path, events=EventsConfig(endpoint))
+
+
+def test_an_endpoint_that_is_taken_ends_the_node_with_a_sentence(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        arguments = ["--events", f"tcp://127.0.0.1:{port}"]
+        with pytest.raises(NodeUnavailable, match="can't be published"):
+            NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments)
