@@ -109,7 +109,7 @@ def view(told: dict[str, object], node: str) -> str:
         "memory": _bar(memory["kept_bytes"], memory["bytes"]),
         "drives": f"{_bar(used_bytes, drives['bytes'])}, {drives['blocks']} blocks{state}",
     }
-    head = f"node {printable(node)}, up {up}, {connections} connections; the last {seconds:.1f} s"
+    head = f"node {printable(node)}, up {up}, {connections} attached; the last {seconds:.1f} s"
     return "\n".join([head, "", *(f"{name:<10}{said}" for name, said in rows.items())])
 
 
