@@ -85,7 +85,7 @@ class ClientLookups:
         try:
             with self.noting(kind, blocks, request_id):
                 yield metadata
-        except (NodeUnavailable, DeadlineExceeded, Overloaded):
+        except KvError:
             if told is not None:
                 with self._lock:
                     left = LOOKUPS_WAITING_MAX - len(self._waiting)

@@ -136,7 +136,3 @@ class Looking:
                 size_bytes=self.size_bytes,
             ),
         )
-
-    def refused(self) -> None:
-        """It was not begun after all: who asked is told why, and tells it himself."""
-        self.is_over = True
