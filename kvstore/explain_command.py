@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.config import printable, show_size, show_time
 from kvstore.errors import ConfigError
+from kvstore.limits import LOOKUPS_LISTED_MAX
 from kvstore.lookups import HITS, Kind, Outcome
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
             lines += ["", f"request {printable(request_id) or '(its caller gave none)'}"]
         lines += _lookup_lines(lookup, first, told.now_unix_ms)
     lines += ["", *(f"What to do: {one}" for one in _advice(told.lookups, statistics))]
+    if len(told.lookups) >= LOOKUPS_LISTED_MAX:
+        lines.append(f"(There may be more: the last {LOOKUPS_LISTED_MAX} are told.)")
     if told.unwritten:
         lines.append(f"({told.unwritten} look-ups of the node's are not in its log; a restart forgets them.)")
     return "\n".join(lines[1:])

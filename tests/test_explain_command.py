@@ -99,6 +99,7 @@ def test_what_is_not_remembered_and_what_is_wrong_is_said_in_a_sentence(
         ([], "Say which request"),
         (["--session", "ada"], "USER/NAME"),
         (["--last", "-1"], "--last takes"),
+        (["no-such", "--last", "99999999999"], "remembers no look-up of no-such"),
         (["--last", "1", "--tls-authorities", "none.pem"], "none.pem"),
     ):
         done = run(node, *more)
@@ -147,6 +148,14 @@ def test_the_fetches_of_a_resume_are_numbered_on() -> None:
     said = page(looked_up(session, *fetches), StatisticsResponse())
     assert "blocks 0-127  hit " in said
     assert "blocks 128-255  hit " in said
+
+
+def test_who_is_not_told_all_is_told_so() -> None:
+    lookup = Lookup("r", Kind.EXISTS, 1, 5, 1, [Run(1, Outcome.STORED)])
+    assert "There may be more: the last 256 are told." in page(
+        looked_up(*[lookup] * 256), StatisticsResponse()
+    )
+    assert "There may be more" not in page(looked_up(lookup), StatisticsResponse())
 
 
 def test_no_terminal_is_told_anything_by_a_request_id() -> None:

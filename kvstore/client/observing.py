@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.limits import RPC_TIMEOUT_MS
+from kvstore.limits import LOOKUPS_LISTED_MAX, RPC_TIMEOUT_MS
 from kvstore.wire import blocks_pb2, lookups_pb2, lookups_pb2_grpc, observing_pb2_grpc
 from kvstore.wire import observing_pb2 as pb
 from kvstore.wire.looked import lookup_of
@@ -74,7 +74,11 @@ class ObservingCalls:
     ) -> LookedUp:
         """What became of the tenant's look-ups: of a request, of a session, or the last ones."""
         request = lookups_pb2.ListLookupsRequest(
-            tenant=self._tenant, request_id=request_id, user=user, session=session, last=last
+            tenant=self._tenant,
+            request_id=request_id,
+            user=user,
+            session=session,
+            last=min(last, LOOKUPS_LISTED_MAX),
         )
         with self._calling("Asking for look-ups"):
             answer = self._lookups.ListLookups(request, timeout=RPC_TIMEOUT_MS / 1000)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvstore.client import Block, Client, as_request
-from kvstore.errors import NodeUnavailable
+from kvstore.errors import NodeUnavailable, Overloaded
 from kvstore.limits import (
     LOOKUP_ID_BYTES_MAX,
     LOOKUP_RUNS_MAX,
@@ -160,21 +160,27 @@ def test_an_eviction_is_told_with_when_and_how_idle_it_was(tmp_path: Path) -> No
 
 
 def test_a_resume_is_one_request_of_its_session(node: NodeInProcess, client: Client) -> None:
-    keys = [block_key(b"chat", number.to_bytes(2, "little")) for number in range(200)]
+    keys = [block_key(b"chat", number.to_bytes(2, "little")) for number in range(300)]
     client.put_many_inline([(key, bytes(PAGE)) for key in keys])
     chat = client.session("ada", "chat")
-    chat.append(keys, 3200)
+    chat.append(keys, 4800)
     client.session("ada", "other").append(keys[:1], 16)
+    kv = client.register(allocate(300 * PAGE))
+    assert chat.resume(lambda at, key: Block(key, kv, at * PAGE, PAGE), timeout_s=WAIT_S).is_whole
+    found = told(node, user="ada", session="chat")
+    assert [(one.kind, outcomes(one)) for one in found] == [
+        (Kind.SESSION, [(300, Outcome.NAMED)]),
+        (Kind.FETCH, [(128, Outcome.DRIVE)]),
+        (Kind.FETCH, [(128, Outcome.DRIVE)]),
+        (Kind.FETCH, [(44, Outcome.DRIVE)]),
+    ]
+    assert len({one.request_id for one in found}) == 1
     client.delete([keys[150]])
-    kv = client.register(allocate(200 * PAGE))
     back = chat.resume(lambda at, key: Block(key, kv, at * PAGE, PAGE), timeout_s=WAIT_S)
     assert back.usable_blocks == 150
-    found = told(node, user="ada", session="chat")
-    assert [one.kind for one in found] == [Kind.SESSION, Kind.FETCH, Kind.FETCH]
-    assert len({one.request_id for one in found}) == 1
-    assert outcomes(found[0]) == [(200, Outcome.NAMED)]
-    assert outcomes(found[1]) == [(128, Outcome.DRIVE)]
-    assert outcomes(found[2]) == [(22, Outcome.DRIVE), (1, Outcome.DELETED), (49, Outcome.DRIVE)]
+    last = told(node, user="ada", session="chat")[-1]
+    assert last.request_id != found[0].request_id
+    assert outcomes(last) == [(22, Outcome.MEMORY), (1, Outcome.DELETED), (105, Outcome.MEMORY)]
     nothing = client.session("ada", "no such").resume(lambda _, key: Block(key, kv, 0, PAGE))
     assert nothing.miss is not None
     (lookup,) = told(node, user="ada", session="no such")
@@ -228,11 +234,21 @@ def test_what_rode_on_a_call_that_failed_is_told_by_the_next(node: NodeInProcess
             assert len(client.lookups) == 0
             raise NodeUnavailable("Still.")
 
+    def be_refused() -> None:
+        with client.lookups.looking(Kind.PREFIX, 3, "refused"):
+            raise Overloaded("Later.")
+
     with pytest.raises(NodeUnavailable, match="Still"):
         fail()
-    assert len(client.lookups) == 2
+    with pytest.raises(Overloaded):
+        be_refused()
+    assert len(client.lookups) == 3
     client.exists(KEYS[:1])
-    assert [one.request_id for one in told(node)][:2] == ["lost", "failed"]
+    assert {one.request_id: outcomes(one) for one in told(node) if one.by_caller} == {
+        "lost": [(1, Outcome.MEMORY)],
+        "failed": [(3, Outcome.NODE_AWAY)],
+        "refused": [(3, Outcome.BUSY)],
+    }
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\xff" * 4000, b""])
