@@ -41,6 +41,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             events=None
             if arguments.events is None
             else EventsConfig(arguments.events, arguments.events_replay, arguments.events_as == "arrays"),
+            http=None if arguments.http is None else parse_listen(arguments.http),
+            ui=arguments.ui,
         )
     )
 
@@ -194,6 +196,10 @@ def _parser() -> argparse.ArgumentParser:
         default="maps",
         help="how an event is written (%(default)s)",
     )
+    serve.add_argument(
+        "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, and /healthz there"
+    )
+    serve.add_argument("--ui", action="store_true", help="and a web page of the node")
     serve.set_defaults(run=_serve)
 
     token = commands.add_parser(

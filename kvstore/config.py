@@ -72,6 +72,8 @@ class NodeConfig:
     tls_clients: Path | None = None  # authorities whose certificates clients must have
     audit: Path | None = None  # a file of who came and who was turned away
     events: EventsConfig | None = None
+    http: tuple[str, int] | None = None  # where metrics and health are served
+    ui: bool = False  # and the web page
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
@@ -82,7 +84,26 @@ class NodeConfig:
             raise ConfigError(
                 "Certificates of clients can be asked for only over TLS: --tls-cert and --tls-key."
             )
-        if not ipaddress.ip_address(self.host).is_loopback:
+        if self.ui and self.http is None:
+            raise ConfigError("The web page needs a port: --http HOST:PORT.")
+        if self.events is not None:
+            for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
+                _check_stays_here(endpoint)
+        for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
+            self._check_listen(host, port)
+        if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
+            raise ConfigError(
+                f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
+                f" {show_size(self.capacity_bytes)} is too small."
+            )
+        if self.hot_bytes < HOT_BYTES_MIN:
+            raise ConfigError(
+                f"The hot memory is at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
+                f" {show_size(self.hot_bytes)} is too small."
+            )
+
+    def _check_listen(self, host: str, port: int) -> None:
+        if not ipaddress.ip_address(host).is_loopback:
             wanting = [
                 flag
                 for flag, value in (
@@ -94,24 +115,11 @@ class NodeConfig:
             ]
             if wanting:
                 raise ConfigError(
-                    f"The node does not listen on {self.host} without {', '.join(wanting)}: beyond loopback it needs"
+                    f"The node does not listen on {host} without {', '.join(wanting)}: beyond loopback it needs"
                     " TLS, and tenants who prove who they are."
                 )
-        if self.events is not None:
-            for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
-                _check_stays_here(endpoint)
-        if not 0 <= self.port <= _PORT_MAX:
-            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {self.port} does not.")
-        if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-            raise ConfigError(
-                f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
-                f" {show_size(self.capacity_bytes)} is too small."
-            )
-        if self.hot_bytes < HOT_BYTES_MIN:
-            raise ConfigError(
-                f"The hot memory is at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
-                f" {show_size(self.hot_bytes)} is too small."
-            )
+        if not 0 <= port <= _PORT_MAX:
+            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {port} does not.")
 
 
 def _check_stays_here(endpoint: str) -> None:

@@ -220,6 +220,7 @@ TRANSFERS_TOLD_MAX = (
 SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
 LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing is known of him
 
+PUTS_SEEN_MAX = 64  # the last puts, of which a node remembers the times
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw
 TRACE_STEPS_MAX = 128  # of one session: the last turns
 STEPS_REPORTED_MAX = 32  # told with one call
@@ -262,6 +263,11 @@ ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
+HTTP_CONNECTIONS_MAX = 32  # taken at a time; others wait in the kernel
+HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
+HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken
+HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out
+UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000

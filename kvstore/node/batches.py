@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
@@ -228,16 +229,17 @@ class _Puts:
         if not items:
             return
         try:
-            self._store.put(items, self._kept)
+            self._store.put(items, partial(self._kept, self._inline.timings.clock.monotonic_ns()))
         except KvError as error:
             for item in items:
                 self._inline.give_back(self._peer, self._pieces.pop(item.tag))
                 del self._lengths[item.tag]
                 self._end(item.tag, error)
 
-    def _kept(self, batch: Sequence[PutDone]) -> None:
+    def _kept(self, landed_ns: int, batch: Sequence[PutDone]) -> None:
         kept = [self._lengths.pop(done.tag) for done in batch if done.error is None]
         self._inline.counters.kept(kept, len(batch) - len(kept))
+        self._inline.timings.inline_kept(self._tenant, self._durability, landed_ns, landed_ns, kept)
         for done in batch:
             self._lengths.pop(done.tag, None)
             self._inline.give_back(self._peer, self._pieces.pop(done.tag))

@@ -131,6 +131,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
     def _states(self, tenant: bytes, blocks: Sequence[kvstore_pb2.BlockName]) -> list[pb.BlockState]:
         store, now_ms = self._node.store, self._node.clock.wall_ms()
         states = []
+        began_ns = self._node.clock.monotonic_ns()
         entries = store.lookup([(tenant, block.key) for block in blocks])
         for block, entry in zip(blocks, entries, strict=True):
             if entry is None:
@@ -150,6 +151,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     fingerprint=entry.fingerprint,
                 )
             )
+        self._node.timings.lookups.note(self._node.clock.monotonic_ns() - began_ns)
         return states
 
 

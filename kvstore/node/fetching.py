@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.looking import Looking
     from kvstore.node.statistics import Counters
+    from kvstore.node.timings import Timings
     from kvstore.node.traces import SeenGet
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
@@ -76,6 +78,7 @@ class _Fetch:
     looking: Looking
     at: int  # among the blocks of that look-up
     tag: int
+    queued_ns: int
     piece: Piece | None = None
     hot: bool = False  # the piece was there before
     generation: int = 0  # of the record in it
@@ -109,7 +112,10 @@ class Fetches:
         tags: Iterator[int],
         clock: Clock,
         counters: Counters,
+        timings: Timings,
     ) -> None:
+        self._timings = timings
+        self._sent: Counter[tuple[bool, int]] = Counter()  # by where from and when asked for; not noted yet
         self._counters = counters
         self._fabric = fabric
         self._store = store
@@ -127,8 +133,10 @@ class Fetches:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
         looking.expect()
         self._lookings[looking] = connection
+        now_ns = self._clock.monotonic_ns()
         self._queued.add(
-            _Fetch(connection, request, looking, at, next(self._tags)) for at, request in enumerate(requests)
+            _Fetch(connection, request, looking, at, next(self._tags), now_ns)
+            for at, request in enumerate(requests)
         )
         self.pump()
 
@@ -144,6 +152,8 @@ class Fetches:
 
     def pump(self) -> None:
         """Send what is hot, and read ahead as far as the memory goes."""
+        if self._sent:
+            self._note_sent()
         while not self._memory.pages.refused and (batch := self._next()):
             puts: list[TriggeredPut] = []
             reads: list[GetItem] = []
@@ -289,7 +299,17 @@ class Fetches:
             return
         if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)
+        else:
+            self._sent[fetch.hot, fetch.queued_ns] += 1
         self._end(fetch)
+
+    def _note_sent(self) -> None:
+        """Note how long it took: once for blocks that were asked for together and were sent by now."""
+        now_ns = self._clock.monotonic_ns()
+        for (hot, queued_ns), blocks in self._sent.items():
+            where = self._timings.got_from_memory if hot else self._timings.got_from_drive
+            where.note(now_ns - queued_ns, blocks)
+        self._sent.clear()
 
     def _failed(self, fetch: _Fetch, status: int) -> None:
         if status != -errno.EBADMSG:
@@ -305,7 +325,8 @@ class Fetches:
             if fetch.request.seen is not None:
                 fetch.request.seen.again()
             fetch.looking.left += 1
-            again = _Fetch(fetch.connection, fetch.request, fetch.looking, fetch.at, next(self._tags))
+            tag = next(self._tags)
+            again = _Fetch(fetch.connection, fetch.request, fetch.looking, fetch.at, tag, fetch.queued_ns)
             self._queued.put_back(again)
         else:
             fetch.looking.missed(fetch.at, fetch.request.key, MissReason.CORRUPT)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvstore.errors import NotAuthenticated, TenantDenied
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from grpc.aio import ServicerContext
 
     from kvstore.node.audit import Audit
@@ -25,25 +27,37 @@ class Gate:
     """Who may do what."""
 
     def __init__(self, tenants: Tenants, audit: Audit) -> None:
-        self._tenants = tenants
+        self.tenants = tenants
         self.audit = audit
 
     def enter(self, what: str, context: _Context, claimed: str = "", requests: int = 1) -> Tenant:
         """The tenant for whom the call is done; NotAuthenticated, TenantDenied or Overloaded."""
+        metadata, certificate = context.invocation_metadata() or (), context.auth_context()
+        return self.admit(what, metadata, certificate, context.peer(), claimed, requests)
+
+    def admit(
+        self,
+        what: str,
+        metadata: Iterable[tuple[str, str | bytes]],
+        certificate: Mapping[str, Iterable[bytes]],
+        peer: str,
+        claimed: str = "",
+        requests: int = 1,
+    ) -> Tenant:
+        """The same for a caller who doesn't come over gRPC."""
         try:
-            caller = self._tenants.caller(context.invocation_metadata() or (), context.auth_context())
-            tenant = caller.tenant(claimed)
+            tenant = self.tenants.caller(metadata, certificate).tenant(claimed)
         except (NotAuthenticated, TenantDenied) as error:
-            self.audit.refused(what, tenant=claimed[:64], peer=context.peer(), why=str(error))
+            self.audit.refused(what, tenant=claimed[:64], peer=peer, why=str(error))
             raise
         tenant.rate.take(max(1, requests))
         return tenant
 
     def knows(self, tenant: Tenant) -> bool:
         """Whether he may still be here: the file of tenants may have been read again."""
-        return self._tenants.knows(tenant.name)
+        return self.tenants.knows(tenant.name)
 
     def enter_with(self, what: str, context: _Context, requests: int = 1) -> Tenant | None:
         """The tenant whose connections the caller may use; None for any, on an open node."""
         tenant = self.enter(what, context, requests=requests)
-        return None if self._tenants.is_open else tenant
+        return None if self.tenants.is_open else tenant

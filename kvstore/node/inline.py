@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.statistics import Counters
+    from kvstore.node.timings import Timings
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
@@ -46,8 +47,11 @@ async def deadline(what: str) -> AsyncIterator[None]:
 class InlineBlocks:
     """Inline puts and gets of a node."""
 
-    def __init__(self, store: Store, memory: HotMemory, clock: Clock, counters: Counters) -> None:
+    def __init__(
+        self, store: Store, memory: HotMemory, clock: Clock, counters: Counters, timings: Timings
+    ) -> None:
         self.counters = counters
+        self.timings = timings
         self._clock = clock
         self._store = store
         self.memory = memory
@@ -81,6 +85,7 @@ class InlineBlocks:
     ) -> Durability:
         """Take a block in chunks and keep it; returns the durability reached."""
         check_block(key, fingerprint, length)
+        began_ns = self._clock.monotonic_ns()
         piece = self.take(peer, length)
         try:
             async with deadline("The bytes of an inline put"):
@@ -96,13 +101,14 @@ class InlineBlocks:
                 durability=max(durability, Durability.WRITTEN),
                 tag=0,
             )
+            landed_ns = self._clock.monotonic_ns()
             kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()
 
             def finish(batch: Sequence[PutDone]) -> None:
                 self.give_back(peer, piece)
-                self.counters.kept(
-                    [length] if batch[0].error is None else [], int(batch[0].error is not None)
-                )
+                lengths = [length] if batch[0].error is None else []
+                self.counters.kept(lengths, 1 - len(lengths))
+                self.timings.inline_kept(tenant, batch[0].durability, began_ns, landed_ns, lengths)
                 if not kept.done():
                     kept.set_result(batch[0])
 
@@ -143,8 +149,12 @@ class InlineBlocks:
             slot_bytes=pages_of(length) * PAGE_BYTES,
             tag=0,
         )
+        began_ns = self._clock.monotonic_ns()
         hot = self._hot(peer, item)
-        return PendingRead(hot) if hot is not None else self._cold(peer, item)
+        if hot is None:
+            return self._cold(peer, item, began_ns)
+        self.timings.got_from_memory.note(self._clock.monotonic_ns() - began_ns)
+        return PendingRead(hot)
 
     def _hot(self, peer: str, item: GetItem) -> InlineRead | None:
         (entry,) = self._store.lookup([(item.tenant, item.key)])
@@ -170,7 +180,7 @@ class InlineBlocks:
             self.memory, piece, entry.length, done, lambda: self.give_back(peer, piece), in_memory=True
         )
 
-    def _cold(self, peer: str, item: GetItem) -> PendingRead:
+    def _cold(self, peer: str, item: GetItem, began_ns: int) -> PendingRead:
         piece = self.take(peer, item.length)
         item = item._replace(slot_address=self.memory.address(piece))
         pending = PendingRead()
@@ -180,6 +190,7 @@ class InlineBlocks:
             if done.miss is None:
                 self.memory.pages.keep(piece, done.generation)
                 self.counters.found([done.length], in_memory=False)
+                self.timings.got_from_drive.note(self._clock.monotonic_ns() - began_ns)
             else:
                 self.counters.missed([done.miss.reason])
             pending.arrived(

@@ -92,6 +92,8 @@ class Lease:
     ack_word: int
     expires_unix_ms: int
     state: SlotState = SlotState.LEASED
+    leased_ns: int = 0
+    landed_ns: int = 0
     trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
 
 

@@ -40,6 +40,7 @@ from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.statistics import Counters
+from kvstore.node.timings import Timings
 from kvstore.node.traces import Traces
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
@@ -96,11 +97,12 @@ class Node:
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.began_ns = clock.monotonic_ns()
         self.counters = Counters()
+        self.timings = Timings(clock)
         self.watchers = Watchers(clock)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
-        self.fetches = Fetches(fabric, store, self.hot, self._tags, clock, self.counters)
-        self.inline = InlineBlocks(store, self.hot, clock, self.counters)
+        self.fetches = Fetches(fabric, store, self.hot, self._tags, clock, self.counters, self.timings)
+        self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings)
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log)
@@ -120,6 +122,11 @@ class Node:
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
         for listener in self.block_listeners:
             listener(names, reason)
+
+    @property
+    def landing_bytes(self) -> int:
+        """How much memory is given to clients to put into."""
+        return self._landing_bytes
 
     def _tick(self) -> None:
         """Do what only time brings about."""
@@ -226,11 +233,13 @@ class Node:
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
-        deadline_ns = self.clock.monotonic_ns() + lease_ms * 1_000_000
+        now_ns = self.clock.monotonic_ns()
+        deadline_ns = now_ns + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
         self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
+            lease.leased_ns = now_ns
         in_order = iter(leases)
         return [None if there else next(in_order) for there in stored]
 
@@ -274,6 +283,9 @@ class Node:
                     case _:
                         self.fetches.sent(event)
         self.counters.landed += len(landed)
+        now_ns = self.clock.monotonic_ns()
+        for _, lease, _ in landed:
+            lease.landed_ns = now_ns
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
@@ -309,14 +321,13 @@ class Node:
     def _kept(self, batch: Sequence[PutDone]) -> None:
         words: list[WordPut] = []
         lengths: list[int] = []
-        kept: dict[Durability, list[Lease]] = {}
+        kept: dict[tuple[bytes, Durability], list[Lease]] = {}
         for done in batch:
             connection = self._leased.pop(done.tag)
             lease = connection.slots.finished(done.tag)
             if done.error is None:
                 lengths.append(lease.length)
-                if lease.trace is not None:
-                    kept.setdefault(done.durability, []).append(lease)
+                kept.setdefault((connection.tenant, done.durability), []).append(lease)
             if connection.closed:
                 self._free_if_idle(connection)
             elif done.error is not None:
@@ -327,7 +338,8 @@ class Node:
         self.counters.kept(lengths, len(batch) - len(lengths))
         if words:
             put_words(self.fabric, words)
-        for durability, leases in kept.items():
+        for (tenant, durability), leases in kept.items():
+            self.timings.leases_kept(tenant, durability, leases)
             self.traces.saw(Step.KEPT, leases, durability.name.lower())
 
     def _lease_over(self, event: Event) -> None:

@@ -21,11 +21,14 @@ from kvstore.errors import ConfigError
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
+from kvstore.node.call_times import CallTimes
 from kvstore.node.gate import Gate
+from kvstore.node.http import tls_context
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
 from kvstore.node.observing import ObservingService
+from kvstore.node.pages import http_server
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
@@ -176,8 +179,11 @@ async def _serve(config: NodeConfig) -> None:
             tenants.load(config.tenants)
             store.change_quotas(tenants.quotas())
             loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
-        server = grpc.aio.server(options=_GRPC_OPTIONS)
-        health = add_services(server, node, Gate(tenants, audit))
+        else:  # by itself it would end the process, and a service manager's reload sends it to every node
+            loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
+        server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
+        gate = Gate(tenants, audit)
+        health = add_services(server, node, gate)
         await health.begin()
         address = _listen(server, config)
         await server.start()
@@ -192,10 +198,17 @@ async def _serve(config: NodeConfig) -> None:
             ", an index rebuilt from its drive" if statistics.rebuilt else "",
             fabric.provider,
         )
+        http = None
+        if config.http is not None:
+            tls = tls_context(config.tls_certificate, config.tls_key, config.tls_clients)
+            http = http_server(node, gate, tls, ui=config.ui)
+            log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(*config.http))
         print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
         await stop.wait()
         log.info("stopping")
         await health.enter_graceful_shutdown()
+        if http is not None:
+            await http.close()
         await node.close()
         if events is not None:
             events.close()

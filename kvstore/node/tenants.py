@@ -9,6 +9,7 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
     certificates = ["engine-1.acme"]     # subject alternative names of client certificates
     requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
     bytes = 500_000_000_000              # what his blocks may take on the drives; 0 (the default) is no limit
+    observer = true                      # at --http he sees all tenants' figures and sessions, and not only his own
 
 What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
 even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
@@ -64,6 +65,7 @@ class _Entry:
     certificates: frozenset[str] = frozenset()
     requests_per_s: int = 0
     bytes: int = 0
+    observer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,14 @@ class Tenants:
             raise NotAuthenticated("The certificate's names are not those of any tenant of this node.")
         raise NotAuthenticated("The call has no token; give the client one, as `token`.")
 
+    def observes(self, name: str) -> bool:
+        """Whether a tenant who has proved himself sees what is of others; on an open node everybody does."""
+        return self._entries is None or (name in self._entries and self._entries[name].observer)
+
+    def limited(self) -> list[str]:
+        """Those of the file who have a quota of bytes, by name."""
+        return sorted(name for name, entry in (self._entries or {}).items() if entry.bytes)
+
     def quotas(self) -> dict[bytes, int]:
         """The bytes that tenants may have, by their names on the drive; of those who have a quota."""
         entries = (self._entries or {}).items()
@@ -199,8 +209,11 @@ def _entry(path: Path, name: str, section: Any) -> _Entry:
     certificates = _texts(where, section, "certificates")
     if not tokens | certificates:
         raise ConfigError(f"{where}: with neither tokens_sha256 nor certificates nobody can be this tenant.")
-    limits = [_limit(where, section, key) for key in ("requests_per_s", "bytes")]
-    return _Entry(tokens, certificates, *limits)
+    requests_per_s, bytes_max = (_limit(where, section, key) for key in ("requests_per_s", "bytes"))
+    observer = section.get("observer", False)
+    if not isinstance(observer, bool):
+        raise ConfigError(f"{where}: observer is true or false; not {observer!r}.")
+    return _Entry(tokens, certificates, requests_per_s, bytes_max, observer)
 
 
 def _limit(where: str, section: Mapping[str, Any], key: str) -> int:

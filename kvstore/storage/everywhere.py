@@ -171,6 +171,15 @@ class AllManifests:
         found = (manifests.of_user(tenant, user, after, limit) for manifests in self._manifests)
         return sorted(chain.from_iterable(found))[:limit]
 
+    def page(self, tenant: bytes, after: bytes, limit: int) -> tuple[list[tuple[SessionName, Listed]], bool]:
+        """List sessions of one tenant, or with b"" of all, in the order of their names, from behind `after` on."""
+        pages = [manifests.page(tenant, after, limit) for manifests in self._manifests]
+        found = sorted((one for some, _ in pages for one in some), key=lambda one: one[0])
+        return found[:limit], len(found) > limit or any(more for _, more in pages)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._manifests))
+
     def references(self, names: Iterable[Name]) -> list[int]:
         """Tell how many chunks and tails name each block."""
         names = list(names)

@@ -122,6 +122,29 @@ class Manifests:
                 there = cursor.next()
         return found
 
+    def page(self, tenant: bytes, after: bytes, limit: int) -> tuple[list[tuple[SessionName, Listed]], bool]:
+        """List sessions of one tenant, or with b"" of all, in the order of their names, from behind `after` on.
+
+        It is said as well whether there are more.
+        """
+        found: list[tuple[SessionName, Listed]] = []
+        with self._index.reading() as transaction, transaction.cursor(self._index.sessions) as cursor:
+            there = cursor.set_range(after or tenant or b"\0")
+            if there and cursor.key() == after:
+                there = cursor.next()
+            while there and cursor.key().startswith(tenant):
+                if len(found) == limit:
+                    return found, True
+                row, user_end = cursor.key(), TENANT_BYTES + USER_BYTES
+                name = SessionName(row[:TENANT_BYTES], row[TENANT_BYTES:user_end], row[user_end:])
+                found.append((name, _listed(name.session, _stored(cursor.value()).manifest)))
+                there = cursor.next()
+        return found, False
+
+    def __len__(self) -> int:
+        with self._index.reading() as transaction:
+            return int(transaction.stat(self._index.sessions)["entries"])
+
     def references(self, names: Iterable[Name]) -> list[int]:
         """Tell how many chunks and tails name each block."""
         with self._index.reading() as transaction:

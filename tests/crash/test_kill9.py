@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROUNDS = int(os.environ.get("TRIGGERKV_KILL_ROUNDS", "30"))
 BLOCKS = 12
 WAIT_S = 30.0
+ROOM_BYTES = max(1 << 30, ROUNDS * BLOCKS * (MIB + (1 << 16)))  # for all of them: none is to be evicted
 
 
 @pytest.mark.timeout(120 + 10 * ROUNDS)
@@ -32,7 +33,7 @@ def test_every_block_acknowledged_as_written_survives_sigkill(
     seed = int(os.environ.get("TRIGGERKV_SEED", str(secrets.randbits(32))))
     record_property("TRIGGERKV_SEED", seed)
     rng = random.Random(seed)
-    node = NodeProcess(tmp_path / "node", capacity="1GiB")
+    node = NodeProcess(tmp_path / "node", capacity=f"{ROOM_BYTES}")
     try:
         rig = Rig(node)
         acked: dict[bytes, tuple[int, int]] = {}

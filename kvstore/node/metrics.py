@@ -1,0 +1,301 @@
+"""What Prometheus is told of a node: every metric, its help and its labels, in one place.
+
+What always holds: names end in their unit, and counters in `_total`; labels have few values, since reasons, calls,
+statuses and drives are few, and tenants are those of the node's file; no user, session or key is one. Values are taken
+on the node's thread, from what it counts anyhow, and made into text on another.
+What it doesn't do: take a lock that moving a block takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from kvstore.durability import Durability
+from kvstore.limits import CLIENTS_MAX, LANDING_BYTES_MAX, PINS_MAX
+from kvstore.miss import MissReason
+from kvstore.node.timings import BUCKETS_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenant, Tenants
+    from kvstore.node.timings import Histogram
+    from kvstore.storage.items import DriveState
+
+__all__ = ["CONTENT_TYPE", "gathered", "rendered"]
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_NS: Final = 1_000_000_000
+
+
+class _Gathered:
+    """Metrics that were taken at one moment, for a registry that makes them into text."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        return self._metrics
+
+
+def rendered(metrics: Sequence[Metric]) -> bytes:
+    """As text, with what the process itself uses."""
+    registry = CollectorRegistry()
+    registry.register(_Gathered(metrics))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+def gathered(node: Node, tenants: Tenants, asking: Tenant, version: str) -> list[Metric]:
+    """Take all metrics; quotas are the asking tenant's own, and everybody's if he observes."""
+    return [
+        *_of_node(node, version),
+        *_of_blocks(node),
+        *_of_bounds(node),
+        *_of_times(node),
+        *_of_drives(node.store.drive_states()),
+        *_of_tenants(node, tenants, asking),
+    ]
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    metric = CounterMetricFamily(name, text, labels=[label])
+    for each, value in values.items():
+        metric.add_metric([each], value)
+    return metric
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    metric = GaugeMetricFamily(name, text, labels=[label])
+    for each, value in values.items():
+        metric.add_metric([each], value)
+    return metric
+
+
+def _histograms(name: str, text: str, label: str, values: Mapping[str, Histogram]) -> Metric:
+    metric = HistogramMetricFamily(name, text, labels=[label])
+    for each, histogram in values.items():
+        buckets, so_far = [], 0
+        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), histogram.counts, strict=True):
+            so_far += count
+            buckets.append((bound, float(so_far)))
+        metric.add_metric([each], buckets, sum_value=histogram.sum_ns / _NS)
+    return metric
+
+
+def _of_node(node: Node, version: str) -> list[Metric]:
+    store = node.store.statistics()
+    up_ms = (node.clock.monotonic_ns() - node.began_ns) // 1_000_000
+    info = {
+        "node": node.store.name,
+        "version": version,
+        "provider": node.fabric.provider,
+        "eviction": store.eviction.policy,
+    }
+    return [
+        InfoMetricFamily("kvstore_node", "The node, its version, its fabric and its eviction.", value=info),
+        _gauge(
+            "kvstore_start_time_seconds",
+            "When the node began, since 1970.",
+            (node.clock.wall_ms() - up_ms) / 1000,
+        ),
+        _gauge("kvstore_takes_puts", "1 if any drive takes puts.", float(store.takes_puts)),
+        _gauge("kvstore_blocks", "Blocks stored.", store.blocks),
+        _gauge("kvstore_sessions", "Sessions stored.", len(node.store.manifests)),
+        _gauge(
+            "kvstore_sessions_protected",
+            "Sessions that are kept from eviction.",
+            store.eviction.protected_sessions,
+        ),
+        _gauge(
+            "kvstore_eviction_idle_seconds",
+            "How long the last block that went for room had not been used; 0 if none went.",
+            store.eviction.space_idle_ms / 1000,
+        ),
+        _counter("kvstore_syncs_total", "Times that a drive was made to keep what it has.", store.syncs),
+        _counter(
+            "kvstore_corrupt_blocks_total", "Blocks that failed a check and were dropped.", store.quarantined
+        ),
+    ]
+
+
+def _of_blocks(node: Node) -> list[Metric]:
+    counters, store = node.counters, node.store.statistics()
+    return [
+        _counter("kvstore_puts_total", "Blocks that were kept.", counters.puts),
+        _counter("kvstore_put_bytes_total", "Bytes of them.", counters.put_bytes),
+        _counter("kvstore_puts_failed_total", "Blocks that could not be kept.", counters.puts_failed),
+        _counters(
+            "kvstore_hits_total",
+            "Blocks that were sent, by where they were.",
+            "tier",
+            {"memory": counters.hits_memory, "drive": counters.hits_drive},
+        ),
+        _counter("kvstore_got_bytes_total", "Bytes of them.", counters.got_bytes),
+        _counters(
+            "kvstore_misses_total",
+            "Blocks that were asked for and not sent, by why.",
+            "reason",
+            {one.name.lower(): counters.misses.get(one, 0) for one in MissReason},
+        ),
+        _counters(
+            "kvstore_gone_total",
+            "Blocks that are stored no more, by why.",
+            "reason",
+            {one.name.lower(): tally.blocks for one, tally in sorted(store.eviction.gone.items())},
+        ),
+        _counter(
+            "kvstore_refused_total", "Calls, and blocks in streams, refused at a bound.", counters.refused
+        ),
+    ]
+
+
+def _of_bounds(node: Node) -> list[Metric]:
+    store, memory = node.store.statistics(), node.hot.pages.statistics()
+    waiting = {
+        "fetch": node.fetches.waiting,
+        "put": store.puts_pending,
+        "put_for_room": store.waiting_for_room,
+        "put_for_quota": store.waiting_for_quota,
+        "get": store.gets_pending,
+        "delete": store.deletes_pending,
+        "session_step": store.sessions_pending,
+        "wipe": store.wipes_pending,
+    }
+    return [
+        _gauges("kvstore_waiting", "What was accepted and is not done, by kind.", "what", waiting),
+        _gauge("kvstore_connections", "Clients attached.", len(node)),
+        _gauge("kvstore_connections_limit", "Clients that may be.", CLIENTS_MAX),
+        _gauge("kvstore_leases", "Slots leased, or with blocks that are not on the drive yet.", node.leases),
+        _gauge("kvstore_pins", "Pins that last.", node.pins.count),
+        _gauge("kvstore_pins_limit", "Pins that there may be.", PINS_MAX),
+        _gauge("kvstore_watchers", "Clients that watch events.", len(node.watchers)),
+        _gauge("kvstore_landing_bytes", "Memory given to clients to put into.", node.landing_bytes),
+        _gauge("kvstore_landing_limit_bytes", "Memory that may be given to them.", LANDING_BYTES_MAX),
+        _gauge("kvstore_memory_bytes", "The hot memory.", memory.capacity_bytes),
+        _gauge("kvstore_memory_kept_bytes", "Of it, what holds blocks.", memory.kept_bytes),
+        _counter("kvstore_memory_evictions_total", "Blocks that left it for others.", memory.evicted),
+    ]
+
+
+def _of_times(node: Node) -> list[Metric]:
+    timings = node.timings
+    failed = CounterMetricFamily(
+        "kvstore_calls_failed_total",
+        "Calls that ended with a status that is not OK.",
+        labels=["call", "code"],
+    )
+    for (call, code), count in timings.calls_failed.items():
+        failed.add_metric([call, code], count)
+    return [
+        _histograms(
+            "kvstore_put_seconds",
+            "From a block's landing in memory until it is written or synced.",
+            "durability",
+            {Durability(one).name.lower(): histogram for one, histogram in sorted(timings.kept.items())},
+        ),
+        _histograms(
+            "kvstore_get_seconds",
+            "From asking for a block until it is sent, by where it was.",
+            "tier",
+            {"memory": timings.got_from_memory, "drive": timings.got_from_drive},
+        ),
+        _histograms(
+            "kvstore_lookup_seconds",
+            "To look up one batch of keys, without its call.",
+            "what",
+            {"blocks": timings.lookups},
+        ),
+        _histograms("kvstore_call_seconds", "Calls over gRPC, by name.", "call", timings.calls),
+        failed,
+    ]
+
+
+def _of_drives(states: Sequence[DriveState]) -> list[Metric]:
+    here = {str(state.number): state.statistics for state in states if state.statistics is not None}
+    away = {str(state.number): 0.0 for state in states if state.statistics is None}
+    return [
+        _gauges(
+            "kvstore_drive_here", "1 if the drive is open.", "drive", {**dict.fromkeys(here, 1.0), **away}
+        ),
+        _gauges(
+            "kvstore_drive_takes_puts",
+            "1 if the drive takes puts.",
+            "drive",
+            {**{number: float(one.takes_puts) for number, one in here.items()}, **away},
+        ),
+        _gauges(
+            "kvstore_drive_capacity_bytes",
+            "What it can hold.",
+            "drive",
+            {number: one.capacity_bytes for number, one in here.items()},
+        ),
+        _gauges(
+            "kvstore_drive_free_bytes",
+            "What of it is free.",
+            "drive",
+            {number: one.free_bytes for number, one in here.items()},
+        ),
+        _gauges(
+            "kvstore_drive_blocks",
+            "Blocks on it.",
+            "drive",
+            {number: one.blocks for number, one in here.items()},
+        ),
+        _gauges(
+            "kvstore_drive_queued",
+            "Reads and writes that wait for it.",
+            "drive",
+            {number: one.drive_queued for number, one in here.items()},
+        ),
+        _gauges(
+            "kvstore_drive_in_flight",
+            "Reads and writes that it is doing.",
+            "drive",
+            {number: one.drive_in_flight for number, one in here.items()},
+        ),
+        _gauges(
+            "kvstore_drive_quarantined_bytes",
+            "Of it, what failed a check and is not used again.",
+            "drive",
+            {number: one.quarantined_bytes for number, one in here.items()},
+        ),
+    ]
+
+
+def _of_tenants(node: Node, tenants: Tenants, asking: Tenant) -> list[Metric]:
+    names = [name for name in tenants.limited() if name == asking.name or tenants.observes(asking.name)]
+    quotas = {name: node.store.quota(tenants.named(name).id) for name in names}
+    return [
+        _gauges(
+            "kvstore_tenant_quota_bytes",
+            "What a tenant may have on the drives, if he has a quota.",
+            "tenant",
+            {name: quota.bytes_max for name, quota in quotas.items()},
+        ),
+        _gauges(
+            "kvstore_tenant_used_bytes",
+            "What he has of it.",
+            "tenant",
+            {name: quota.used_bytes for name, quota in quotas.items()},
+        ),
+    ]

@@ -1,0 +1,91 @@
+"""What the node answers over HTTP: /metrics and /healthz, and with `--ui` the page and the state that it shows.
+
+What always holds: nothing here changes anything; an answer has a bounded size; what belongs to a tenant is shown to him
+and to observers only. The page loads nothing but the state, and its policy (CSP) names its own script and style by
+their digests, so that nothing that a client called its session can run in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ProtocolError
+from kvstore.limits import SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.node.http import Answer, HttpServer
+from kvstore.node.metrics import CONTENT_TYPE, gathered, rendered
+from kvstore.node.service import package_version
+from kvstore.node.ui_state import state
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable
+
+    from kvstore.node.gate import Gate
+    from kvstore.node.http import Question
+    from kvstore.node.node import Node
+
+__all__ = ["http_server"]
+
+_NAME_BYTES = TENANT_BYTES + USER_BYTES + SESSION_BYTES
+
+
+def _policy(page: str) -> str:
+    """Let this page's own script and style run, and let it ask this node; nothing else."""
+
+    def digests(tag: str) -> str:
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        shas = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+        return " ".join(f"'sha256-{sha}'" for sha in shas)
+
+    return (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; connect-src 'self';"
+        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def http_server(node: Node, gate: Gate, tls: ssl.SSLContext | None, *, ui: bool) -> HttpServer:
+    """Make the server for a node; it listens when it is told to."""
+    version = package_version()
+    pages: dict[str, Callable[[Question], Awaitable[Answer]]] = {}
+
+    async def metrics(question: Question) -> Answer:
+        taken = gathered(node, gate.tenants, question.tenant, version)
+        text = await asyncio.get_running_loop().run_in_executor(None, rendered, taken)
+        return Answer(text, CONTENT_TYPE)
+
+    pages["/metrics"] = metrics
+    if ui:
+        page = files("kvstore.node").joinpath("page.html").read_text(encoding="utf-8")
+        answer = Answer(
+            page.encode(), "text/html; charset=utf-8", headers={"Content-Security-Policy": _policy(page)}
+        )
+
+        async def show(_: Question) -> Answer:
+            return answer
+
+        async def tell(question: Question) -> Answer:
+            told = state(
+                node, gate.tenants, question.tenant, version, _after(question.query.get("after", ""))
+            )
+            return Answer(json.dumps(told, separators=(",", ":")).encode(), "application/json")
+
+        pages["/"] = show
+        pages["/ui/state.json"] = tell
+    return HttpServer(gate, node.clock, lambda: Answer(b"serving\n"), pages, tls)
+
+
+def _after(text: str) -> bytes:
+    """The name of the session behind which the list is to begin."""
+    try:
+        name = bytes.fromhex(text)
+    except ValueError:
+        name = b"?"
+    if len(name) not in (0, _NAME_BYTES):
+        raise ProtocolError("`after` is the `next` of an earlier page.")
+    return name

@@ -1,0 +1,152 @@
+"""How long things took, in histograms, and the last puts with their times.
+
+What always holds: all of it is noted on the node's own thread, once for blocks that began and ended together, so that
+no lock is shared with anybody; its size is bounded: so many puts, and a histogram for each call that the node answers.
+What it doesn't do: keep anything over a restart, or know a block's key.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import PUTS_SEEN_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.clock import Clock
+    from kvstore.durability import Durability
+    from kvstore.node.landing import Lease
+    from kvstore.node.traces import SessionTrace
+
+__all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
+
+# From ten microseconds, which a block out of memory takes, to the ten seconds after which calls end.
+_BUCKETS_NS: Final[tuple[int, ...]] = (
+    *(step * 10**power for power in range(3, 9) for step in (10, 25, 50)),
+    10_000_000_000,
+)
+BUCKETS_S: Final[tuple[float, ...]] = tuple(bound / 1_000_000_000 for bound in _BUCKETS_NS)
+
+
+class Histogram:
+    """Durations in buckets; `counts` has one more than there are bounds, for what is longer than all."""
+
+    __slots__ = ("counts", "sum_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BUCKETS_NS) + 1)
+        self.sum_ns = 0
+
+    def note(self, lasted_ns: int, times: int = 1) -> None:
+        """Something lasted so long, so many times."""
+        self.counts[bisect_left(_BUCKETS_NS, lasted_ns)] += times
+        self.sum_ns += lasted_ns * times
+
+    @property
+    def count(self) -> int:
+        """How many were noted."""
+        return sum(self.counts)
+
+    def quantile_s(self, share: float) -> float | None:
+        """Within which bound so large a share of all was; None if there is none, or it was beyond all bounds."""
+        seen, wanted = 0, share * self.count
+        for bound_s, count in zip(BUCKETS_S, self.counts, strict=False):
+            seen += count
+            if seen and seen >= wanted:
+                return bound_s
+        return None
+
+
+@dataclass(slots=True)
+class PutSeen:
+    """Blocks that were put together: leased by one call, or sent inside one."""
+
+    tenant: bytes
+    began_ns: int
+    trace: SessionTrace | None
+    inline: bool
+    durability: Durability
+    blocks: int = 0
+    size_bytes: int = 0
+    landed_first_ns: int = 0
+    landed_ns: int = 0  # the last of them
+    kept_ns: int = 0  # the last of them
+
+    def add(self, blocks: int, size_bytes: int, landed_ns: int, kept_ns: int) -> None:
+        """Some of them have been kept."""
+        self.blocks += blocks
+        self.size_bytes += size_bytes
+        self.landed_first_ns = min(self.landed_first_ns or landed_ns, landed_ns)
+        self.landed_ns = max(self.landed_ns, landed_ns)
+        self.kept_ns = max(self.kept_ns, kept_ns)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Of one node."""
+
+    clock: Clock
+    kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to kept
+    got_from_memory: Histogram = field(default_factory=Histogram)  # from asked for to sent
+    got_from_drive: Histogram = field(default_factory=Histogram)
+    lookups: Histogram = field(default_factory=Histogram)
+    calls: dict[str, Histogram] = field(default_factory=dict)
+    calls_failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by call and status
+    puts: OrderedDict[tuple[bytes, int, bool], PutSeen] = field(default_factory=OrderedDict)
+
+    def leases_kept(self, tenant: bytes, durability: Durability, leases: Iterable[Lease]) -> None:
+        """Blocks of one tenant that had landed are on the drive."""
+        together: dict[tuple[int, int], list[Lease]] = {}
+        for lease in leases:
+            together.setdefault((lease.leased_ns, lease.landed_ns), []).append(lease)
+        now_ns = self.clock.monotonic_ns()
+        for (leased_ns, landed_ns), some in together.items():
+            self._kept(durability).note(now_ns - landed_ns, len(some))
+            put = self._put(tenant, leased_ns, durability, some[0].trace, inline=False)
+            put.add(len(some), sum(lease.length for lease in some), landed_ns, now_ns)
+
+    def inline_kept(
+        self, tenant: bytes, durability: Durability, began_ns: int, landed_ns: int, lengths: Iterable[int]
+    ) -> None:
+        """Blocks that came inside gRPC are on the drive."""
+        lengths = list(lengths)
+        if not lengths:
+            return
+        now_ns = self.clock.monotonic_ns()
+        self._kept(durability).note(now_ns - landed_ns, len(lengths))
+        put = self._put(tenant, began_ns, durability, None, inline=True)
+        put.add(len(lengths), sum(lengths), landed_ns, now_ns)
+
+    def called(self, call: str, began_ns: int, failure: str | None) -> None:
+        """A call is over."""
+        histogram = self.calls.get(call)
+        if histogram is None:
+            histogram = self.calls.setdefault(call, Histogram())
+        histogram.note(self.clock.monotonic_ns() - began_ns)
+        if failure is not None:
+            self.calls_failed[call, failure] += 1
+
+    def _kept(self, durability: Durability) -> Histogram:
+        histogram = self.kept.get(durability)
+        return histogram if histogram is not None else self.kept.setdefault(durability, Histogram())
+
+    def _put(
+        self,
+        tenant: bytes,
+        began_ns: int,
+        durability: Durability,
+        trace: SessionTrace | None,
+        *,
+        inline: bool,
+    ) -> PutSeen:
+        put = self.puts.get((tenant, began_ns, inline))
+        if put is None:
+            if len(self.puts) >= PUTS_SEEN_MAX:
+                self.puts.popitem(last=False)
+            put = PutSeen(tenant, began_ns, trace, inline, durability)
+            self.puts[tenant, began_ns, inline] = put
+        return put

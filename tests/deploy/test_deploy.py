@@ -1,0 +1,199 @@
+"""What stands in deploy/ is what `kvstore` takes, what the schemas say, and what installs in a clean folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvstore.cli import _parser
+from kvstore.config import parse_listen, parse_size
+from tests.readme import clean_copy, environment
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "systemd" / "kvstore.service"
+CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
+KUBERNETES_VERSION = "1.37"
+EXPOSURE_MAX = 2.0
+
+
+def _json_words(instruction: str) -> list[str]:
+    found = re.search(rf"^{instruction} (\[.*\])$", CONTAINERFILE, re.MULTILINE)
+    assert found is not None
+    words: list[str] = yaml.safe_load(found[1])
+    return words
+
+
+def _compose() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+    return document
+
+
+def _kubernetes() -> list[dict[str, Any]]:
+    return [
+        one
+        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+        for one in yaml.safe_load_all(path.read_text())
+    ]
+
+
+def _stateful_set() -> dict[str, Any]:
+    (found,) = [one for one in _kubernetes() if one["kind"] == "StatefulSet"]
+    return found
+
+
+def _unit(name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
+
+
+def _commands() -> dict[str, list[str]]:
+    """What each of the files has a node run with."""
+    entry = _json_words("ENTRYPOINT")
+    (container,) = _stateful_set()["spec"]["template"]["spec"]["containers"]
+    settings = re.search(r'"--(.*)"', _unit("Environment")[0])
+    assert settings is not None
+    (run,) = _unit("ExecStart")
+    return {
+        "container": entry + _json_words("CMD"),
+        "compose": entry + _compose()["x-node"]["command"],
+        "kubernetes": entry + container["args"],
+        "systemd": ["kvstore", *run.replace("$KVSTORE_ARGUMENTS", f"--{settings[1]}").split()[1:]],
+    }
+
+
+@pytest.mark.parametrize("name", sorted(_commands()))
+def test_every_flag_is_one_that_a_node_takes(name: str) -> None:
+    arguments = _parser().parse_args(_commands()[name][1:])
+    assert parse_size(arguments.capacity) > 0
+    assert parse_size(arguments.hot) > 0
+    host, port = parse_listen(arguments.listen)
+    assert port == 7070
+    assert host == "127.0.0.1" or (arguments.tls_cert and arguments.tls_key and arguments.tenants)
+
+
+def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
+    kinds = []
+    for document in _kubernetes():
+        kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+        kinds.append(document["kind"])
+    assert sorted(kinds) == ["PodDisruptionBudget", "Service", "StatefulSet"]
+
+
+def test_a_manifest_with_a_slip_would_be_seen() -> None:
+    document = _stateful_set()
+    document["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+
+
+def test_ports_probes_and_volumes_belong_together() -> None:
+    spec = _stateful_set()["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    arguments = _parser().parse_args(_commands()["kubernetes"][1:])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"grpc": parse_listen(arguments.listen)[1], "http": parse_listen(arguments.http)[1]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTPS"}
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted == {str(arguments.data), str(arguments.tls_cert.parent)}
+    assert spec["securityContext"]["runAsUser"] == int(
+        re.findall(r"^USER (\d+)$", CONTAINERFILE, re.MULTILINE)[0]
+    )
+
+
+def test_compose_names_files_that_are_there_and_two_nodes() -> None:
+    document = _compose()
+    nodes = [one for one in document["services"].values() if one.get("image") == "triggerkv"]
+    assert len(nodes) == 2
+    assert len({one["volumes"][0] for one in nodes}) == 2
+    assert {one["volumes"][0].split(":")[0] for one in nodes} == set(document["volumes"])
+    for service in document["services"].values():
+        build = service.get("build")
+        if build is not None:
+            assert (DEPLOY / "compose" / build["context"] / build["dockerfile"]).resolve().is_file()
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("..") or source.endswith(".yaml"):
+                assert (DEPLOY / "compose" / source).exists(), source
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
+def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/triggerkv/bin/kvstore", "/bin/true"))
+    verified = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", unit],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (verified.returncode, verified.stderr) == (0, "")
+    judged = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", unit],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    ).stdout
+    level = re.search(r"exposure level for \S+: (\S+)", judged)
+    assert level is not None
+    assert float(level[1]) <= EXPOSURE_MAX
+
+
+def test_a_reload_leaves_a_node_without_tenants_alive(node: NodeProcess) -> None:
+    assert node._process is not None
+    node._process.send_signal(signal.SIGHUP)
+    while "no file of tenants" not in node.log():
+        assert node._process.poll() is None
+    assert node._process.poll() is None
+
+
+def _pins(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", path.read_text(), re.MULTILINE))
+
+
+def test_the_container_holds_what_was_tested() -> None:
+    pinned, tested = _pins(DEPLOY / "requirements.txt"), _pins(ROOT / "requirements-dev.txt")
+    assert pinned.items() <= tested.items()
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split("[<>=]", one)[0].replace("-client", "_client") for one in wanted} <= pinned.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_steps_of_the_container_file_install_a_node_in_a_clean_folder(tmp_path: Path) -> None:
+    copy, wheels = clean_copy(ROOT, tmp_path / "src"), tmp_path / "wheels"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    clean = environment(copy)
+    clean["PATH"] = f"{tmp_path / 'venv' / 'bin'}:{clean['PATH']}"
+    steps = [
+        step for step in re.findall(r"^RUN (.*)$", CONTAINERFILE, re.MULTILINE) if step.startswith("pip ")
+    ]
+    assert len(steps) == 3
+    for step in [*steps, "kvstore serve --help", "kvstore doctor --json --data ."]:
+        command = step.replace("/wheels", str(wheels))
+        done = subprocess.run(
+            ["bash", "-ec", command],
+            cwd=copy,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    shutil.rmtree(tmp_path / "venv")

@@ -1,0 +1,306 @@
+"""The port for metrics, health and the page: what it tells, to whom, and how it stands those who are slow or rude."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.client import Client
+from kvstore.config import NodeConfig
+from kvstore.demo.node_process import NodeProcess
+from kvstore.errors import ConfigError, Overloaded
+from kvstore.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_BYTES_MAX, HTTP_REQUESTS_PER_S, UI_SESSIONS_MAX
+from kvstore.names import block_key
+from kvstore.node.tenants import token_digest
+from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
+from tests.conftest import SMALL_DRIVE, Rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WAIT_S = 20.0
+KEY = block_key(b"http")
+TENANTS = f"""
+[acme]
+tokens_sha256 = ["{token_digest("acme")}"]
+certificates = ["engine.acme"]
+bytes = 1_000_000
+[zeta]
+tokens_sha256 = ["{token_digest("zeta")}"]
+bytes = 2_000_000
+[watch]
+tokens_sha256 = ["{token_digest("watch")}"]
+observer = true
+"""
+PATHS = ("/metrics", "/", "/ui/state.json")
+
+
+def http_url(node: NodeProcess) -> str:
+    found = re.findall(r"metrics and the page at (http\S+)", node.log())
+    return str(found[-1])
+
+
+def ask(
+    url: str, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None
+) -> tuple[int, Any, bytes]:
+    request = urllib.request.Request(url, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S, context=tls) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def values(url: str, headers: dict[str, str] | None = None) -> dict[tuple[str, ...], float]:
+    """All samples, by name and the values of their labels."""
+    status, _, text = ask(url + "/metrics", headers)
+    assert status == 200, text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def state(url: str, headers: dict[str, str] | None = None, query: str = "") -> Any:
+    status, _, text = ask(f"{url}/ui/state.json{query}", headers)
+    assert status == 200, text
+    return json.loads(text)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    more = ("--http", "127.0.0.1:0", "--ui")
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+        yield running
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[NodeProcess]:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(TENANTS)
+    more = (
+        "--http",
+        "127.0.0.1:0",
+        "--ui",
+        "--tenants",
+        str(tenants),
+        "--audit",
+        str(tmp_path / "audit.jsonl"),
+    )
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+        yield running
+
+
+def test_what_is_done_is_in_the_metrics_and_in_the_state(node: NodeProcess) -> None:
+    rig, url = Rig(node), http_url(node)
+    blocks = [rig.block(number) for number in range(4)]
+    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(4)
+    assert all(result.error is None for result in puts.wait(WAIT_S))
+    for _ in range(2):
+        rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
+    rig.client.get([rig.wanted(rig.block(9))], timeout_s=WAIT_S)
+    rig.client.put_inline(rig.key(10), b"abc")
+    rig.client.get_inline(rig.key(10), 3)
+    rig.client.exists([KEY])
+    told = values(url)
+    assert told["kvstore_puts_total",] == told["kvstore_blocks",] == 5
+    assert told["kvstore_put_bytes_total",] == sum(block.length for block in blocks) + 3
+    assert told["kvstore_hits_total", "memory"] + told["kvstore_hits_total", "drive"] == 9
+    assert told["kvstore_misses_total", "unknown"] == 1
+    assert told["kvstore_put_seconds_count", "written"] == 5
+    in_tiers = [told["kvstore_get_seconds_count", tier] for tier in ("memory", "drive")]
+    assert in_tiers == [told["kvstore_hits_total", tier] for tier in ("memory", "drive")]
+    assert told["kvstore_lookup_seconds_count", "blocks"] == 1
+    assert told["kvstore_call_seconds_count", "Reserve"] == 1
+    assert told["kvstore_call_seconds_bucket", "Fetch", "+Inf"] == 3
+    assert told["kvstore_connections",] == told["kvstore_drive_here", "0"] == 1
+    assert told["process_resident_memory_bytes",] > 1 << 20
+    shown = state(url)
+    assert [(put["blocks"], put["inline"]) for put in shown["puts"]] == [(1, True), (4, False)]
+    for put in shown["puts"]:
+        assert 0 <= put["landed_first_ms"] <= put["landed_ms"] <= put["kept_ms"]
+    assert shown["misses"] == {"unknown": 1}
+    rig.close()
+
+
+def test_a_put_of_a_session_is_shown_from_its_flag_on(node: NodeProcess) -> None:
+    rig = Rig(node)
+    chat = rig.client.session("ada", "chat")
+    blocks = [rig.block(number) for number in range(2)]
+    puts = chat.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(2)
+    assert all(result.error is None for result in puts.wait(WAIT_S))
+    chat.append([block.key for block in blocks], 32)
+    (put,) = state(http_url(node))["puts"]
+    assert 0 <= put["armed_ms"] <= put["flag_ms"] <= put["landed_ms"] <= put["kept_ms"]
+    rig.close()
+
+
+def test_what_a_call_ended_with_is_counted(node: NodeProcess) -> None:
+    with Client(node.target) as client:
+        client.put_inline(KEY, b"abc")
+        with pytest.raises(Overloaded):
+            client.pin([KEY] * 1024 * 40)
+    told = values(http_url(node))
+    assert told["kvstore_calls_failed_total", "Pin", "RESOURCE_EXHAUSTED"] == 1
+    assert told["kvstore_refused_total",] == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_token_nobody_is_told_anything(guarded: NodeProcess, path: str) -> None:
+    url = http_url(guarded) + path
+    basic = base64.b64encode(b"whoever:acme").decode()
+    for headers in (
+        {},
+        bearer("stranger"),
+        {"Authorization": "Basic " + base64.b64encode(b"acme:x").decode()},
+    ):
+        status, told, _ = ask(url, headers)
+        assert status == 401
+        assert told["WWW-Authenticate"].startswith("Basic realm=")
+    assert ask(url, bearer("acme"))[0] == ask(url, {"Authorization": f"Basic {basic}"})[0] == 200
+    assert ask(url, {"Authorization": "Basic =="})[0] == 400
+    assert ask(http_url(guarded) + "/healthz")[::2] == (200, b"serving\n")
+
+
+def test_a_refusal_is_in_the_audit_log(guarded: NodeProcess, tmp_path: Path) -> None:
+    ask(http_url(guarded) + "/metrics", bearer("stranger"))
+    (line,) = map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines())
+    assert (line["what"], line["outcome"]) == ("http /metrics", "refused")
+
+
+def test_a_tenant_sees_his_own_and_an_observer_all(guarded: NodeProcess) -> None:
+    url = http_url(guarded)
+    for name in ("acme", "zeta"):
+        with Client(guarded.target, token=name) as client:
+            client.put_inline(KEY, b"abc")
+            client.session(f"user of {name}", f"of {name}").append([KEY], 16)
+    for who, seen in (("acme", ["acme"]), ("zeta", ["zeta"]), ("watch", ["acme", "zeta"])):
+        quotas = [key[1] for key in values(url, bearer(who)) if key[0] == "kvstore_tenant_quota_bytes"]
+        assert quotas == seen
+        told = state(url, bearer(who))
+        assert sorted(one["session"] for one in told["sessions"]["page"]) == [f"of {name}" for name in seen]
+        assert len(told["puts"]) == len(seen)
+    nexts = "ff" * 48  # in the middle of somebody else's
+    assert len(state(url, bearer("acme"), f"?after={nexts}")["sessions"]["page"]) <= 1
+
+
+def test_many_sessions_come_in_pages(node: NodeProcess) -> None:
+    with Client(node.target) as client:
+        client.put_inline(KEY, b"abc")
+        names = {f"chat {number}" for number in range(2 * UI_SESSIONS_MAX + 10)}
+        for name in names:
+            client.session("ada", name).append([KEY], 16)
+    url, query, seen, sizes = http_url(node), "", set[str](), []
+    while query is not None:
+        sessions = state(url, query=query)["sessions"]
+        sizes.append(len(sessions["page"]))
+        seen |= {one["session"] for one in sessions["page"]}
+        query = f"?after={sessions['next']}" if sessions["next"] else None  # type: ignore[assignment]
+    assert (seen, sizes, sessions["total"]) == (names, [UI_SESSIONS_MAX, UI_SESSIONS_MAX, 10], len(names))
+    assert ask(url + "/ui/state.json?after=abc")[0] == 400
+
+
+def test_a_name_that_leads_to_loopback_is_not_believed(node: NodeProcess) -> None:
+    url = http_url(node)
+    for host, status in (
+        ("evil.example", 403),
+        ("evil.example:80", 403),
+        ("localhost:1", 200),
+        ("[::1]:1", 200),
+    ):
+        assert ask(url + "/metrics", {"Host": host})[0] == status
+
+
+def raw(url: str, sent: bytes) -> bytes:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(sent)
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /metrics\r\n\r\n", b"400"),
+        (b"GET http://x/ HTTP/1.1\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * HTTP_REQUEST_BYTES_MAX + b"\r\n\r\n", b"400"),
+        (b"GET /../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"404"),
+    ],
+)
+def test_what_is_no_request_is_told_so(node: NodeProcess, sent: bytes, status: bytes) -> None:
+    assert raw(http_url(node), sent).split(b" ")[1] == status
+    assert raw(http_url(node), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
+
+
+def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> None:
+    url = http_url(node)
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    silent = [
+        socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(HTTP_CONNECTIONS_MAX + 8)
+    ]
+    assert ask(url + "/healthz")[0] == 200  # within its own deadline, which is that of the test
+    with Client(node.target) as client:
+        client.put_inline(KEY, b"abc")
+    for connection in silent[:HTTP_CONNECTIONS_MAX]:
+        assert connection.recv(1) == b""
+    for connection in silent:
+        connection.close()
+
+
+def test_who_asks_too_often_is_told_when_to_come_again(node: NodeProcess) -> None:
+    url = http_url(node)
+    told = [ask(url + "/nowhere")[:2] for _ in range(4 * HTTP_REQUESTS_PER_S)]
+    assert {status for status, _ in told} == {404, 429}
+    assert all(headers["Retry-After"] == "1" for status, headers in told if status == 429)
+    assert ask(url + "/healthz")[0] == 200
+
+
+def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(TENANTS)
+    more = over_tls(
+        pki, "--tls-clients", str(pki / "ca.pem"), "--tenants", str(tenants), "--http", "127.0.0.1:0", "--ui"
+    )
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+        url = http_url(running)
+        assert url.startswith("https://")
+        for name, status in (("acme", 200), ("stranger", 401)):
+            tls = ssl.create_default_context(cafile=pki / "ca.pem")
+            tls.load_cert_chain(pki / f"{name}.pem", pki / f"{name}.key")
+            assert ask(url + "/metrics", tls=tls)[0] == status
+        bare = ssl.create_default_context(cafile=pki / "ca.pem")
+        with pytest.raises((urllib.error.URLError, OSError)):
+            ask(url + "/metrics", bearer("acme"), tls=bare)
+
+
+def test_beyond_loopback_it_needs_what_the_node_needs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 without --tls-cert, --tls-key, --tenants"):
+        NodeConfig(tmp_path, http=("0.0.0.0", 9090))
+    with pytest.raises(ConfigError, match="--http"):
+        NodeConfig(tmp_path, ui=True)
+    with pytest.raises(ConfigError, match="65536"):
+        NodeConfig(tmp_path, http=("127.0.0.1", 65536))
