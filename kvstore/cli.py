@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, KvError
+from kvstore.errors import KvError
+from kvstore.node_commands import add_node_commands
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kvstore.sessions_command import Asked
 
 __all__ = ["main"]
 
@@ -88,35 +87,6 @@ def _fsck(arguments: argparse.Namespace) -> int:
     return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
-    from kvstore.sessions_command import Asked
-
-    return Asked(
-        arguments.node,
-        arguments.user,
-        tenant=arguments.tenant,
-        token_file=arguments.token_file,
-        authorities=arguments.tls_authorities,
-    )
-
-
-def _sessions(arguments: argparse.Namespace) -> int:
-    from kvstore.sessions_command import export_one, import_one, list_all
-
-    if arguments.action == "list":
-        return list_all(_asked(arguments), as_json=arguments.json)
-    if arguments.session is None or arguments.file is None:
-        raise ConfigError(f"To {arguments.action} a session, say --session and --file.")
-    act = export_one if arguments.action == "export" else import_one
-    return act(_asked(arguments), arguments.session, arguments.file)
-
-
-def _trace(arguments: argparse.Namespace) -> int:
-    from kvstore.trace_command import run
-
-    return run(_asked(arguments), arguments.session, as_json=arguments.json)
-
-
 def _match(arguments: argparse.Namespace) -> int:
     from kvstore.match_command import run
 
@@ -163,18 +133,6 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     bench.add_argument("--json", action="store_true", help="for programs")
     bench.set_defaults(run=_bench)
-
-
-def _ask_node(parser: argparse.ArgumentParser) -> None:
-    """What a command that asks a node about a user takes."""
-    parser.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
-    parser.add_argument("--user", required=True, help="whose sessions; a node knows users by digests only")
-    parser.add_argument("--tenant", default="", help="whose user, on a node that asks for no token")
-    parser.add_argument("--token-file", type=Path, help="a file with the tenant's token")
-    parser.add_argument(
-        "--tls-authorities", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -266,33 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
 
-    _add_sessions(commands)
+    add_node_commands(commands)
     _add_match(commands)
     return parser
-
-
-def _add_sessions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    sessions = commands.add_parser(
-        "sessions",
-        help="list a user's sessions on a node, export one into a file, or import one",
-        description="List a user's sessions on a node, the one with the latest turn last; export one with its"
-        " blocks into a file; or import one out of a file under a name that is free.",
-    )
-    sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
-    sessions.add_argument("--session", help="the one that is exported, or the name of the one imported")
-    sessions.add_argument("--file", type=Path, help="where it is written, or read")
-    _ask_node(sessions)
-    sessions.set_defaults(run=_sessions)
-
-    trace = commands.add_parser(
-        "trace",
-        help="show the eight steps of a session's last turns, with times",
-        description="Show what a node, and the processes that use it, saw of a session's last turns: the eight steps"
-        " from the registered buffer to the resume, as docs/eight-steps.md says.",
-    )
-    trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
-    _ask_node(trace)
-    trace.set_defaults(run=_trace)
 
 
 def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -28,7 +28,9 @@ __all__ = [
     "parse_drive",
     "parse_listen",
     "parse_size",
+    "printable",
     "show_size",
+    "show_time",
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
@@ -159,6 +161,19 @@ def show_size(size_bytes: int) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def show_time(time_ms: float) -> str:
+    """A time as people read it, in a unit of which there are two at least."""
+    for unit, size_ms in (("days", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
+        if time_ms >= 2 * size_ms:
+            return f"{time_ms / size_ms:.0f} {unit}"
+    return f"{max(0, time_ms):.0f} ms"
+
+
+def printable(text: str) -> str:
+    """A text from elsewhere, of which no terminal takes anything for more than letters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def parse_listen(text: str) -> tuple[str, int]:

@@ -47,9 +47,22 @@ __all__ = [
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
     "LEARNT_SESSIONS_MAX",
+    "LEASES_OVER_REMEMBERED",
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
+    "LOOKUPS_BYTES_MAX",
+    "LOOKUPS_LISTED_MAX",
+    "LOOKUPS_MAX",
+    "LOOKUPS_TOLD_BYTES_MAX",
+    "LOOKUPS_WAITING_MAX",
+    "LOOKUP_DETAIL_BYTES_MAX",
+    "LOOKUP_ID_BYTES_MAX",
+    "LOOKUP_LOG_FILES",
+    "LOOKUP_LOG_FILE_BYTES_MAX",
+    "LOOKUP_LOG_WAITING_BYTES_MAX",
+    "LOOKUP_MISSES_EXPLAINED_MAX",
+    "LOOKUP_RUNS_MAX",
     "NODES_MAX",
     "PAGE_BYTES",
     "PINS_MAX",
@@ -216,6 +229,22 @@ STEP_CLOCK_BYTES = 8
 STEP_FIRINGS_MAX = 8  # of one batch of puts are told apart
 STEP_PUTS_FOLLOWED_MAX = 16  # batches of puts of a session whose end has not been told
 
+LOOKUPS_MAX = 16_384  # look-ups that a node remembers, of all tenants
+LOOKUPS_BYTES_MAX = 8 << 20  # of them in memory, as they are in the log
+LOOKUPS_LISTED_MAX = 256  # told in one answer
+LOOKUP_RUNS_MAX = 64  # of one look-up; what comes behind them is told as one
+LOOKUP_MISSES_EXPLAINED_MAX = (
+    128  # blocks of one look-up of which is found out how they went, if they are gone
+)
+LOOKUP_ID_BYTES_MAX = 128
+LOOKUP_DETAIL_BYTES_MAX = 96
+LOOKUP_LOG_FILES = 4
+LOOKUP_LOG_FILE_BYTES_MAX = 4 << 20
+LOOKUP_LOG_WAITING_BYTES_MAX = 1 << 20  # not written yet; more of them are not written at all
+LOOKUPS_WAITING_MAX = 32  # that did not reach the node and wait in a client to be told
+LOOKUPS_TOLD_BYTES_MAX = 1024  # of them with one call
+LEASES_OVER_REMEMBERED = 4096  # blocks whose lease was over before they landed
+
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
 EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
 EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
@@ -254,7 +283,13 @@ assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert PREFETCH_AHEAD_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
-assert STEPS_REPORTED_MAX * (STEP_DETAIL_BYTES_MAX + 64) < 6 << 10  # gRPC takes 8 KiB of headers
+assert (
+    STEPS_REPORTED_MAX * (STEP_DETAIL_BYTES_MAX + 64) < 6 << 10
+)  # gRPC takes 8 KiB of headers, and more come along
+assert LOOKUPS_TOLD_BYTES_MAX + LOOKUP_ID_BYTES_MAX < 2 << 10
+assert (
+    LOOKUP_LOG_FILE_BYTES_MAX * (LOOKUP_LOG_FILES - 1) >= LOOKUPS_BYTES_MAX
+)  # what is in memory is in the log
 assert STEPS_REPORTED_MAX <= TRACE_STEPS_MAX
 assert PROTECTED_SESSIONS_OF_TENANT_MAX <= PROTECTED_SESSIONS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import Client, Tls
 from kvstore.client.session_file import Reader
+from kvstore.config import printable
 from kvstore.errors import ConfigError, SessionFileError
 
 if TYPE_CHECKING:
@@ -122,5 +123,4 @@ def _row(one: ListedSession) -> tuple[str, ...]:
     when = "-"
     if one.last_turn_unix_ms:
         when = f"{datetime.fromtimestamp(one.last_turn_unix_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
-    name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in one.session)
-    return name, str(one.turns), str(one.blocks), str(one.tokens), when
+    return printable(one.session), str(one.turns), str(one.blocks), str(one.tokens), when

@@ -10,7 +10,7 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from kvstore.config import show_size
+from kvstore.config import printable, show_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _by(seen: Seen) -> str:
 
 def _row(seen: Seen, first_ns: int) -> tuple[str, ...]:
     told = [f"{seen.tokens} tokens"] if seen.tokens else []
-    told += [_printable(seen.detail)] if seen.detail else []
+    told += [printable(seen.detail)] if seen.detail else []
     return (
         str(seen.step.number),
         f"{(first_ns - seen.at_ns) / 1e6:.2f}",
@@ -78,10 +78,6 @@ def _row(seen: Seen, first_ns: int) -> tuple[str, ...]:
         show_size(seen.size_bytes) if seen.size_bytes else "",
         ", ".join(told),
     )
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

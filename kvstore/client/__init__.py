@@ -5,6 +5,7 @@ from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.channel import Tls
 from kvstore.client.client import Client
+from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
 from kvstore.client.puts import ArmedPuts, Reservation
@@ -39,4 +40,5 @@ __all__ = [
     "Trace",
     "TurnInfo",
     "Wanted",
+    "as_request",
 ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from kvstore.durability import Durability
 from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, RPC_TIMEOUT_MS
+from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import grpc
+
+    from kvstore.client.lookups import ClientLookups
 
 __all__ = ["BlockCalls", "Explained", "Pin", "Prefix", "Stored", "durability_message"]
 
@@ -87,7 +90,9 @@ class BlockCalls:
         calling: Callable[[str], AbstractContextManager[None]],
         tenant: str,
         fingerprint: bytes,
+        lookups: ClientLookups,
     ) -> None:
+        self._lookups = lookups
         self._stub = blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._calling = calling
         self._tenant = tenant
@@ -107,9 +112,12 @@ class BlockCalls:
         ]
         states: list[pb.BlockState] = []
         for some in _batches(names):
-            with self._calling("Asking for blocks"):
-                request = pb.ExistsRequest(tenant=self._tenant, blocks=some)
-                states += self._stub.Exists(request, timeout=timeout_s).blocks
+            request = pb.ExistsRequest(tenant=self._tenant, blocks=some)
+            with (
+                self._lookups.looking(Kind.EXISTS, len(some)) as metadata,
+                self._calling("Asking for blocks"),
+            ):
+                states += self._stub.Exists(request, timeout=timeout_s, metadata=metadata).blocks
         return [
             Stored(key, state.length, state.expires_unix_ms) if state.stored else _miss(state.miss)
             for key, state in zip(keys, states, strict=True)
@@ -127,9 +135,12 @@ class BlockCalls:
         """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's."""
         blocks = 0
         for some in _batches(keys):
-            with self._calling("Asking for a prefix"):
-                request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
-                answer = self._stub.Prefix(request, timeout=timeout_s)
+            request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
+            with (
+                self._lookups.looking(Kind.PREFIX, len(some)) as metadata,
+                self._calling("Asking for a prefix"),
+            ):
+                answer = self._stub.Prefix(request, timeout=timeout_s, metadata=metadata)
             blocks += answer.blocks
             if answer.HasField("miss"):
                 return Prefix(blocks, _miss(answer.miss))

@@ -25,6 +25,7 @@ import select
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -35,6 +36,7 @@ from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
+from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
@@ -56,6 +58,7 @@ from kvstore.limits import (
     LEASE_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
 )
+from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import layout_fingerprint
 from kvstore.wire import kvstore_pb2 as pb
@@ -133,14 +136,16 @@ class Client(Handle):
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
         # What is asked and told without moving a block stands in modules of its own.
-        calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint)
+        self.lookups = ClientLookups(SystemClock())
+        calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
-        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint)
+        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
         self.put_inline, self.get_inline = inline.put, inline.get
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
         observing = ObservingCalls(self._channel, self._calling, tenant)
         self.statistics, self.watch = observing.statistics, observing.watch
+        self.looked_up = observing.looked_up
         self.steps = StepCalls(self._channel, self._calling, tenant)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
@@ -266,25 +271,31 @@ class Client(Handle):
         """
         self._check_batch(blocks)
         fingerprint = self.fingerprint if layout is None else layout.fingerprint
-        deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        began_ns, request_id = time.monotonic_ns(), current_request()
+        deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
-            link = self._attached(timeout_s)
-            with self.lock:
-                if link.error is not None:
-                    raise link.error
-                get = Get(self, link, blocks, deadline_ns, ended)
+            with self.lookups.noting(Kind.FETCH, len(blocks), request_id):
+                link = self._attached(timeout_s)
+                with self.lock:
+                    if link.error is not None:
+                        raise link.error
+                    get = Get(self, link, blocks, deadline_ns, ended)
         except Overloaded as error:
             return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
         except KvError as error:
             return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
         try:
-            with self._calling("Fetching blocks"):
+            with (
+                self.lookups.looking(Kind.FETCH, len(blocks), request_id) as metadata,
+                self._calling("Fetching blocks"),
+            ):
                 self._stub.Fetch(
                     get.request(fingerprint),
                     timeout=min(left_s, RPC_TIMEOUT_MS / 1000),
-                    metadata=metadata_of(watch),
+                    metadata=(*metadata, *metadata_of(watch)),
                 )
+            get.tell_loss(partial(self.lookups.lost, request_id, Kind.FETCH, began_ns))
         except Overloaded as refusal:
             with self.lock:
                 get.refuse(Miss(MissReason.BUSY, str(refusal)))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Ended", "Get", "NoGet"]
 
 Ended: TypeAlias = "Callable[[list[Hit | Miss]], object]"
+Lost: TypeAlias = "Callable[[Sequence[Hit | Miss | None], KvError], object]"
 
 _CODE_MASK = 0xFF
 
@@ -68,6 +69,7 @@ class Get:
         self._came = 0  # so many of the first outcomes are known, without a gap
         self._tell_at = len(blocks)  # the least number of them that somebody waits for
         self._done = threading.Condition(client.lock)
+        self._lost: Lost | None = None
         for tag in self._tags:
             link.operations[tag] = self
         watch_acks(client.fabric, [self._watch(i, deadline_ns) for i in range(len(blocks))])
@@ -111,9 +113,17 @@ class Get:
 
     def lost(self, error: KvError) -> None:
         """The link is gone: whatever had not come is a miss."""
+        told, self._lost = self._lost, None
         for i, outcome in enumerate(self._outcomes):
             if outcome is None:
                 self._end(i, Miss(MissReason.NODE_AWAY, str(error)))
+        if told is not None:
+            told(self._outcomes, error)
+
+    def tell_loss(self, lost: Lost) -> None:
+        """The node has taken the call; if it goes away before all has come, say so to this, with all outcomes."""
+        with self._client.lock:
+            self._lost = lost
 
     def refuse(self, miss: Miss) -> None:
         """The node did not take the call, so nothing of it will come."""

@@ -14,6 +14,7 @@ from kvstore.client.blocks import PutResult
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, INLINE_CHUNK_BYTES, RPC_TIMEOUT_MS
+from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import batches_pb2, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import grpc
     from typing_extensions import Buffer
 
+    from kvstore.client.lookups import ClientLookups, Metadata
+
 __all__ = ["InlineCalls"]
 
 
@@ -39,7 +42,9 @@ class InlineCalls:
         calling: Callable[[str], AbstractContextManager[None]],
         tenant: str,
         fingerprint: bytes,
+        lookups: ClientLookups,
     ) -> None:
+        self._lookups = lookups
         self._stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
         batches = batches_pb2.DESCRIPTOR.services_by_name["Batches"].full_name
         self._put_batch: Any = channel.stream_stream(
@@ -84,8 +89,8 @@ class InlineCalls:
         request = pb.GetRequest(tenant=self._tenant, name=self._name(key, length))
         chunks = []
         try:
-            with self._calling("An inline get"):
-                for part in self._stub.Get(request, timeout=timeout_s):
+            with self._lookups.looking(Kind.GET, 1) as metadata, self._calling("An inline get"):
+                for part in self._stub.Get(request, timeout=timeout_s, metadata=metadata):
                     if part.HasField("miss"):
                         return Miss(MissReason(part.miss.reason), part.miss.detail)
                     chunks.append(part.chunk)
@@ -151,8 +156,11 @@ class InlineCalls:
         """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come."""
         given = 0
         try:
-            with self._calling("A stream of gets"):
-                for outcome in self._outcomes(wanted, timeout_s):
+            with (
+                self._lookups.looking(Kind.GET, len(wanted)) as metadata,
+                self._calling("A stream of gets"),
+            ):
+                for outcome in self._outcomes(wanted, timeout_s, metadata):
                     given += 1
                     yield outcome
         except Overloaded as error:
@@ -164,7 +172,9 @@ class InlineCalls:
         for _ in wanted[given:]:
             yield miss
 
-    def _outcomes(self, wanted: Sequence[tuple[bytes, int]], timeout_s: float) -> Iterator[bytes | Miss]:
+    def _outcomes(
+        self, wanted: Sequence[tuple[bytes, int]], timeout_s: float, metadata: Metadata
+    ) -> Iterator[bytes | Miss]:
         requests = (
             batches_pb2.GetBatchRequest(
                 tenant=self._tenant,
@@ -176,7 +186,7 @@ class InlineCalls:
             return
         chunks: list[memoryview] = []
         had, given = 0, 0
-        call = self._get_batch(requests, timeout=timeout_s)
+        call = self._get_batch(requests, timeout=timeout_s, metadata=metadata)
         try:
             for answer in call:
                 for part in got_parts(answer):

@@ -1,4 +1,4 @@
-"""How a node is doing, and what happens there to the tenant's own blocks and sessions, as a client asks for it.
+"""How a node is doing, and what happens there to the tenant's own blocks, sessions and look-ups.
 
 What always holds: a watch ends within its time, or when its iterator is closed; what the node could not send is in
 `Happened.dropped` of what comes next.
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.limits import RPC_TIMEOUT_MS
-from kvstore.wire import blocks_pb2, observing_pb2_grpc
+from kvstore.limits import LOOKUPS_LISTED_MAX, RPC_TIMEOUT_MS
+from kvstore.wire import blocks_pb2, lookups_pb2, lookups_pb2_grpc, observing_pb2_grpc
 from kvstore.wire import observing_pb2 as pb
+from kvstore.wire.looked import lookup_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    from kvstore.lookups import Lookup
 
-__all__ = ["Happened", "ObservingCalls"]
+
+__all__ = ["Happened", "LookedUp", "ObservingCalls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,17 @@ class Happened:
     dropped: int = 0  # events before this one that were not sent, because they were read too slowly
 
 
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What a node remembers of look-ups, the earliest first."""
+
+    lookups: tuple[Lookup, ...]
+    now_unix_ms: int  # by the node's clock
+    remembered: int  # of the tenant's, all in all
+    since_unix_ms: int  # when the earliest of all began; 0: there is none
+    unwritten: int  # of all tenants', not in the node's log
+
+
 class ObservingCalls:
     """The calls of one client. Any thread."""
 
@@ -43,6 +57,7 @@ class ObservingCalls:
         self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], tenant: str
     ) -> None:
         self._stub = observing_pb2_grpc.ObservingStub(channel)  # type: ignore[no-untyped-call]
+        self._lookups = lookups_pb2_grpc.LookupsStub(channel)  # type: ignore[no-untyped-call]
         self._calling = calling
         self._tenant = tenant
 
@@ -53,6 +68,27 @@ class ObservingCalls:
                 pb.StatisticsRequest(tenant=self._tenant), timeout=RPC_TIMEOUT_MS / 1000
             )
         return answer
+
+    def looked_up(
+        self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
+    ) -> LookedUp:
+        """What became of the tenant's look-ups: of a request, of a session, or the last ones."""
+        request = lookups_pb2.ListLookupsRequest(
+            tenant=self._tenant,
+            request_id=request_id,
+            user=user,
+            session=session,
+            last=min(last, LOOKUPS_LISTED_MAX),
+        )
+        with self._calling("Asking for look-ups"):
+            answer = self._lookups.ListLookups(request, timeout=RPC_TIMEOUT_MS / 1000)
+        return LookedUp(
+            tuple(map(lookup_of, answer.lookups)),
+            answer.now_unix_ms,
+            answer.remembered,
+            answer.since_unix_ms,
+            answer.unwritten,
+        )
 
     def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
         """The tenant's events from now on, for so long; None first, when it has begun, and whenever nothing happens."""

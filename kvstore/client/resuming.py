@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Hit
+from kvstore.client.lookups import as_request, current_request
 from kvstore.errors import KvError, ProtocolError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss
@@ -97,6 +98,7 @@ class Resuming(Handle):
         layer_of: Callable[[int], int] | None,
     ) -> None:
         self._client = client
+        self._request_id = current_request()
         self._manifest = manifest
         self._place = place
         self._notes = notes
@@ -140,9 +142,10 @@ class Resuming(Handle):
             ):
                 numbers = self._order[self._asked : self._asked + RESUME_BATCH_BLOCKS]
                 blocks = [self._placed(number) for number in numbers]
-                get = self._client.getting(
-                    blocks, layout=self._layout, timeout_s=self._left_s(), watch=self._notes
-                )
+                with as_request(self._request_id):
+                    get = self._client.getting(
+                        blocks, layout=self._layout, timeout_s=self._left_s(), watch=self._notes
+                    )
                 self._batches.append(_Batch(get, self._asked, numbers))
                 self._asked += len(numbers)
         except BaseException:

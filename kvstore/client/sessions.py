@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvstore.client.block_calls import durability_message
+from kvstore.client.lookups import as_request
 from kvstore.client.portable import export_session, import_session
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.trace import Notes
@@ -34,6 +35,7 @@ from kvstore.limits import (
     RPC_TIMEOUT_MS,
     SESSION_BLOCKS_MAX,
 )
+from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
@@ -206,10 +208,13 @@ class Session:
         return list(self._get(SESSION_BLOCKS_MAX).keys)
 
     def _get(self, blocks: int, timeout_s: float = _TIMEOUT_S) -> pb.GetSessionResponse:
-        with self._calls.calling("Asking for a session"):
-            request = pb.GetSessionRequest(name=self._name, blocks=blocks)
+        request = pb.GetSessionRequest(name=self._name, blocks=blocks)
+        with (
+            self._calls.client.lookups.looking(Kind.SESSION, 0) as metadata,
+            self._calls.calling("Asking for a session"),
+        ):
             answer: pb.GetSessionResponse = self._calls.stub.GetSession(
-                request, timeout=timeout_s, metadata=self.notes.metadata()
+                request, timeout=timeout_s, metadata=(*metadata, *self.notes.metadata())
             )
         self._blocks = answer.blocks
         return answer
@@ -319,8 +324,11 @@ class Session:
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
-        manifest = self.manifest(timeout_s)
-        return Resuming(self._calls.client, manifest, place, self.notes, clock, until_ns, layout, layer_of)
+        with as_request():  # all of it is one request's
+            manifest = self.manifest(timeout_s)
+            return Resuming(
+                self._calls.client, manifest, place, self.notes, clock, until_ns, layout, layer_of
+            )
 
     def manifest(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
         """What its blocks are, or a Miss that says why nobody knows."""

@@ -17,7 +17,14 @@ import grpc
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, BATCH_READS_AHEAD, HEADER_BYTES, INLINE_CHUNK_BYTES
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    BATCH_READS_AHEAD,
+    HEADER_BYTES,
+    INLINE_CHUNK_BYTES,
+    SESSION_BLOCKS_MAX,
+)
+from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import durability_of, refusals
 from kvstore.node.connection import check_block, check_count
@@ -80,7 +87,7 @@ class BatchesService:
             message: pb.GetBatchRequest | None = await _first(request_iterator)
             assert message is not None, "a stream without one has been refused"
             tenant = self._gate.enter("get batch", context, message.tenant, len(message.blocks))
-            gets = _Gets(self._node.inline, context, tenant)
+            gets = _Gets(self._node, context, tenant)
             try:
                 while message is not None:
                     check_count(len(message.blocks))
@@ -280,19 +287,25 @@ class _Puts:
 class _Gets:
     """One stream of gets."""
 
-    def __init__(self, inline: InlineBlocks, context: Context, tenant: Tenant) -> None:
-        self._inline = inline
+    def __init__(self, node: Node, context: Context, tenant: Tenant) -> None:
+        self._inline: InlineBlocks = node.inline
+        self._lookups = node.lookups
+        self._looking = node.lookups.begin(context, tenant.id, Kind.GET, 0)
         self._context = context
         self._peer = context.peer()
         self._tenant = tenant.id
         self._number = 0
-        self._pending: deque[tuple[int, PendingRead]] = deque()
+        self._pending: deque[tuple[int, bytes, PendingRead]] = deque()
         self._chunks: list[tuple[int, memoryview]] = []  # to be sent together
         self._chunks_bytes = 0
         self._unsent: list[InlineRead] = []  # what they are of, as far as it is over with them
 
     async def take(self, names: Sequence[kvstore_pb2.BlockName]) -> None:
         """Send these blocks, reading ahead of what is being sent."""
+        if self._looking.blocks + len(names) > SESSION_BLOCKS_MAX:  # no stream is too long to be told of
+            self._looking.over()
+            self._looking = self._lookups.begin(self._context, self._tenant, Kind.GET, 0)
+        self._looking.blocks += len(names)
         for name in names:
             number, self._number = self._number, self._number + 1
             if len(self._pending) >= BATCH_READS_AHEAD:
@@ -306,28 +319,31 @@ class _Gets:
                     if self._pending:
                         await self._send_first()
                         continue
-                    await self._miss(number, Miss(MissReason.BUSY, str(error)))
+                    await self._miss(number, name.key, Miss(MissReason.BUSY, str(error)))
                 else:
-                    self._pending.append((number, read))
+                    self._pending.append((number, name.key, read))
                 break
         while self._pending:
             await self._send_first()
         await self._flush()
 
     async def _send_first(self) -> None:
-        number, pending = self._pending.popleft()
+        number, key, pending = self._pending.popleft()
         read: InlineRead = await pending.read()
+        self._looking.read(read)
         self._unsent.append(read)
         if read.done.miss is not None:
-            await self._miss(number, read.done.miss)
+            await self._miss(number, key, read.done.miss)
             return
+        self._looking.add(Outcome.MEMORY if read.in_memory else Outcome.DRIVE)
         for chunk in read.views():
             if self._chunks_bytes + len(chunk) > INLINE_CHUNK_BYTES or len(self._chunks) == BATCH_BLOCKS_MAX:
                 await self._flush(read)
             self._chunks.append((number, chunk))
             self._chunks_bytes += len(chunk)
 
-    async def _miss(self, number: int, miss: Miss) -> None:
+    async def _miss(self, number: int, key: bytes, miss: Miss) -> None:
+        self._looking.missed(len(self._looking.outcomes), key, miss.reason)
         await self._flush()
         part = pb.GetPart(number=number, miss=kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail))
         await self._write(pb.GetBatchResponse(parts=[part]).SerializeToString())
@@ -351,5 +367,6 @@ class _Gets:
         """Let go of what was read."""
         for one in self._unsent:
             one.close()
-        for _, read in self._pending:
+        for _, _, read in self._pending:
             read.drop()
+        self._looking.over()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, PREFIX_STEP_BLOCKS
+from kvstore.lookups import Kind, Outcome
+from kvstore.miss import MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.node.connection import check_fingerprint
 from kvstore.storage.gets import mismatch
@@ -44,7 +46,14 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             check_keys([block.key for block in request.blocks])
             for block in request.blocks:
                 check_fingerprint(block.fingerprint)
-            return pb.ExistsResponse(blocks=self._states(tenant.id, request.blocks))
+            looking = self._node.lookups.begin(context, tenant.id, Kind.EXISTS, len(request.blocks))
+            states = self._states(tenant.id, request.blocks)
+            looking.all_are(Outcome.STORED)
+            for at, state in enumerate(states):
+                if not state.stored:
+                    looking.missed(at, request.blocks[at].key, MissReason(state.miss.reason))
+            looking.over()
+            return pb.ExistsResponse(blocks=states)
         raise AssertionError
 
     async def Prefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixResponse:  # noqa: N802
@@ -53,18 +62,28 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             tenant = self._gate.enter("prefix", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             check_fingerprint(request.fingerprint)
-            stored = 0
-            for first in range(0, len(request.keys), PREFIX_STEP_BLOCKS):
-                step = [
-                    kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint)
-                    for key in request.keys[first : first + PREFIX_STEP_BLOCKS]
-                ]
-                for state in self._states(tenant.id, step):
-                    if not state.stored:
-                        return pb.PrefixResponse(blocks=stored, miss=state.miss)
-                    stored += 1
-            return pb.PrefixResponse(blocks=stored)
+            looking = self._node.lookups.begin(context, tenant.id, Kind.PREFIX, len(request.keys))
+            stored, miss = self._prefix(tenant.id, request)
+            looking.all_are(Outcome.STORED, stored)
+            if miss is not None:
+                looking.missed(stored, request.keys[stored], MissReason(miss.reason))
+            looking.over()
+            return pb.PrefixResponse(blocks=stored, miss=miss)
         raise AssertionError
+
+    def _prefix(self, tenant: bytes, request: pb.PrefixRequest) -> tuple[int, kvstore_pb2.GetMiss | None]:
+        """Give how many blocks could be got without a gap, and the miss of the one behind them."""
+        stored = 0
+        for first in range(0, len(request.keys), PREFIX_STEP_BLOCKS):
+            step = [
+                kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint)
+                for key in request.keys[first : first + PREFIX_STEP_BLOCKS]
+            ]
+            for state in self._states(tenant, step):
+                if not state.stored:
+                    return stored, state.miss
+                stored += 1
+        return stored, None
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:  # noqa: N802
         """Forget blocks for good."""

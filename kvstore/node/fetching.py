@@ -26,6 +26,7 @@ from kvstore.limits import (
     PAGE_BYTES,
     READ_AHEAD_BYTES,
 )
+from kvstore.lookups import Outcome
 from kvstore.miss import MissReason
 from kvstore.node.fair import FairQueue
 from kvstore.node.landing import pages_of
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.looking import Looking
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
     from kvstore.node.traces import SeenGet
@@ -73,6 +75,8 @@ class FetchRequest:
 class _Fetch:
     connection: Connection
     request: FetchRequest
+    looking: Looking
+    at: int  # among the blocks of that look-up
     tag: int
     queued_ns: int
     piece: Piece | None = None
@@ -120,14 +124,20 @@ class Fetches:
         self._clock = clock
         self._queued: FairQueue[_Fetch] = FairQueue()
         self._under_way: dict[int, _Fetch] = {}
+        self._lookings: dict[Looking, Connection] = {}  # of which a block is waiting or under way
         self._reading_bytes = 0
 
-    def enqueue(self, connection: Connection, requests: Sequence[FetchRequest]) -> None:
+    def enqueue(self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking) -> None:
         """Queue the fetches, all or none, and start what can be started."""
         if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
+        looking.expect()
+        self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
-        self._queued.add(_Fetch(connection, request, next(self._tags), now_ns) for request in requests)
+        self._queued.add(
+            _Fetch(connection, request, looking, at, next(self._tags), now_ns)
+            for at, request in enumerate(requests)
+        )
         self.pump()
 
     @property
@@ -155,6 +165,11 @@ class Fetches:
             for fetch in reversed(batch[begun:]):
                 self._memory.shares.release(fetch.flow, fetch.size_bytes)
                 self._queued.put_back(fetch)
+            now_ns = self._clock.monotonic_ns()
+            for looking in {fetch.looking for fetch in batch[:begun]}:
+                looking.turn_ns = now_ns
+            for looking in {self._under_way[item.tag].looking for item in reads}:
+                looking.drive_first_ns = looking.drive_first_ns or now_ns
             if puts:
                 # The drive does not hear of these, and is to keep what is wanted.
                 self._store.used([self._under_way[put.tag].generation for put in puts])
@@ -189,6 +204,7 @@ class Fetches:
             fetch.hot = fetch.piece is not None
         if fetch.piece is not None and entry is not None:
             puts.append(self._put(fetch, entry.length, entry.crc32c, entry.generation))
+            fetch.looking.outcomes[fetch.at] = Outcome.MEMORY
             if fetch.request.seen is not None:
                 fetch.request.seen.found()
         else:
@@ -214,17 +230,21 @@ class Fetches:
 
     def _read(self, batch: Sequence[GetDone]) -> None:
         puts, misses = [], []
+        now_ns = self._clock.monotonic_ns()
         for done in batch:
             fetch = self._under_way[done.tag]
+            fetch.looking.drive_last_ns = now_ns
             self._reading_bytes -= fetch.size_bytes
             if fetch.connection.closed:
                 self._end(fetch)
             elif done.miss is not None:
+                fetch.looking.missed(fetch.at, fetch.request.key, done.miss.reason)
                 misses.append(self._miss(fetch, done.miss.reason))
                 self._end(fetch)
             else:
                 assert fetch.piece is not None
                 self._memory.pages.keep(fetch.piece, done.generation)
+                fetch.looking.outcomes[fetch.at] = Outcome.DRIVE
                 if fetch.request.seen is not None:
                     fetch.request.seen.read(done.length)
                 puts.append(self._put(fetch, done.length, done.crc32c, done.generation))
@@ -240,6 +260,7 @@ class Fetches:
         connection, request = fetch.connection, fetch.request
         assert fetch.piece is not None
         fetch.generation, fetch.sending = generation, True
+        fetch.looking.size_bytes += length
         return TriggeredPut(
             tag=fetch.tag,
             endpoint=connection.endpoint,
@@ -266,6 +287,10 @@ class Fetches:
             fetch.request.seen.over()
         self._memory.shares.release(fetch.flow, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
+        fetch.looking.left -= 1
+        if not fetch.looking.left:
+            self._lookings.pop(fetch.looking, None)
+            fetch.looking.over()
 
     def sent(self, event: Event) -> None:
         """The fabric is done with a put of ours."""
@@ -291,6 +316,7 @@ class Fetches:
             log.warning(
                 "%s", FabricError.from_code(f"Sending a block to client {fetch.connection.number}", status)
             )
+            fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
             return
         assert fetch.piece is not None
         self._memory.pages.forget(fetch.piece)
@@ -298,8 +324,12 @@ class Fetches:
             log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
             if fetch.request.seen is not None:
                 fetch.request.seen.again()
-            self._queued.put_back(_Fetch(fetch.connection, fetch.request, next(self._tags), fetch.queued_ns))
+            fetch.looking.left += 1
+            tag = next(self._tags)
+            again = _Fetch(fetch.connection, fetch.request, fetch.looking, fetch.at, tag, fetch.queued_ns)
+            self._queued.put_back(again)
         else:
+            fetch.looking.missed(fetch.at, fetch.request.key, MissReason.CORRUPT)
             self._store.quarantine(*fetch.name, fetch.generation)
             put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
 
@@ -308,5 +338,10 @@ class Fetches:
         self._queued.drop(connection.tenant, connection.number)
         for fetch in list(self._under_way.values()):
             if fetch.connection is connection and fetch.sending:
+                if not fetch.looking.is_over:  # nobody knows whether it came
+                    fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
                 self._end(fetch)
+        for looking in [one for one, whose in self._lookings.items() if whose is connection]:
+            del self._lookings[looking]
+            looking.over()
         self.pump()

@@ -176,7 +176,9 @@ class InlineBlocks:
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
         self._shares.hold(peer, piece.pages * PAGE_BYTES)
         self.counters.found([entry.length], in_memory=True)
-        return InlineRead(self.memory, piece, entry.length, done, lambda: self.give_back(peer, piece))
+        return InlineRead(
+            self.memory, piece, entry.length, done, lambda: self.give_back(peer, piece), in_memory=True
+        )
 
     def _cold(self, peer: str, item: GetItem, began_ns: int) -> PendingRead:
         piece = self.take(peer, item.length)
@@ -228,9 +230,17 @@ class InlineRead:
     """A block that was read for an inline get; `close` gives its memory back."""
 
     def __init__(
-        self, memory: HotMemory, piece: Piece, length: int, done: GetDone, release: Callable[[], None]
+        self,
+        memory: HotMemory,
+        piece: Piece,
+        length: int,
+        done: GetDone,
+        release: Callable[[], None],
+        *,
+        in_memory: bool = False,
     ) -> None:
         self.done = done
+        self.in_memory = in_memory  # before it was asked for
         self.close = release  # gives the memory back
         self._memory = memory
         self._piece = piece

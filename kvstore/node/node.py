@@ -36,6 +36,7 @@ from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
+from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.statistics import Counters
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
+    from kvstore.node.lookup_log import LookupLog
     from kvstore.node.tenants import Tenant
     from kvstore.storage.eviction.items import Reason
     from kvstore.storage.items import PutDone
@@ -72,7 +74,12 @@ class Node:
     """One storage node over one store and one fabric; it owns neither, its server does."""
 
     def __init__(
-        self, store: Store, fabric: Fabric, clock: Clock, hot_bytes: int = HOT_BYTES_DEFAULT
+        self,
+        store: Store,
+        fabric: Fabric,
+        clock: Clock,
+        hot_bytes: int = HOT_BYTES_DEFAULT,
+        lookup_log: LookupLog | None = None,
     ) -> None:
         self.store = store
         self.fabric = fabric
@@ -98,6 +105,7 @@ class Node:
         self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings)
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
+        self.lookups = Lookups(store, clock, lookup_log)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
@@ -228,6 +236,7 @@ class Node:
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
+        self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
             lease.leased_ns = now_ns
@@ -273,6 +282,7 @@ class Node:
                         self._lease_over(event)
                     case _:
                         self.fetches.sent(event)
+        self.counters.landed += len(landed)
         now_ns = self.clock.monotonic_ns()
         for _, lease, _ in landed:
             lease.landed_ns = now_ns
@@ -337,6 +347,8 @@ class Node:
         lease = connection.slots.expired(event.tag) if connection is not None else None
         if connection is None or lease is None:
             return
+        self.counters.leases_over += 1
+        self.lookups.lease_over(connection.tenant, lease.key)
         if connection.closed:
             self._free_if_idle(connection)
             return
@@ -365,5 +377,6 @@ class Node:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
         self._timer.cancel()
+        self.lookups.close()
         self._loop.remove_reader(self.fabric.fileno())
         self._loop.remove_reader(self.store.fileno())

@@ -24,6 +24,8 @@ from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
 from kvstore.node.gate import Gate
 from kvstore.node.http import tls_context
+from kvstore.node.lookup_calls import LookupsService
+from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
 from kvstore.node.observing import ObservingService
 from kvstore.node.pages import http_server
@@ -36,6 +38,7 @@ from kvstore.storage.store import Store
 from kvstore.wire import (
     blocks_pb2_grpc,
     kvstore_pb2_grpc,
+    lookups_pb2_grpc,
     observing_pb2_grpc,
     sessions_pb2_grpc,
     steps_pb2_grpc,
@@ -70,6 +73,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
+    lookups_pb2_grpc.add_LookupsServicer_to_server(LookupsService(node, gate), server)  # type: ignore[no-untyped-call]
     observing_pb2_grpc.add_ObservingServicer_to_server(ObservingService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
@@ -168,7 +172,7 @@ async def _serve(config: NodeConfig) -> None:
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=config.host) as fabric,
     ):
-        node = Node(store, fabric, clock, config.hot_bytes)
+        node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"))
         events = None if config.events is None else _publish(node, config.events, clock)
         tenants = Tenants(store.salt, clock)
         if config.tenants is not None:

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import ProtocolError
+from kvstore.lookups import Kind, Outcome
 from kvstore.node.calls import durability_of, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_block, check_count
 from kvstore.node.fetching import FetchRequest
@@ -143,6 +144,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             if trace is not None:
                 size_bytes = sum(block.name.length for block in request.blocks)
                 seen = SeenGet(trace, len(request.blocks), size_bytes, self._node.clock)
+            session = None if trace is None else trace.name
+            looking = self._node.lookups.begin(
+                context, connection.tenant, Kind.FETCH, len(request.blocks), session
+            )
             self._node.fetches.enqueue(
                 connection,
                 [
@@ -158,6 +163,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     )
                     for block in request.blocks
                 ],
+                looking,
             )
             return pb.FetchResponse()
         raise AssertionError
@@ -190,12 +196,15 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         async with refusals(context, self._node.counters):
             name = request.name
             tenant = self._gate.enter("get", context, request.tenant)
+            looking = self._node.lookups.begin(context, tenant.id, Kind.GET, 1)
             read = await self._node.inline.get(
                 context.peer(), tenant.id, name.key, name.fingerprint, name.length
             )
+            looking.read(read)
             try:
                 miss = read.done.miss
                 if miss is not None:
+                    looking.missed(0, name.key, miss.reason)
                     await context.write(
                         pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
                     )
@@ -203,8 +212,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 for chunk in read.chunks():
                     async with deadline("A reader"):
                         await context.write(pb.GetResponse(chunk=chunk))
+                looking.add(Outcome.MEMORY if read.in_memory else Outcome.DRIVE)
             finally:
                 read.close()
+                looking.over()
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Say how the node is doing."""

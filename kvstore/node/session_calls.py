@@ -17,6 +17,7 @@ from kvstore.limits import (
     SESSION_TIME_TO_LIVE_MS_MAX,
     SESSIONS_LISTED_MAX,
 )
+from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.node.names import check_text, name_of
@@ -79,12 +80,25 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
         """Say what a session is made of."""
         async with refusals(context, self._node.counters):
-            name = _name(self._enter("get session", context, request.name), request.name)
-            manifest = self._stored(name).manifest
+            tenant = self._enter("get session", context, request.name)
+            name = _name(tenant, request.name)
+            looking = self._node.lookups.begin(context, tenant.id, Kind.SESSION, 0, name)
+            try:
+                manifest = self._stored(name).manifest
+            except NoSession:
+                if (
+                    request.blocks
+                ):  # a resume wants its blocks; who only looks what there is has missed nothing
+                    looking.add(Outcome.NO_SESSION)
+                    looking.over()
+                raise
             keys = None
             if request.blocks:
                 until = request.first_block + request.blocks
                 keys = self._node.store.manifests.keys(name, request.first_block, until)
+                looking.blocks = manifest.blocks
+                looking.all_are(Outcome.NAMED, len(keys or ()))
+                looking.over()
             return pb.GetSessionResponse(
                 blocks=manifest.blocks,
                 turns=[

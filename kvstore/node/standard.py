@@ -13,7 +13,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvstore.node.calls import refusals
-from kvstore.wire import batches_pb2, blocks_pb2, kvstore_pb2, observing_pb2, sessions_pb2, steps_pb2
+from kvstore.wire import (
+    batches_pb2,
+    blocks_pb2,
+    kvstore_pb2,
+    lookups_pb2,
+    observing_pb2,
+    sessions_pb2,
+    steps_pb2,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,7 +35,7 @@ __all__ = ["Health", "add_standard_services"]
 
 _OURS = tuple(
     service.full_name
-    for file in (kvstore_pb2, blocks_pb2, batches_pb2, observing_pb2, sessions_pb2, steps_pb2)
+    for file in (kvstore_pb2, blocks_pb2, batches_pb2, lookups_pb2, observing_pb2, sessions_pb2, steps_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 

@@ -37,6 +37,9 @@ class Counters:
     hits_drive: int = 0
     got_bytes: int = 0
     refused: int = 0
+    leased: int = 0
+    landed: int = 0
+    leases_over: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
 
     def kept(self, lengths: Iterable[int], failed: int = 0) -> None:
@@ -74,6 +77,9 @@ def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
         misses=_counts(counters.misses),
         evictions=_counts({reason: tally.blocks for reason, tally in store.eviction.gone.items()}),
         refused=counters.refused,
+        leased=counters.leased,
+        landed=counters.landed,
+        leases_over=counters.leases_over,
         syncs=store.syncs,
         quarantined=store.quarantined,
         uptime_ms=(node.clock.monotonic_ns() - node.began_ns) // 1_000_000,

@@ -43,10 +43,11 @@ _NS_PER_MS = 1_000_000
 class SessionTrace:
     """Of one session."""
 
-    __slots__ = ("_clock", "_seen")
+    __slots__ = ("_clock", "_seen", "name")
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, name: SessionName) -> None:
         self._clock = clock
+        self.name = name
         self._seen: deque[Seen] = deque(maxlen=TRACE_STEPS_MAX)
 
     def saw(
@@ -130,7 +131,7 @@ class Traces:
         if trace is None:
             if self._count >= TRACES_MAX:
                 self._make_room()
-            trace = SessionTrace(self._clock)
+            trace = SessionTrace(self._clock, name)
             self._of.setdefault(name.tenant, OrderedDict())[name] = trace
             self._count += 1
         self._of[name.tenant].move_to_end(name)

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b f4cbac0045b7d6321eb2175ab3b2bfe4
+# Generated from proto sources with BLAKE2b 06afe1bf7ab545ec47ab12fe9d6212a1
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

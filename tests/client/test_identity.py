@@ -34,6 +34,8 @@ from kvstore.wire import (
     blocks_pb2,
     blocks_pb2_grpc,
     kvstore_pb2_grpc,
+    lookups_pb2,
+    lookups_pb2_grpc,
     observing_pb2,
     observing_pb2_grpc,
     sessions_pb2,
@@ -112,6 +114,7 @@ def stubs(channel: grpc.Channel) -> Stubs:
             kvstore_pb2_grpc.KvStoreStub,
             blocks_pb2_grpc.BlocksStub,
             batches_pb2_grpc.BatchesStub,
+            lookups_pb2_grpc.LookupsStub,
             observing_pb2_grpc.ObservingStub,
             sessions_pb2_grpc.SessionsStub,
             steps_pb2_grpc.StepsStub,
@@ -200,6 +203,7 @@ REQUESTS = {
     "LimitSession": sessions_pb2.LimitSessionRequest(name=CHAT, time_to_live_ms=9_000_000),
     "ProtectSession": sessions_pb2.ProtectSessionRequest(name=CHAT, blocks=1),
     "UnprotectSession": sessions_pb2.UnprotectSessionRequest(name=CHAT),
+    "ListLookups": lookups_pb2.ListLookupsRequest(user="user", session="chat"),
     "Statistics": observing_pb2.StatisticsRequest(),
     "PrefetchSession": sessions_pb2.PrefetchSessionRequest(name=CHAT),
     "PrefetchBlocks": steps_pb2.PrefetchBlocksRequest(keys=[KEY]),
@@ -236,7 +240,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Watch": watch,
     **{name: of_tenant(name) for name in REQUESTS},
 }
-FILES = (pb, blocks_pb2, batches_pb2, observing_pb2, sessions_pb2, steps_pb2)
+FILES = (pb, blocks_pb2, batches_pb2, lookups_pb2, observing_pb2, sessions_pb2, steps_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
 BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
 # And this concerns no tenant.

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.client import as_request
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.transport import Page
 
@@ -71,7 +72,8 @@ class Loads:
         """Load now."""
         began_ns = self._clock.monotonic_ns()
         try:
-            missing, size = self._fetch(load.blocks)
+            with as_request(load.request):  # for `kvstore explain`
+                missing, size = self._fetch(load.blocks)
         except Exception:  # the engine goes on, whatever it was
             log.exception("Loading blocks failed; they are computed.")
             missing, size = list(load.blocks), 0

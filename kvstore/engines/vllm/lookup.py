@@ -12,7 +12,7 @@ import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from kvstore.client import Client, Stored
+from kvstore.client import Client, Stored, as_request
 from kvstore.errors import KvError
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ class Lookups:
         self.step_tokens = math.lcm(*(group.block_tokens for group in identity.groups))
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lookup")
 
-    def begin(self, digests: Sequence[Sequence[bytes]]) -> Future[int]:
+    def begin(self, digests: Sequence[Sequence[bytes]], request_id: str = "") -> Future[int]:
         """Ask for the usable tokens of a request; the digests are those of its blocks, group by group."""
-        return self._threads.submit(self._ask, [list(one) for one in digests])
+        return self._threads.submit(self._ask, [list(one) for one in digests], request_id)
 
-    def _ask(self, digests: list[list[bytes]]) -> int:
+    def _ask(self, digests: list[list[bytes]], request_id: str) -> int:
         try:
-            return self._usable(digests)
+            with as_request(request_id):  # for `kvstore explain`
+                return self._usable(digests)
         except KvError as error:
             log.debug("Nothing is known of a request's blocks: %s", error)
         except Exception:  # the engine goes on, whatever it was

@@ -101,7 +101,7 @@ class Scheduling:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
         if not all(digests):
             return  # not one block is full
-        known.lookup = self._lookups.begin(digests)
+        known.lookup = self._lookups.begin(digests, known.request.request_id)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
 

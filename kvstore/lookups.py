@@ -1,0 +1,136 @@
+"""Look-ups as they are told: which blocks were asked for, and what became of each, run by run.
+
+What always holds: numbers are those of `kvstore/v1/lookups.proto` and never change their meaning; a look-up has at most
+`LOOKUP_RUNS_MAX` runs, however its blocks fared. No key is in it, so what is deleted leaves no name behind.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.limits import LOOKUP_ID_BYTES_MAX, LOOKUP_RUNS_MAX
+from kvstore.miss import MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["HITS", "Kind", "Lookup", "Outcome", "Run", "bounded", "clean_id", "outcome_of_miss", "runs_of"]
+
+
+class Kind(enum.IntEnum):
+    """What was asked."""
+
+    UNSPECIFIED = 0
+    EXISTS = 1
+    PREFIX = 2
+    FETCH = 3
+    GET = 4
+    SESSION = 5
+
+
+class Outcome(enum.IntEnum):
+    """What became of a block that was looked up; the proto says more of each."""
+
+    UNSPECIFIED = 0
+    MEMORY = 1
+    DRIVE = 2
+    STORED = 3
+    NAMED = 4
+    NEVER = 5
+    EVICTED = 6
+    STRANDED = 7
+    CLEARED = 8
+    EXPIRED = 9
+    QUOTA = 10
+    DELETED = 11
+    CORRUPT = 12
+    LAYOUT = 13
+    LENGTH = 14
+    LEASE_EXPIRED = 15
+    UNREADABLE = 16
+    BUSY = 17
+    NODE_AWAY = 18
+    GIVEN_UP = 19
+    NO_SESSION = 20
+
+
+HITS = frozenset({Outcome.MEMORY, Outcome.DRIVE, Outcome.STORED, Outcome.NAMED})
+
+_OF_MISS = {
+    MissReason.UNKNOWN: Outcome.NEVER,
+    MissReason.CORRUPT: Outcome.CORRUPT,
+    MissReason.LAYOUT: Outcome.LAYOUT,
+    MissReason.EXPIRED: Outcome.EXPIRED,
+    MissReason.LENGTH: Outcome.LENGTH,
+    MissReason.UNREADABLE: Outcome.UNREADABLE,
+    MissReason.NODE_AWAY: Outcome.NODE_AWAY,
+    MissReason.BUSY: Outcome.BUSY,
+    MissReason.EVICTED: Outcome.EVICTED,
+    MissReason.QUOTA: Outcome.QUOTA,
+}
+
+assert set(_OF_MISS) == set(MissReason)
+
+_ALIKE = re.compile(rb"(.)\1*", re.DOTALL)
+
+
+class Run(NamedTuple):
+    """Blocks one behind the other that fared alike; of what has gone, when the first of them did."""
+
+    blocks: int
+    outcome: Outcome
+    gone_unix_ms: int = 0
+    idle_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One look-up. Blocks that are in no run were not looked at."""
+
+    request_id: str
+    kind: Kind
+    at_unix_ms: int
+    took_us: int
+    blocks: int
+    runs: Sequence[Run]
+    queued_us: int = 0
+    drive_us: int = 0
+    size_bytes: int = 0
+    by_caller: bool = False
+    detail: str = ""
+
+    @property
+    def looked_at(self) -> int:
+        """How many blocks have an outcome."""
+        return sum(run.blocks for run in self.runs)
+
+
+def outcome_of_miss(reason: MissReason) -> Outcome:
+    """What a miss is, as far as its reason alone says."""
+    return _OF_MISS[reason]
+
+
+def runs_of(outcomes: bytes | bytearray) -> list[Run]:
+    """The runs of outcomes, one byte a block; what is beyond the bound on runs is one of various outcomes."""
+    runs: list[Run] = []
+    for found in _ALIKE.finditer(outcomes):
+        begin, end = found.span()
+        runs.append(Run(end - begin, Outcome(outcomes[begin])))
+    return bounded(runs)
+
+
+def bounded(runs: Iterable[Run]) -> list[Run]:
+    """The same within the bound."""
+    runs = list(runs)
+    if len(runs) > LOOKUP_RUNS_MAX:
+        rest = sum(run.blocks for run in runs[LOOKUP_RUNS_MAX - 1 :])
+        runs[LOOKUP_RUNS_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
+    return runs
+
+
+def clean_id(request_id: str) -> str:
+    """A request's id as it travels: printable ASCII, and not too long."""
+    return "".join(one if "!" <= one <= "~" else "?" for one in request_id[:LOOKUP_ID_BYTES_MAX])

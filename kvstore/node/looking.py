@@ -1,0 +1,138 @@
+"""A look-up under way: the outcomes of its blocks as they come, one byte each, and when what of it was done.
+
+What always holds: it is recorded once, whoever ends it; blocks that have no outcome then were given up by their caller.
+How a block went is found out for the first `LOOKUP_MISSES_EXPLAINED_MAX` that miss, so that a look-up of a thousand
+blocks that nobody has costs the node no more than that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.limits import LOOKUP_MISSES_EXPLAINED_MAX
+from kvstore.lookups import Lookup, Outcome, outcome_of_miss, runs_of
+from kvstore.miss import MissReason
+from kvstore.storage.eviction.items import Reason
+
+if TYPE_CHECKING:
+    from kvstore.lookups import Kind
+    from kvstore.node.inline import InlineRead
+    from kvstore.node.lookups import Lookups
+
+__all__ = ["Looking"]
+
+_OF_GONE = {
+    Reason.SPACE: Outcome.EVICTED,
+    Reason.STRANDED: Outcome.STRANDED,
+    Reason.CLEARED: Outcome.CLEARED,
+    Reason.QUOTA: Outcome.QUOTA,
+    Reason.EXPIRED: Outcome.EXPIRED,
+    Reason.DELETED: Outcome.DELETED,
+    Reason.QUARANTINED: Outcome.CORRUPT,
+    Reason.SUPERSEDED: Outcome.NEVER,  # and what took its place went too long ago to be remembered
+}
+_MAY_HAVE_GONE = {MissReason.UNKNOWN, MissReason.EVICTED, MissReason.QUOTA, MissReason.EXPIRED}
+
+assert set(_OF_GONE) == set(Reason)
+
+
+class Looking:
+    """One look-up."""
+
+    __slots__ = (
+        "_at_ms",
+        "_began_ns",
+        "_gone",
+        "_kind",
+        "_lookups",
+        "_request_id",
+        "_session",
+        "_tenant",
+        "blocks",
+        "drive_first_ns",
+        "drive_last_ns",
+        "is_over",
+        "left",
+        "outcomes",
+        "size_bytes",
+        "turn_ns",
+    )
+
+    def __init__(
+        self, lookups: Lookups, tenant: bytes, session: bytes, request_id: str, kind: Kind, blocks: int
+    ) -> None:
+        self._lookups = lookups
+        self._tenant, self._session = tenant, session
+        self._request_id, self._kind = request_id, kind
+        self._at_ms, self._began_ns = lookups.clock.wall_ms(), lookups.clock.monotonic_ns()
+        self._gone: dict[int, tuple[int, int]] = {}  # when blocks went, and how long nobody had used them
+        self.is_over = False
+        self.blocks = self.left = blocks
+        self.outcomes = bytearray()
+        self.size_bytes = 0
+        self.turn_ns = self.drive_first_ns = self.drive_last_ns = 0
+
+    def expect(self) -> None:
+        """Outcomes come in any order; what has none when it is over was given up."""
+        self.outcomes = bytearray((Outcome.GIVEN_UP,)) * self.blocks
+
+    def all_are(self, outcome: Outcome, blocks: int | None = None) -> None:
+        """Say so of the first so many blocks, or of all."""
+        self.outcomes = bytearray((outcome,)) * (self.blocks if blocks is None else blocks)
+
+    def add(self, outcome: Outcome) -> None:
+        """Say what became of the next one."""
+        self.outcomes.append(outcome)
+
+    def read(self, read: InlineRead) -> None:
+        """A block for a get inside gRPC has been looked for, and is about to be sent if it was found."""
+        now_ns = self._lookups.clock.monotonic_ns()
+        if read.done.miss is None:
+            self.size_bytes += read.done.length
+        if not read.in_memory:
+            self.drive_first_ns = self.drive_first_ns or self._began_ns
+            self.drive_last_ns = now_ns
+
+    def missed(self, at: int, key: bytes, reason: MissReason) -> None:
+        """A block is not served; find out how it went, if that may be what happened."""
+        outcome = outcome_of_miss(reason)
+        if reason in _MAY_HAVE_GONE and len(self._gone) < LOOKUP_MISSES_EXPLAINED_MAX:
+            gone = self._lookups.store.explain(self._tenant, key).gone
+            lease_over_ms = self._lookups.lease_over_ms(self._tenant, key)
+            if lease_over_ms > (0 if gone is None else gone.at_ms):
+                outcome, self._gone[at] = Outcome.LEASE_EXPIRED, (lease_over_ms, 0)
+            elif gone is not None:
+                outcome, self._gone[at] = _OF_GONE[gone.reason], (gone.at_ms, gone.idle_ms)
+            else:
+                self._gone[at] = (0, 0)
+        if at == len(self.outcomes):
+            self.outcomes.append(outcome)
+        else:
+            self.outcomes[at] = outcome
+
+    def over(self, now_ns: int | None = None) -> None:
+        """Record it."""
+        if self.is_over:
+            return
+        self.is_over = True
+        now_ns = self._lookups.clock.monotonic_ns() if now_ns is None else now_ns
+        runs, at = [], 0
+        for run in runs_of(self.outcomes):
+            gone_ms, idle_ms = self._gone.get(at, (0, 0))
+            runs.append(run._replace(gone_unix_ms=gone_ms, idle_ms=idle_ms))
+            at += run.blocks
+        self._lookups.record(
+            self._tenant,
+            self._session,
+            Lookup(
+                self._request_id,
+                self._kind,
+                self._at_ms,
+                max(0, now_ns - self._began_ns) // 1000,
+                self.blocks,
+                runs,
+                queued_us=max(0, self.turn_ns - self._began_ns) // 1000 if self.turn_ns else 0,
+                drive_us=(self.drive_last_ns - self.drive_first_ns) // 1000 if self.drive_last_ns else 0,
+                size_bytes=self.size_bytes,
+            ),
+        )

@@ -1,0 +1,174 @@
+"""The commands that ask a running node: their flags, and how a node is reached from these.
+
+Each imports what it needs when it is run, so that `--help` needs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvstore.sessions_command import Asked
+
+__all__ = ["add_node_commands"]
+
+_INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
+
+
+def _reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
+    """What every command takes that asks a node."""
+    parser.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
+    if whose_user:
+        parser.add_argument(
+            "--user", required=True, help="whose sessions; a node knows users by digests only"
+        )
+    else:
+        parser.set_defaults(user="")
+    parser.add_argument("--tenant", default="", help="for which tenant, on a node that asks for no token")
+    parser.add_argument("--token-file", type=Path, help="a file with the tenant's token")
+    parser.add_argument(
+        "--tls-authorities", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    from kvstore.sessions_command import Asked
+
+    return Asked(
+        arguments.node,
+        arguments.user,
+        tenant=arguments.tenant,
+        token_file=arguments.token_file,
+        authorities=arguments.tls_authorities,
+    )
+
+
+def _sessions(arguments: argparse.Namespace) -> int:
+    from kvstore.sessions_command import export_one, import_one, list_all
+
+    if arguments.action == "list":
+        return list_all(_asked(arguments), as_json=arguments.json)
+    if arguments.session is None or arguments.file is None:
+        raise ConfigError(f"To {arguments.action} a session, say --session and --file.")
+    act = export_one if arguments.action == "export" else import_one
+    return act(_asked(arguments), arguments.session, arguments.file)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from kvstore.trace_command import run
+
+    return run(_asked(arguments), arguments.session, as_json=arguments.json)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from kvstore.explain_command import explain
+
+    user, _, name = (arguments.session or "").partition("/")
+    if bool(user) != bool(name):
+        raise ConfigError(f"--session takes USER/NAME, and {arguments.session!r} is not of that form.")
+    if not arguments.request and not user and not arguments.last:
+        raise ConfigError("Say which request, or --session USER/NAME, or --last N.")
+    if arguments.last < 0:
+        raise ConfigError(f"--last takes a number of look-ups, not {arguments.last}.")
+    with _asked(arguments).client() as client:
+        return explain(client, arguments.request, (user, name), arguments.last, as_json=arguments.json)
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    from kvstore.show_commands import stats
+
+    with _asked(arguments).client() as client:
+        return stats(client, as_json=arguments.json)
+
+
+def _drives(arguments: argparse.Namespace) -> int:
+    from kvstore.show_commands import drives
+
+    with _asked(arguments).client() as client:
+        return drives(client, as_json=arguments.json)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    import sys
+    from threading import Event
+
+    from kvstore.clock import SystemClock
+    from kvstore.top_command import Top
+
+    if not _INTERVAL_S_MIN <= arguments.interval <= _INTERVAL_S_MAX:
+        raise ConfigError(f"--interval takes {_INTERVAL_S_MIN} to {_INTERVAL_S_MAX} seconds.")
+    with _asked(arguments).client() as client:
+        top = Top(client, arguments.node, SystemClock(), Event().wait, sys.stdout)
+        return top.run(arguments.interval, once=arguments.once, as_json=arguments.json)
+
+
+def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add them to the others."""
+    sessions = commands.add_parser(
+        "sessions",
+        help="list a user's sessions on a node, export one into a file, or import one",
+        description="List a user's sessions on a node, the one with the latest turn last; export one with its"
+        " blocks into a file; or import one out of a file under a name that is free.",
+    )
+    sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
+    sessions.add_argument("--session", help="the one that is exported, or the name of the one imported")
+    sessions.add_argument("--file", type=Path, help="where it is written, or read")
+    _reach_node(sessions, whose_user=True)
+    sessions.set_defaults(run=_sessions)
+
+    trace = commands.add_parser(
+        "trace",
+        help="show the eight steps of a session's last turns, with times",
+        description="Show what a node, and the processes that use it, saw of a session's last turns: the eight steps"
+        " from the registered buffer to the resume, as docs/eight-steps.md says.",
+    )
+    trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
+    _reach_node(trace, whose_user=True)
+    trace.set_defaults(run=_trace)
+
+    explain = commands.add_parser(
+        "explain",
+        help="say why a request's blocks hit or missed, how long it took, and what to do about it",
+        description="Say of each look-up of a request which blocks hit and which missed, why, how long it took and"
+        " where, and what to do about it, as docs/seeing.md says.",
+    )
+    explain.add_argument(
+        "request", nargs="?", default="", metavar="REQUEST", help="its id, as the engine gave it"
+    )
+    explain.add_argument("--session", metavar="USER/NAME", help="look-ups of this session only")
+    explain.add_argument("--last", type=int, default=0, metavar="N", help="the last N look-ups only")
+    _reach_node(explain)
+    explain.set_defaults(run=_explain)
+
+    stats = commands.add_parser(
+        "stats",
+        help="show what a node has done and where it stands",
+        description="Show a node's counters since it began, its gauges now, and the tenant's own quota.",
+    )
+    _reach_node(stats)
+    stats.set_defaults(run=_stats)
+
+    drives = commands.add_parser(
+        "drives",
+        help="show a node's drives: how full they are, and what is wrong with them",
+        description="Show a node's drives: how full they are, whether they take puts, and why not.",
+    )
+    _reach_node(drives)
+    drives.set_defaults(run=_drives)
+
+    top = commands.add_parser(
+        "top",
+        help="watch a node work",
+        description="Show what a node does, interval by interval: throughput, hits and why blocks missed, triggers,"
+        " queues and tiers. With --json one line an interval.",
+    )
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (%(default)s)")
+    top.add_argument("--once", action="store_true", help="one interval, then end")
+    _reach_node(top)
+    top.set_defaults(run=_top)

@@ -1,0 +1,148 @@
+"""`kvstore stats` and `kvstore drives`: what a node has done, where it stands, and how its drives are.
+
+They ask the node that they are given, and change nothing. The names in the JSON are those of the proto and stay.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from kvstore.config import printable, show_size, show_time
+from kvstore.miss import MissReason
+from kvstore.wire import blocks_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvstore.client import Client
+    from kvstore.wire.kvstore_pb2 import StatusResponse
+    from kvstore.wire.observing_pb2 import StatisticsResponse
+
+__all__ = ["drives", "evictions", "numbers", "parts", "reasons", "stats", "table"]
+
+_SINCE = "Since the node began"
+_NOW = "Now"
+_MINE = "Of this tenant"
+_LAST_COUNTER = "quarantined"
+_COUNTERS_TOO = {"leased", "landed", "leases_over"}  # added later, with higher numbers
+_DRIVE_HEADS = ("drive", "blocks", "used", "free", "takes puts", "")
+
+
+def stats(client: Client, *, as_json: bool) -> int:
+    """Print them; the exit status."""
+    told = client.statistics()
+    print(json.dumps(numbers(told), indent=2) if as_json else _stats_page(told))  # noqa: T201 - its output
+    return 0
+
+
+def numbers(told: StatisticsResponse) -> dict[str, object]:
+    """All of it under the names of the proto; what was missed or evicted, by reason."""
+    found: dict[str, object] = {}
+    for field in told.DESCRIPTOR.fields:
+        if field.name == "misses":
+            found[field.name] = reasons(told)
+        elif field.name == "evictions":
+            found[field.name] = evictions(told)
+        else:
+            found[field.name] = getattr(told, field.name)
+    return found
+
+
+def reasons(told: StatisticsResponse) -> dict[str, int]:
+    """Blocks that were missed, by why."""
+    return {MissReason(one.reason).name.lower(): one.blocks for one in told.misses}
+
+
+def evictions(told: StatisticsResponse) -> dict[str, int]:
+    """Blocks that have gone, by how."""
+    known = blocks_pb2.GoneReason.DESCRIPTOR.values_by_number
+    return {
+        known[one.reason].name.removeprefix("GONE_REASON_").lower()
+        if one.reason in known
+        else str(one.reason): one.blocks
+        for one in told.evictions
+    }
+
+
+def _stats_page(told: StatisticsResponse) -> str:
+    sections: dict[str, list[tuple[str, str]]] = {_SINCE: [], _NOW: [], _MINE: []}
+    counters = True
+    for name, value in numbers(told).items():
+        section = _SINCE if counters or name in _COUNTERS_TOO else _NOW
+        sections[_MINE if name.startswith("quota_") else section].append((name, _shown(name, value)))
+        counters = counters and name != _LAST_COUNTER
+    width = max(len(name) for rows in sections.values() for name, _ in rows)
+    lines: list[str] = []
+    for head, rows in sections.items():
+        lines += [f"{head}:", *(f"  {name.ljust(width)}  {value}" for name, value in rows)]
+    return "\n".join(lines)
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {reason}" for reason, count in value.items()) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    assert isinstance(value, int)
+    if name.endswith("_bytes"):
+        return show_size(value)
+    return show_time(value) if name.endswith("_ms") else str(value)
+
+
+def drives(client: Client, *, as_json: bool) -> int:
+    """Print them; the exit status."""
+    told = client.status()
+    print(json.dumps(_drives_document(told), indent=2) if as_json else _drives_page(told))  # noqa: T201
+    return 0
+
+
+def _drives_document(told: StatusResponse) -> dict[str, object]:
+    return {
+        "node": told.node,
+        "version": told.version,
+        "takes_puts": not told.read_only,
+        "drives": [
+            {
+                "number": one.number,
+                "blocks": one.blocks,
+                "capacity_bytes": one.capacity_bytes,
+                "free_bytes": one.free_bytes,
+                "takes_puts": one.takes_puts,
+                "failure": one.failure,
+            }
+            for one in told.drives
+        ],
+    }
+
+
+def _drives_page(told: StatusResponse) -> str:
+    rows = [_DRIVE_HEADS]
+    rows += [
+        (
+            str(one.number),
+            str(one.blocks),
+            f"{show_size(one.capacity_bytes - one.free_bytes)} of {show_size(one.capacity_bytes)}",
+            show_size(one.free_bytes),
+            "yes" if one.takes_puts else "no",
+            printable(one.failure),
+        )
+        for one in told.drives
+    ]
+    lines = table(rows)
+    return "\n".join([f"node {printable(told.node)}, version {printable(told.version)}", *lines])
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines with columns one below the other, the last of any width."""
+    rows = list(rows)
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]) - 1)]
+    return [
+        "  ".join((*(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)),)).rstrip()
+        for row in rows
+    ]
+
+
+def parts(counts: Mapping[str, int]) -> str:
+    """Counts in a line."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"

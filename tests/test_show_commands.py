@@ -1,0 +1,189 @@
+"""`kvstore stats`, `drives` and `top` against a real node, for people and for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Block, Client
+from kvstore.errors import NodeUnavailable
+from kvstore.miss import MissReason
+from kvstore.names import block_key
+from kvstore.top_command import Top, risen, view
+from kvstore.wire.observing_pb2 import ReasonCount, StatisticsResponse
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from tests.nic_offload.rig import wait_until
+from tests.node.test_tenants import HeldClock
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+
+PAGE = 4096
+KEYS = [block_key(b"show", bytes([number])) for number in range(4)]
+
+
+def run(node: NodeProcess, command: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore", command, "--node", node.target, *more],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_stats_are_shown_and_told(node: NodeProcess) -> None:
+    with Client(node.target) as client, FlagWords.create(1) as flags:
+        client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:2]])
+        client.exists(KEYS)
+        client.get_inline(KEYS[3], PAGE)
+        client.delete(KEYS[:1])
+        kv = client.register(allocate(PAGE))
+        late = client.reserve([Block(KEYS[3], kv, 0, PAGE)], lease_ms=1).arm(flags[0])
+        wait_until(lambda: late.ended() is not None, "the lease is over")
+        puts = client.reserve([Block(KEYS[2], kv, 0, PAGE, threshold=1)]).arm(flags[0])
+        flags[0].store(1)
+        assert puts.wait(timeout_s=20)[0].error is None
+        wait_until(lambda: client.statistics().leases_over == 1, "the node has seen that, too")
+    told = json.loads(run(node, "stats", "--json").stdout)
+    assert (told["puts"], told["put_bytes"], told["blocks"]) == (3, 3 * PAGE, 2)
+    assert (told["leased"], told["landed"], told["leases_over"]) == (2, 1, 1)
+    assert told["misses"] == {"unknown": 1}
+    assert told["evictions"] == {"deleted": 1}
+    assert list(told) == [field.name for field in StatisticsResponse.DESCRIPTOR.fields]
+    shown = run(node, "stats")
+    assert shown.returncode == 0, shown.stderr
+    since, now, mine = (
+        shown.stdout.index(head) for head in ("Since the node began:", "Now:", "Of this tenant:")
+    )
+    assert since < shown.stdout.index("leases_over") < now < shown.stdout.index("uptime_ms") < mine
+    assert "1 deleted" in shown.stdout
+    assert ["takes_puts", "yes"] in [line.split() for line in shown.stdout.splitlines()]
+
+
+def test_drives_are_shown_and_told(node: NodeProcess) -> None:
+    told = json.loads(run(node, "drives", "--json").stdout)
+    (drive,) = told["drives"]
+    assert (drive["number"], drive["takes_puts"], drive["failure"]) == (0, True, "")
+    assert drive["capacity_bytes"] > drive["free_bytes"] > 0
+    shown = run(node, "drives").stdout.splitlines()
+    assert shown[0].startswith(f"node {told['node']}, version ")
+    assert shown[1].split() == ["drive", "blocks", "used", "free", "takes", "puts"]
+    assert shown[2].split()[:2] == ["0", "0"]
+
+
+def test_top_shows_an_interval_once(node: NodeProcess) -> None:
+    shown = run(node, "top", "--once", "--interval", "0.1")
+    assert shown.returncode == 0, shown.stderr
+    assert f"node {node.target}, up " in shown.stdout
+    for head in ("puts", "gets", "blocks", "gone", "triggers", "queues", "memory", "drives"):
+        assert f"\n{head} " in shown.stdout
+    assert "\x1b" not in shown.stdout
+    (line,) = run(node, "top", "--once", "--interval", "0.1", "--json").stdout.splitlines()
+    told = json.loads(line)
+    assert set(told) == {
+        *("uptime_ms", "interval_ms", "puts_per_s", "put_bytes_per_s", "puts_failed", "gets_per_s"),
+        *("got_bytes_per_s", "refused", "hits", "misses", "evictions", "triggers", "queues", "tiers"),
+        "connections",
+    }
+    assert set(told["triggers"]) == {"armed", "leased", "landed", "late"}
+    wrong = run(node, "top", "--interval", "0")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "--interval takes" in wrong.stderr
+
+
+def test_top_goes_on_interval_by_interval_until_nobody_reads(node: NodeProcess) -> None:
+    command = [sys.executable, "-m", "kvstore", "top", "--node", node.target, "--json", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.stdout.close()
+        assert process.wait(30) == 0
+    assert lines[0]["uptime_ms"] < lines[1]["uptime_ms"] < lines[2]["uptime_ms"]
+
+
+def test_on_a_terminal_the_screen_is_left_as_it_was_found(node: NodeProcess) -> None:
+    here, there = pty.openpty()
+    command = [sys.executable, "-m", "kvstore", "top", "--node", node.target, "--interval", "0.1"]
+    process = subprocess.Popen(command, stdout=there, stderr=there)
+    os.close(there)
+    shown = b""
+    until_s = time.monotonic() + 30
+    while shown.count(b"\x1b[H\x1b[J") < 2 and time.monotonic() < until_s:
+        shown += os.read(here, 4096)
+    process.send_signal(2)
+    assert process.wait(30) == 130
+    shown += os.read(here, 4096)
+    os.close(here)
+    assert shown.startswith(b"\x1b[?1049h\x1b[?25l")
+    assert shown.endswith(b"\x1b[?25h\x1b[?1049l")
+
+
+def statistics(**more: Any) -> StatisticsResponse:
+    return StatisticsResponse(memory_bytes=100, capacity_bytes=1000, free_bytes=250, **more)
+
+
+def test_what_an_interval_has_brought_is_what_counters_rose_by() -> None:
+    before = statistics(uptime_ms=1000, puts=5, hits_memory=10, misses=[ReasonCount(reason=9, blocks=4)])
+    now = statistics(
+        uptime_ms=3000,
+        puts=25,
+        put_bytes=2048,
+        hits_memory=13,
+        hits_drive=3,
+        leases=2,
+        leased=7,
+        leases_over=1,
+        fetches_waiting=9,
+        memory_kept_bytes=50,
+        misses=[ReasonCount(reason=9, blocks=6), ReasonCount(reason=MissReason.CORRUPT, blocks=0)],
+    )
+    told = risen(before, now, 2.0)
+    assert (told["puts_per_s"], told["put_bytes_per_s"], told["gets_per_s"]) == (10.0, 1024.0, 3.0)
+    assert (told["hits"], told["misses"]) == ({"memory": 3, "drive": 3}, {"evicted": 2})
+    assert told["triggers"] == {"armed": 2, "leased": 7, "landed": 0, "late": 1}
+    shown = view(told, "here\x1b")
+    assert "75% hit: memory 3, drive 3, MISS evicted 2" in shown
+    assert "queues    fetches 9\n" in shown
+    assert "[###############...............] 50 B of 100 B" in shown
+    assert "which take no puts" in shown
+    assert "\x1b" not in shown
+    restarted = risen(now, statistics(uptime_ms=10, puts=4), 2.0)
+    assert (restarted["puts_per_s"], restarted["misses"]) == (2.0, {}), "it counts from 0 again"
+
+
+class Away:
+    """A client whose node is away now and then, which `None` stands for; at the end its user has enough."""
+
+    def __init__(self, *answers: StatisticsResponse | None) -> None:
+        self._answers = list(answers)
+
+    def statistics(self) -> StatisticsResponse:
+        if not self._answers:
+            raise KeyboardInterrupt
+        answer = self._answers.pop(0)
+        if answer is None:
+            raise NodeUnavailable("The node was not reached.")
+        return answer
+
+
+def test_a_node_that_is_away_is_said_to_be_and_looked_for_again() -> None:
+    out = io.StringIO()
+    client: Any = Away(statistics(uptime_ms=1), None, statistics(uptime_ms=9, puts=3))
+    top = Top(client, "n", HeldClock(), lambda _: None, out)
+    with pytest.raises(KeyboardInterrupt):
+        top.run(1.0, once=False, as_json=True)
+    away, back = map(json.loads, out.getvalue().splitlines())
+    assert away == {"away": "The node was not reached."}
+    assert back["uptime_ms"] == 9
+    with pytest.raises(NodeUnavailable):
+        Top(Away(statistics(), None), "n", HeldClock(), lambda _: None, out).run(1.0, once=True, as_json=True)  # type: ignore[arg-type]
