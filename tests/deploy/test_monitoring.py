@@ -22,7 +22,7 @@ from tests.node.test_http import ask, bearer, http_url
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
 SCRAPE = ROOT / "deploy/prometheus/prometheus.yaml"
 DASHBOARD = ROOT / "deploy/grafana/kvstore.json"
