@@ -172,7 +172,7 @@ def test_a_chunk_that_is_not_full_is_not_stored(node: Node) -> None:
 
 
 def test_a_killed_node_costs_misses_and_no_memory(tmp_path: Path) -> None:
-    times = {"lookup_timeout_ms": 300, "load_timeout_ms": 400, "save_timeout_ms": 400}
+    times: dict[str, Any] = {"lookup_timeout_ms": 300, "load_timeout_ms": 400, "save_timeout_ms": 400}
     with Node(tmp_path / "node") as node, Worker(node.target, **times) as one:
         chunk = one.chunk(1)
         one.run(one.ours.put(key(1), chunk))
