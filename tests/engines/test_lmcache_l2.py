@@ -166,7 +166,7 @@ def test_a_locked_object_is_pinned_until_it_is_unlocked(node: Node) -> None:
     assert adapter.report_status()["locks"] == 2
     for left in (2, 1, 1, 0):
         adapter.submit_unlock([keys[left % 2]])
-    assert adapter.report_status()["locks"] == 0
+        assert adapter.report_status()["locks"] == left  # a pin ends with the last of its keys
     adapter.submit_unlock(keys)  # what is not locked is let be
     adapter.close()
 
