@@ -178,7 +178,7 @@ def test_flat_pages_go_through_the_generic_calls(node: Node) -> None:
 
 
 def test_a_page_larger_than_what_is_stored_in_one_goes_in_parts(node: Node) -> None:
-    pool = MHAHostPool("page_first", pages=3, layers=40, heads=16, dim=1024)  # 5 MB a piece
+    pool = MHAHostPool("page_first", pages=3, layers=80, heads=16, dim=1024)  # 10 MB a piece, three parts
     pool.fill(3)
     storage = attached(node.target, pool)
     expected = pool.page(0)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
+    from kvstore.client import Pin
+
 __all__ = ["TriggerKvL2Adapter"]
 
 log = logging.getLogger(f"lmcache.{__name__}")  # whose handlers and level are LMCache's
@@ -140,9 +142,8 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Let objects be evicted again. What the node can't be told ends by its time."""
-        over = self._locks.take(keys)
-        if over:
-            self._later(self._lookups, lambda: [pin.close() for pin in over])
+        if over := self._locks.take(keys):
+            self._later(self._lookups, lambda: _close(over))
 
     # --- loading
 
@@ -208,8 +209,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
             self._closed = True
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.thread.shutdown(cancel_futures=True)
-        for pin in self._locks.take_all():
-            pin.close()
+        _close(self._locks.take_all())
         self._carrier.close()
         for tasks in (self._stores, self._lookups, self._loads):
             os.close(tasks.fd)
@@ -270,6 +270,11 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
     def _taken(self, tasks: _Tasks, number: int) -> Any:
         with self._lock:
             return tasks.results.pop(number, None)
+
+
+def _close(pins: list[Pin]) -> None:
+    for pin in pins:
+        pin.close()
 
 
 def _bits(count: int, which: set[int]) -> Bitmap:
