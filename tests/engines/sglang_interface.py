@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -28,4 +29,5 @@ def load() -> None:
     for name in _BARE:
         package = ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")))]
+        package.__spec__ = ModuleSpec(name, None, is_package=True)  # others may look for it
         sys.modules[name] = package
