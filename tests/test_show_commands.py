@@ -6,9 +6,10 @@ import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,16 +115,22 @@ def test_top_goes_on_interval_by_interval_until_nobody_reads(node: NodeProcess) 
 def test_on_a_terminal_the_screen_is_left_as_it_was_found(node: NodeProcess) -> None:
     here, there = pty.openpty()
     command = [sys.executable, "-m", "kvstore", "top", "--node", node.target, "--interval", "0.1"]
-    process = subprocess.Popen(command, stdout=there, stderr=there)
+    # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+    process = subprocess.Popen(["env", "--default-signal=INT", *command], stdout=there, stderr=there)
     os.close(there)
     shown = b""
-    until_s = time.monotonic() + 30
-    while shown.count(b"\x1b[H\x1b[J") < 2 and time.monotonic() < until_s:
-        shown += os.read(here, 4096)
-    process.send_signal(2)
-    assert process.wait(30) == 130
-    shown += os.read(here, 4096)
-    os.close(here)
+    try:
+        while shown.count(b"\x1b[H\x1b[J") < 2:
+            shown += os.read(here, 4096)
+        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # how a terminal's end is told
+            while more := os.read(here, 4096):
+                shown += more
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(here)
     assert shown.startswith(b"\x1b[?1049h\x1b[?25l")
     assert shown.endswith(b"\x1b[?25h\x1b[?1049l")
 
