@@ -35,7 +35,7 @@ test: setup ## all tests, in two halves beside each other; with PYTEST_ARGS one 
 	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines
-setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (1.9 GB), for the engines' tests
+setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 GB), for the engines' tests
 	@tools/setup_engines.sh
 
 .PHONY: test-engines

@@ -38,7 +38,7 @@ stamp=$venv/.stamp-engines
 if [[ ! -d $venv ]]; then why="there is none yet"
 elif [[ ! -f $stamp ]]; then why="the last set-up did not finish"
 else why="the Python, the folder or requirements-engines.txt changed"; fi
-say "making .venv-engines, because $why (a minute or two, 1.9 GB)"
+say "making .venv-engines, because $why (a minute or two, 2.4 GB)"
 rm -rf "$venv"
 "$root/.venv/bin/python" -m venv "$venv" || die ".venv's Python could not make .venv-engines; its words are above."
 log=$root/.cache/pip-engines.log
