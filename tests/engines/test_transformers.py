@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,13 @@ from transformers import (  # noqa: E402
 )
 
 from kvstore.client import Client  # noqa: E402
+from kvstore.client.puts import Reservation  # noqa: E402
 from kvstore.demo.node_process import NodeProcess  # noqa: E402
-from kvstore.engines.transformers import CacheStore  # noqa: E402
-from kvstore.engines.transformers.pieces import pieces  # noqa: E402
-from kvstore.errors import FabricError, LayoutError, ProtocolError  # noqa: E402
+from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
+from kvstore.engines.transformers.pieces import Piece, pieces  # noqa: E402
+from kvstore.errors import FabricError, KvError, LayoutError, ProtocolError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
+from kvstore.names import block_key  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,6 +216,39 @@ def test_a_dead_node_costs_a_miss_and_raises_nothing(tmp_path: Path) -> None:
         begun_s = time.monotonic()
         while chat.resume(tokens).tokens != 80:  # the breaker lets a call through soon
             assert time.monotonic() - begun_s < 30
+
+
+def test_a_node_that_stands_still_in_a_put_never_stores_what_came_into_the_memory_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "_TIMEOUT_S", 1.0)
+    arm = Reservation.arm
+    size, count = 1 << 20, 32  # more than sockets hold
+    with (
+        NodeProcess(tmp_path / "node") as node,
+        Client(node.target, slots=count, block_bytes_max=size) as client,
+    ):
+
+        def arm_of_a_still_node(reservation: Reservation, flag: Any) -> Any:
+            os.kill(node.pid, signal.SIGSTOP)
+            return arm(reservation, flag)
+
+        mover = moving.Mover(client, size, count)
+        mover.memory.fill_(1)
+        some = [Piece(block_key(bytes([number])), 0, 1, (), size) for number in range(count)]
+        monkeypatch.setattr(Reservation, "arm", arm_of_a_still_node)
+        try:
+            with pytest.raises(KvError):
+                mover.put(some)
+        finally:
+            mover.memory.fill_(2)  # the next conversation
+            os.kill(node.pid, signal.SIGCONT)
+        with Client(node.target) as other:
+            other.status(wait_s=20)
+            until_s = time.monotonic() + 3  # what still comes in comes now
+            while time.monotonic() < until_s:
+                for got in other.get_many_inline([(piece.key, size) for piece in some]):
+                    assert not isinstance(got, bytes) or got == b"\x01" * size
 
 
 def test_what_is_no_sequence_of_this_model_is_refused(node: NodeProcess) -> None:

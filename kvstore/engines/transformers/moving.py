@@ -1,6 +1,7 @@
 """Moves blocks between this process's memory and a node: over the fabric where there is one, else inside gRPC.
 
-What always holds: a put that returned is stored as durably as a killed node needs; of a get, all blocks before the one
+What always holds: a put that returned is stored as durably as a killed node needs, and however it ended, nothing reads
+the memory any more; of a get, all blocks before the one
 that missed are in memory, byte for byte. One thread uses it at a time.
 """
 
@@ -87,7 +88,9 @@ class Mover:
             self._flags[0].store(0)
             puts = self.client.reserve(blocks[first : first + self._slots]).arm(self._flags[0])
             self._flags[0].store(1)
-            for result in puts.wait(_TIMEOUT_S):
+            results = puts.wait(_TIMEOUT_S)
+            puts.abandon()  # whatever has not landed by now: the memory is used for others next
+            for result in results:
                 if result.error is not None:
                     raise result.error
 
