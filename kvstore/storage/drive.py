@@ -432,7 +432,7 @@ class Drive(Handle):
         """Tell whether anything that was accepted has not ended."""
         if any(outbox.promised for outbox in self._outboxes):
             return True
-        return self._wipes.pending > 0 or self._writes.unhurried > 0
+        return self._wipes.pending > 0 or self._writes.waiting_for_sync > 0
 
     def _check(self, items: Sequence[object]) -> None:
         if self._closed:

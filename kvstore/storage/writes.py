@@ -101,9 +101,10 @@ class Writes:
         self.syncs = 0
 
     @property
-    def unhurried(self) -> int:
-        """Tell how many wait for a sync that nobody has asked for."""
-        return len(self._unhurried)
+    def waiting_for_sync(self) -> int:
+        """How many are told when a sync has ended: the one under way, or one to come."""
+        under_way = self._sync.awaited if self._sync is not None else []
+        return len(self._awaiting) + len(self._unhurried) + len(under_way)
 
     @property
     def sync_failed(self) -> bool:

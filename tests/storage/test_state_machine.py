@@ -248,7 +248,7 @@ class StoreMachine(RuleBasedStateMachine):
             statistics = self.rig.store.statistics()
             assert statistics.eviction.blocks == statistics.blocks
             pages = sum(pages for _, pages in self.rig.drive._index.extents())
-            on_their_way = statistics.wipes_pending or self.rig.drive._writes.unhurried
+            on_their_way = statistics.wipes_pending or self.rig.drive._writes.waiting_for_sync
             assert statistics.free_bytes == (PAGES - 4 - pages) * PAGE_BYTES or on_their_way
 
 
