@@ -12,10 +12,12 @@ _HERE = Path(__file__).parent
 _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
+_HANDLES = ("fabric", "endpoint", "region", "counter", "shelf", "desk")
 _PARTS = (
     "core",
     "counter",
     "crc32c",
+    "desk",
     "fabric",
     "handles",
     "inbox",
@@ -23,6 +25,7 @@ _PARTS = (
     "memory",
     "nic",
     "nic_hand",
+    "shelf",
     "streams",
     "nic_flush",
     "watch",
@@ -32,12 +35,14 @@ _PARTS = (
 )
 
 ffi = FFI()
-ffi.cdef("struct tk_fabric; struct tk_endpoint; struct tk_region; struct tk_counter;\n" + _DECLARATIONS)
+ffi.cdef("".join(f"struct tk_{name};\n" for name in _HANDLES) + _DECLARATIONS)
 ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
-    depends=[f"nic_offload/{name}.h" for name in ("core", "cxi", "fabric", "library", "nic", "parts")],
+    depends=[
+        f"nic_offload/{name}.h" for name in ("core", "cxi", "fabric", "library", "nic", "parts", "shelf")
+    ],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
     extra_compile_args=[

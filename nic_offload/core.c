@@ -219,6 +219,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 			continue;
 		}
 		fabric->in_flight--;
+		work->failed = -ECANCELED;
 		if (work->op.completion)
 			counter_fail(fabric, work->op.completion, -ECANCELED);
 		disown(fabric, work);

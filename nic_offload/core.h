@@ -47,6 +47,8 @@ struct tk_fabric;
 struct tk_endpoint;
 struct tk_region;
 struct tk_counter;
+struct tk_shelf;
+struct tk_desk;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
 /* cdef begin */
@@ -63,7 +65,8 @@ enum tk_event_kind {
 			 * (a put's CRC differs): nothing went out, nor will; any other is the provider's, and bytes may
 			 * have moved, in whole or in part. value: of -EPIPE, the errno of the one that failed first */
 	TK_LATE,	/* not final: the deadline is over and the operation is past recall. Closing its endpoint ends it */
-	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload */
+	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload; at a desk:
+			 * the generation */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
 	TK_WATCH_FAILED /* status: -ETIMEDOUT, or -ECANCELED */
 };
@@ -128,6 +131,9 @@ struct tk_landing {
 	uint64_t ack_value;
 	uint64_t deadline_ns;
 	uint32_t length;
+	uint32_t quiet;	      /* the peer is told nothing: what came was no block, and is answered otherwise */
+	struct tk_desk *desk; /* NULL, or what comes here is a call that the desk may answer: then no event comes,
+			       * and the next generation is waited for */
 };
 
 struct tk_ack_watch {
@@ -143,6 +149,7 @@ struct tk_statistics {
 	uint64_t armed, fired, done, failed, cancelled, expired, late;
 	uint64_t put_bytes, got_bytes;
 	uint64_t landed, stale_words, acks_sent;
+	uint64_t served;	/* blocks sent from the shelf, for calls that the application did not see */
 	uint64_t handed;	/* to the NIC, in all */
 	uint64_t taken_back;	/* from it, unfired, to be cancelled or handed over once more */
 	uint64_t waiting;	/* now, in our own queue */
@@ -214,6 +221,54 @@ int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landing
 int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, int count);
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 int tk_flush(struct tk_fabric *fabric);
+
+/* Blocks that the progress thread may send to whoever asks for them at a desk; see shelf.c and desk.c. All lie in one
+ * region, and go with the fabric. */
+#define TK_OWNER_BYTES 16
+#define TK_KEY_BYTES 32
+#define TK_FINGERPRINT_BYTES 16
+#define TK_CALL_BYTES 73728
+#define TK_CALL_BLOCKS 1024
+struct tk_shelved {
+	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint64_t id; /* not that of any other block in the life of the shelf */
+	uint64_t address;
+	uint32_t length, crc32c;
+};
+struct tk_desk_setup {
+	struct tk_endpoint *endpoint;
+	uint64_t tag; /* told with what was served */
+	uint64_t peer;
+	uint64_t ack_base; /* the peer's acknowledgement words */
+	uint64_t ack_key;
+	uint64_t bytes_max; /* under way at a time */
+	uint32_t ack_words;
+	uint32_t served_code, corrupt_code; /* what a word says of a block that came, and of one that was found broken */
+	uint32_t zero;
+	uint8_t owner[TK_OWNER_BYTES]; /* whose blocks may be asked for here */
+};
+struct tk_served {
+	uint64_t desk;
+	uint64_t began_ns, ended_ns;
+	uint64_t size_bytes;
+	uint32_t bytes; /* of this, of the ids of its blocks and of the call's metadata, which follow it */
+	uint32_t blocks;
+	uint32_t metadata_bytes;
+	uint32_t corrupt; /* blocks found broken: their callers were told that they are missed */
+	uint32_t failed;  /* blocks of which is not known whether they came */
+	uint32_t zero;
+};
+int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
+int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
+int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
+int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
+int tk_shelf_count(struct tk_shelf *shelf);
+int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
+void tk_desk_answers(struct tk_desk *desk, int answers); /* from the beginning it leaves all calls to the application */
+void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
+int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes); /* returns the bytes of whole records */
 /* cdef end */
 
 #endif

@@ -43,11 +43,15 @@ struct work {
 	int acked;   /* a landing: `landed` has been sent */
 	int late;    /* TK_LATE has been reported */
 	int counted; /* the NIC has moved the completion counter */
+	int failed;  /* how it ended; 0: well, or not yet */
 	uint32_t crc, summed;
 	uint64_t fired_ns, posted_ns;
 	uint64_t word_before; /* an ack watch: the word as last reported */
 	uint64_t sequence;
 	struct slot *slot; /* of one that the NIC holds */
+	struct shelved *shelved; /* of a put from the shelf: the block, the call, and where that came in */
+	struct served *served;
+	struct tk_desk *desk;
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -184,6 +188,7 @@ struct tk_fabric {
 	struct tk_region *regions;
 	struct tk_endpoint *endpoints;
 	struct tk_counter *counters;
+	struct tk_shelf *shelves;
 	struct tk_counter *closing; /* closed, and to be freed; its head is atomic */
 
 	pthread_mutex_t inbox_lock;
@@ -239,6 +244,8 @@ void fabric_wake(struct tk_fabric *fabric);
 int refused(char *message, const char *doing, int status);
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument,
 		  size_t argument_bytes);
+
+struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; the progress thread's */
 
 struct cancellation {
 	uint64_t count;

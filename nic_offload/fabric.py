@@ -88,6 +88,7 @@ class Statistics:
     landed: int
     stale_words: int
     acks_sent: int
+    served: int
     handed: int
     taken_back: int
     waiting: int

@@ -54,6 +54,26 @@ static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 	return work;
 }
 
+/* Operations of the progress thread's own, linked by `next`; NULL if there is no room for so many. */
+struct work *take_free_work(struct tk_fabric *fabric, uint32_t count)
+{
+	struct work *first = NULL;
+	pthread_mutex_lock(&fabric->inbox_lock);
+	if (!reserve_work(fabric, count))
+		for (uint32_t i = 0; i < count; i++) {
+			struct work *work = fabric->free;
+			fabric->free = work->next;
+			fabric->free_count--;
+			memset(work, 0, sizeof *work);
+			work->kind = WORK_OPERATION;
+			work->sequence = fabric->sequence++;
+			work->next = first;
+			first = work;
+		}
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	return first;
+}
+
 static int is_of(const struct tk_counter *counter, const struct tk_fabric *fabric)
 {
 	return !counter || counter->fabric == fabric;

@@ -79,4 +79,12 @@ int poll_landings(struct tk_fabric *fabric);
 int poll_acks(struct tk_fabric *fabric);
 int make_checksums(struct tk_fabric *fabric);
 
+/* desk.c: calls that are answered here */
+int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing);
+void miss_at_desk(struct work *work);
+void over_at_desk(struct work *work, int status);
+
+/* shelf.c */
+void free_shelves(struct tk_fabric *fabric);
+
 #endif

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint, Fabric, Region
+    from nic_offload.shelf import Desk
 
 __all__ = [
     "AckWatch",
@@ -157,6 +158,8 @@ class Landing(NamedTuple):
     ack_value: int
     deadline_ns: int
     length: int
+    quiet: bool = False  # it is no block, and the peer is told nothing of it
+    desk: Desk | None = None  # that may answer what comes here
 
 
 class AckWatch(NamedTuple):
@@ -172,7 +175,7 @@ class AckWatch(NamedTuple):
 
 # The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
 _OPERATION = struct.Struct("=15Q3I4x")
-_LANDING = struct.Struct("=10QI4x")
+_LANDING = struct.Struct("=10Q2IQ")
 _ACK = struct.Struct("=5QI4x")
 assert _OPERATION.size == ffi.sizeof("struct tk_operation")
 assert _LANDING.size == ffi.sizeof("struct tk_landing")
@@ -292,7 +295,15 @@ def put_words(fabric: Fabric, words: Sequence[WordPut]) -> None:
 
 def watch_landings(fabric: Fabric, landings: Sequence[Landing]) -> None:
     """Wait for blocks in slots; each ends in LANDED or WATCH_FAILED."""
-    packed = [_LANDING.pack(landing.tag, landing.endpoint.pointer, *landing[2:]) for landing in landings]
+    packed = [
+        _LANDING.pack(
+            landing.tag,
+            landing.endpoint.pointer,
+            *landing[2:-1],
+            0 if landing.desk is None else landing.desk.pointer,
+        )
+        for landing in landings
+    ]
     rows = ffi.from_buffer("struct tk_landing[]", b"".join(packed))
     _check(lib.tk_watch_landings(fabric.handle, rows, len(landings)), f"Watching {len(landings)} slots")
 

@@ -45,6 +45,12 @@ int poll_landings(struct tk_fabric *fabric)
 			continue;
 		}
 		struct work *work = watch->work;
+		if (answer_at_desk(fabric, &work->landing)) {
+			watch->before = value;
+			watch->expected = ++work->landing.generation;
+			busy = 1;
+			continue;
+		}
 		*watch = watches->items[--watches->count];
 		i--;
 		work->fired_ns = tk_now_ns();
@@ -93,7 +99,10 @@ static void summed_operation(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
 	queue_pop(&fabric->summing);
-	if (work->crc != op->crc32c)
+	if (work->crc != op->crc32c && work->shelved) {
+		miss_at_desk(work);
+		get_ready(fabric, work, WORK_READY);
+	} else if (work->crc != op->crc32c)
 		finish(fabric, work, -EBADMSG);
 	else if (!(op->flags & TK_GET))
 		get_ready(fabric, work, WORK_READY);

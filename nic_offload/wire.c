@@ -86,7 +86,7 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 int post_landed(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_landing *landing = &work->landing;
-	if (work->acked)
+	if (work->acked || landing->quiet)
 		return 0;
 	ssize_t status = fi_inject_write(landing->endpoint->fid, &landing->ack_value, sizeof landing->ack_value,
 					 landing->peer, landing->ack_target, landing->ack_key);

@@ -195,6 +195,8 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		work->after->before = work->before;
 	if (work->kind != WORK_OPERATION)
 		return;
+	if (work->shelved)
+		over_at_desk(work, work->failed);
 	if (work->op.region)
 		stop_using(&work->op.region->uses);
 	if (work->op.trigger)
@@ -221,6 +223,7 @@ void release(struct tk_fabric *fabric, struct work *work)
 /* Its end without a word to anybody but those who wait for it. */
 void drop(struct tk_fabric *fabric, struct work *work)
 {
+	work->failed = -ECANCELED;
 	if (work->kind == WORK_OPERATION && work->op.completion)
 		counter_fail(fabric, work->op.completion, -ECANCELED);
 	release(fabric, work);
@@ -249,6 +252,7 @@ void finish(struct tk_fabric *fabric, struct work *work, int status)
 {
 	const struct tk_operation *op = &work->op;
 	int cause = status == -EPIPE && op->trigger ? op->trigger->failed : 0; /* what began it, or this itself */
+	work->failed = status;
 	count_end(fabric, op, status);
 	if (op->completion && status)
 		counter_fail(fabric, op->completion, cause ? -cause : status);
@@ -272,7 +276,8 @@ void fail(struct tk_fabric *fabric, struct work *work, int status)
 
 void landed(struct tk_fabric *fabric, struct work *work)
 {
-	report(fabric, TK_LANDED, work->landing.tag, work->crc, 0, work->fired_ns);
+	uint64_t value = work->landing.desk ? work->landing.generation : work->crc;
+	report(fabric, TK_LANDED, work->landing.tag, value, 0, work->fired_ns);
 	release(fabric, work);
 }
 

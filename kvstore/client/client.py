@@ -25,12 +25,12 @@ import select
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
-from kvstore.client.block_calls import BlockCalls, durability_message
+from kvstore.client.asking import Asking
+from kvstore.client.block_calls import BlockCalls
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
 from kvstore.client.gets import Get, NoGet
@@ -41,7 +41,6 @@ from kvstore.client.observing import ObservingCalls
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
-from kvstore.client.watch import metadata_of
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from kvstore.client.gets import Ended
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
+    from kvstore.wire.fabric_call import Leased
     from nic_offload.fabric import Region
 
 __all__ = ["Client", "HasFingerprint"]
@@ -137,6 +137,7 @@ class Client(Handle):
         self._breaker = Breaker(SystemClock())
         # What is asked and told without moving a block stands in modules of its own.
         self.lookups = ClientLookups(SystemClock())
+        self._asking = Asking(self, self._stub, self._calling, self.lookups)
         calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
@@ -194,33 +195,20 @@ class Client(Handle):
         link = self._attached(RPC_TIMEOUT_MS / 1000)
         with self.lock:
             words = link.take_words(len(blocks))
-        request = pb.ReserveRequest(
-            connection=link.number,
-            blocks=[
-                pb.ReserveBlock(name=self._name(block), ack_word=word)
-                for block, word in zip(blocks, words, strict=True)
-            ],
-            durability=durability_message(durability),
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-        )
         asked_ns = time.monotonic_ns()
         try:
-            with self._calling("Reserving slots"):
-                answer = self._stub.Reserve(
-                    request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(watch)
-                )
-        except KvError as error:
+            leases = self._asking.reserve(
+                link, blocks, words, self.fingerprint, durability, lease_ms, expires_unix_ms, watch
+            )
+        except KvError:
             with self.lock:
                 link.give_back_words(words)
-            if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
-                self.lose(link, error)  # leases may stand that we know nothing of
             raise
         return Reservation(
-            self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms), watch
+            self, link, blocks, leases, words, durability, lease_deadline_ns(asked_ns, lease_ms), watch
         )
 
-    def abort(self, link: Link, leases: Sequence[pb.Lease]) -> threading.Event:
+    def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
         """Give leases back; the event is set once the node has them, or the link has ended for want of an answer."""
         over = threading.Event()
         if link.error is not None or not leases:
@@ -284,23 +272,7 @@ class Client(Handle):
             return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
         except KvError as error:
             return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
-        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        try:
-            with (
-                self.lookups.looking(Kind.FETCH, len(blocks), request_id) as metadata,
-                self._calling("Fetching blocks"),
-            ):
-                self._stub.Fetch(
-                    get.request(fingerprint),
-                    timeout=min(left_s, RPC_TIMEOUT_MS / 1000),
-                    metadata=(*metadata, *metadata_of(watch)),
-                )
-            get.tell_loss(partial(self.lookups.lost, request_id, Kind.FETCH, began_ns))
-        except Overloaded as refusal:
-            with self.lock:
-                get.refuse(Miss(MissReason.BUSY, str(refusal)))
-        except KvError as error:
-            self.lose(link, error)
+        self._asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch)
         return get
 
     def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
@@ -362,7 +334,9 @@ class Client(Handle):
                     return self._link
             left_s = max(0.0, until_s - time.monotonic())
             with self._calling("Attaching"):
-                link = Link(self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s)
+                link = Link(
+                    self, self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s
+                )
             with self.lock:
                 self._link = link
             link.watch_for_loss(
@@ -382,9 +356,6 @@ class Client(Handle):
         for block in blocks:
             if block.region.handle is None or block.region not in self.fabric.regions:
                 raise ProtocolError("A block's memory is not registered with this client, or no longer.")
-
-    def _name(self, block: Block) -> pb.BlockName:
-        return pb.BlockName(key=block.key, fingerprint=self.fingerprint, length=block.length)
 
     # --- events
 

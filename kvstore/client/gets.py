@@ -15,16 +15,17 @@ from kvstore.errors import DeadlineExceeded
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import miss_of_code
+from kvstore.wire.fabric_call import FetchRow, rows_of_fetch
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import AckWatch, watch_acks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
     from kvstore.errors import KvError
-    from nic_offload.fabric import Event
+    from nic_offload.fabric import Event, Region
 
 __all__ = ["Ended", "Get", "NoGet"]
 
@@ -84,9 +85,31 @@ class Get:
             deadline_ns=deadline_ns,
         )
 
+    @property
+    def blocks(self) -> int:
+        """How many."""
+        return len(self._blocks)
+
+    def rows(self) -> bytes:
+        """The same for a call over the fabric."""
+        return rows_of_fetch(
+            FetchRow(
+                block.key,
+                block.length,
+                self._words[i],
+                self._generations[i],
+                region.base + block.offset,
+                region.key,
+            )
+            for i, (block, region) in enumerate(self._named())
+        )
+
+    def _named(self) -> Iterable[tuple[Block, Region]]:
+        """The blocks, and what the node's side calls their memory."""
+        return [(block, block.region.through(self._link.endpoint)) for block in self._blocks]
+
     def request(self, fingerprint: bytes) -> pb.FetchRequest:
         """The call that asks the node for all of it."""
-        named = [block.region.through(self._link.endpoint) for block in self._blocks]
         return pb.FetchRequest(
             connection=self._link.number,
             blocks=[
@@ -97,7 +120,7 @@ class Get:
                     ack_word=self._words[i],
                     ack_generation=self._generations[i],
                 )
-                for i, (block, region) in enumerate(zip(self._blocks, named, strict=True))
+                for i, (block, region) in enumerate(self._named())
             ],
         )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
+from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
 from kvstore.errors import FabricError, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
@@ -25,12 +26,14 @@ from kvstore.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
 
 __all__ = ["Host", "Link", "Operation"]
 
 _WORD_BYTES = 8
+_WORDS_BYTES = ACK_WORDS * _WORD_BYTES
 
 
 class Operation(Protocol):
@@ -62,7 +65,7 @@ class Host(Protocol):
         """A fresh even tag; it and the odd one after it are the caller's."""
         ...
 
-    def abort(self, link: Link, leases: Sequence[pb.Lease]) -> threading.Event:
+    def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
         """Give leases back; the event is set once the node has them, or the link has ended."""
         ...
 
@@ -76,6 +79,7 @@ class Link:
 
     def __init__(
         self,
+        client: Host,
         stub: KvStoreStub,
         fabric: Fabric,
         tenant: str,
@@ -90,7 +94,7 @@ class Link:
         self._fabric = fabric
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
-        self._memory = mmap.mmap(-1, ACK_WORDS * _WORD_BYTES)
+        self._memory = mmap.mmap(-1, _WORDS_BYTES + MEMORY_BYTES)
         self.endpoint = fabric.open_endpoint()
         self._acks = fabric.register(self._memory, endpoint=self.endpoint)
         request = pb.AttachRequest(
@@ -102,6 +106,7 @@ class Link:
             ack_words=ACK_WORDS,
             block_bytes_max=block_bytes_max,
             slots=slots,
+            answers_base=self._acks.base + _WORDS_BYTES,
         )
         try:
             self._responses = stub.Attach(self._requests(request))
@@ -113,6 +118,9 @@ class Link:
         self.number = answer.connection
         self.landing_key = answer.landing_key
         self.slots = answer.slots
+        self.calls: FabricCalls | None = None  # a node of an earlier version takes none
+        if answer.HasField("calls"):
+            self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, _WORDS_BYTES)
 
     def _requests(self, first: pb.AttachRequest) -> Iterator[pb.AttachRequest]:
         yield first

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.lookups import Kind
 
-__all__ = ["ClientLookups", "Metadata", "as_request", "current_request"]
+__all__ = ["Asked", "ClientLookups", "Metadata", "as_request", "current_request"]
 
 Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
@@ -63,45 +63,77 @@ def as_request(request_id: str = "") -> Iterator[str]:
         _request.reset(token)
 
 
+class Asked:
+    """A look-up that is being made."""
+
+    def __init__(
+        self,
+        lookups: ClientLookups,
+        kind: Kind,
+        blocks: int,
+        request_id: str,
+        told: pb.LookupsByCaller | None,
+    ) -> None:
+        self._lookups = lookups
+        self._kind, self._blocks, self._request_id, self._told = kind, blocks, request_id, told
+        self._began_ns = lookups.clock.monotonic_ns()
+        self.metadata: Metadata = ((REQUEST_HEADER, request_id),)
+        if told is not None:
+            self.metadata = (*self.metadata, (LOOKUPS_HEADER, told.SerializeToString()))
+
+    def failed(self, error: KvError) -> None:
+        """It was not answered, or was refused."""
+        self._lookups.failed(self._request_id, self._kind, self._blocks, self._began_ns, error)
+        if self._told is not None:
+            self._lookups.again(self._told)
+
+
 class ClientLookups:
     """Of one client. Any thread."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
         self._waiting: deque[pb.Lookup] = deque(maxlen=LOOKUPS_WAITING_MAX)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def begin(self, kind: Kind, blocks: int, request_id: str = "") -> Asked:
+        """A look-up is about to be made, with the metadata that this has."""
+        return Asked(self, kind, blocks, request_id or current_request(), self._take())
+
     @contextmanager
     def looking(self, kind: Kind, blocks: int, request_id: str = "") -> Iterator[Metadata]:
         """Make a look-up with this metadata; if it fails for want of the node, that is noted."""
-        request_id = request_id or current_request()
-        told = self._take()
-        metadata: Metadata = ((REQUEST_HEADER, request_id),)
-        if told is not None:
-            metadata = (*metadata, (LOOKUPS_HEADER, told.SerializeToString()))
+        asked = self.begin(kind, blocks, request_id)
         try:
-            with self.noting(kind, blocks, request_id):
-                yield metadata
-        except KvError:
-            if told is not None:
-                with self._lock:
-                    left = LOOKUPS_WAITING_MAX - len(self._waiting)
-                    self._waiting.extendleft(reversed(told.lookups[max(0, len(told.lookups) - left) :]))
+            yield asked.metadata
+        except KvError as error:
+            asked.failed(error)
             raise
 
     @contextmanager
     def noting(self, kind: Kind, blocks: int, request_id: str) -> Iterator[None]:
         """Do what a look-up needs before its call; if that fails for want of the node, it is noted as the look-up's."""
-        at_ms, began_ns = self._clock.wall_ms(), self._clock.monotonic_ns()
+        began_ns = self.clock.monotonic_ns()
         try:
             yield
-        except (NodeUnavailable, DeadlineExceeded, Overloaded) as error:
-            outcome = Outcome.BUSY if isinstance(error, Overloaded) else Outcome.NODE_AWAY
-            self._note(request_id, kind, at_ms, began_ns, [Run(blocks, outcome)], error)
+        except KvError as error:
+            self.failed(request_id, kind, blocks, began_ns, error)
             raise
+
+    def failed(self, request_id: str, kind: Kind, blocks: int, began_ns: int, error: KvError) -> None:
+        """A look-up failed; if that was for want of the node, it is noted."""
+        if isinstance(error, (NodeUnavailable, DeadlineExceeded, Overloaded)):
+            outcome = Outcome.BUSY if isinstance(error, Overloaded) else Outcome.NODE_AWAY
+            self._note(request_id, kind, began_ns, [Run(blocks, outcome)], error)
+
+    def again(self, told: pb.LookupsByCaller) -> None:
+        """What rode on a call that failed waits for the next."""
+        with self._lock:
+            left = LOOKUPS_WAITING_MAX - len(self._waiting)
+            self._waiting.extendleft(reversed(told.lookups[max(0, len(told.lookups) - left) :]))
 
     def lost(
         self,
@@ -115,17 +147,15 @@ class ClientLookups:
         codes = bytes(
             outcome_of_miss(one.reason) if isinstance(one, Miss) else Outcome.MEMORY for one in outcomes
         )
-        ago_ms = (self._clock.monotonic_ns() - began_ns) // 1_000_000
-        self._note(request_id, kind, self._clock.wall_ms() - ago_ms, began_ns, runs_of(codes), error)
+        self._note(request_id, kind, began_ns, runs_of(codes), error)
 
-    def _note(
-        self, request_id: str, kind: Kind, at_ms: int, began_ns: int, runs: list[Run], error: KvError
-    ) -> None:
+    def _note(self, request_id: str, kind: Kind, began_ns: int, runs: list[Run], error: KvError) -> None:
         blocks = sum(run.blocks for run in runs)
         if len(runs) > _RUNS_TOLD_MAX:
             rest = sum(run.blocks for run in runs[_RUNS_TOLD_MAX - 1 :])
             runs[_RUNS_TOLD_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
-        took_us = max(0, self._clock.monotonic_ns() - began_ns) // 1000
+        took_us = max(0, self.clock.monotonic_ns() - began_ns) // 1000
+        at_ms = self.clock.wall_ms() - took_us // 1000
         lookup = Lookup(
             clean_id(request_id), kind, at_ms, took_us, blocks, runs, by_caller=True, detail=str(error)
         )
@@ -137,7 +167,7 @@ class ClientLookups:
         if not self._waiting:  # without the lock: who comes a moment too early tells of it next time
             return None
         with self._lock:
-            told = pb.LookupsByCaller(sent_unix_ms=self._clock.wall_ms())
+            told = pb.LookupsByCaller(sent_unix_ms=self.clock.wall_ms())
             left_bytes = LOOKUPS_TOLD_BYTES_MAX - told.ByteSize()
             while self._waiting and (left_bytes := left_bytes - self._waiting[0].ByteSize() - 4) >= 0:
                 told.lookups.append(self._waiting.popleft())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
     from kvstore.client.watch import Watch
-    from kvstore.wire import kvstore_pb2 as pb
+    from kvstore.wire.fabric_call import Leased
     from nic_offload.counter import Counter
     from nic_offload.fabric import Event
 
@@ -45,7 +45,7 @@ class _Put:
     """One block on its way. Its put's tag is `tag`, its acknowledgement's `tag + 1`."""
 
     block: Block
-    lease: pb.Lease
+    lease: Leased
     word: int
     tag: int = 0
     result: PutResult | None = None
@@ -61,7 +61,7 @@ class Reservation:
         client: Host,
         link: Link,
         blocks: Sequence[Block],
-        leases: Sequence[pb.Lease],
+        leases: Sequence[Leased],
         words: Sequence[int],
         durability: Durability,
         deadline_ns: int,

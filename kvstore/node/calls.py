@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
@@ -16,16 +16,24 @@ from kvstore.node.connection import check_count, check_key
 from kvstore.wire.status import status_of, trailers_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from grpc.aio import ServicerContext
 
     from kvstore.node.statistics import Counters
 
-__all__ = ["Context", "Ends", "check_keys", "durability_of", "kept_durability_of", "refusals"]
+__all__ = ["Context", "Ends", "HasMetadata", "check_keys", "durability_of", "kept_durability_of", "refusals"]
 
 Context: TypeAlias = "ServicerContext[Any, Any]"
 T = TypeVar("T")
+
+
+class HasMetadata(Protocol):
+    """A call, as far as its headers go."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What its caller said beside the request."""
+        ...
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvstore.durability import Durability
-    from kvstore.node.tenants import Tenant
+    from kvstore.node.tenants import Credentials, Tenant
     from nic_offload.fabric import Fabric
 
 __all__ = [
@@ -101,6 +101,7 @@ class Connection:
         self,
         number: int,
         owner: Tenant,
+        credentials: Credentials,
         fabric: Fabric,
         peer_address: bytes,
         acks: AckArea,
@@ -109,13 +110,14 @@ class Connection:
     ) -> None:
         self.number = number
         self.owner = owner
+        self.credentials = credentials
         self.tenant = owner.id
         self.acks = acks
         self.layout = layout
         self.slots = Slots(layout.slots)
         self.closed = False
         self.ended = asyncio.Event()
-        self._fabric = fabric
+        self.fabric = fabric
         self.endpoint = fabric.open_endpoint()
         self.peer = fabric.add_peer(peer_address)
         self._memory = memory
@@ -164,7 +166,7 @@ class Connection:
         ]
         for lease in leases:
             self.slots.hold(lease)
-        watch_landings(self._fabric, [self._watch(lease, deadline_ns) for lease in leases])
+        watch_landings(self.fabric, [self._watch(lease, deadline_ns) for lease in leases])
         return leases
 
     def _watch(self, lease: Lease, deadline_ns: int) -> Landing:
@@ -200,7 +202,7 @@ class Connection:
         self.ended.set()
         self.endpoint.close()
         self._region.close()
-        self._fabric.remove_peer(self.peer)
+        self.fabric.remove_peer(self.peer)
 
     def free_memory(self) -> None:
         """Give the landing area back, once the drive is done with it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvstore.errors import NotAuthenticated, TenantDenied
+from kvstore.node.tenants import credentials_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from grpc.aio import ServicerContext
 
     from kvstore.node.audit import Audit
-    from kvstore.node.tenants import Tenant, Tenants
+    from kvstore.node.tenants import Credentials, Tenant, Tenants
 
 __all__ = ["Gate"]
 
@@ -53,9 +54,9 @@ class Gate:
         tenant.rate.take(max(1, requests))
         return tenant
 
-    def knows(self, tenant: Tenant) -> bool:
-        """Whether he may still be here: the file of tenants may have been read again."""
-        return self.tenants.knows(tenant.name)
+    def credentials(self, context: _Context) -> Credentials:
+        """By what a call that stays open was let in."""
+        return credentials_of(context.invocation_metadata() or (), context.auth_context())
 
     def enter_with(self, what: str, context: _Context, requests: int = 1) -> Tenant | None:
         """The tenant whose connections the caller may use; None for any, on an open node."""

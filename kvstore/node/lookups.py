@@ -32,7 +32,7 @@ from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, 
 if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.lookups import Kind
-    from kvstore.node.calls import Context
+    from kvstore.node.calls import HasMetadata
     from kvstore.node.lookup_log import LookupLog
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.store import Store
@@ -64,11 +64,11 @@ class Lookups:
     # --- what happens
 
     def begin(
-        self, context: Context, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
+        self, told: HasMetadata, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
     ) -> Looking:
         """Somebody asks for blocks; what he has to tell of look-ups that did not come here is taken down."""
         request_id = ""
-        for key, value in context.invocation_metadata() or ():
+        for key, value in told.invocation_metadata() or ():
             if key == REQUEST_HEADER and isinstance(value, str):
                 request_id = clean_id(value)
             elif key == LOOKUPS_HEADER and isinstance(value, bytes):

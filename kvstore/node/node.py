@@ -32,6 +32,7 @@ from kvstore.limits import (
     TIMER_TICK_MS,
 )
 from kvstore.node.connection import Connection, check_count
+from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
-    from kvstore.node.tenants import Tenant
+    from kvstore.node.tenants import Credentials, Tenant
     from kvstore.storage.eviction.items import Reason
     from kvstore.storage.items import PutDone
     from kvstore.storage.keeping import Listener
@@ -102,6 +103,7 @@ class Node:
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
         self.fetches = Fetches(fabric, store, self.hot, self._tags, clock, self.counters, self.timings)
+        self.fabric_calls = FabricCalls(self, self._tags)
         self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings)
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
@@ -140,6 +142,7 @@ class Node:
     async def attach(
         self,
         tenant: Tenant,
+        credentials: Credentials,
         peer_address: bytes,
         provider: str,
         acks: AckArea,
@@ -161,7 +164,7 @@ class Node:
         try:
             memory = await self._loop.run_in_executor(None, allocate, layout.total_bytes)
             connection = Connection(
-                next(self._numbers), tenant, self.fabric, peer_address, acks, layout, memory
+                next(self._numbers), tenant, credentials, self.fabric, peer_address, acks, layout, memory
             )
         except BaseException:
             self._landing_bytes -= layout.total_bytes
@@ -185,6 +188,7 @@ class Node:
         del self._connections[connection.number]
         connection.close()
         self.fetches.forget(connection)
+        self.fabric_calls.close(connection)
         self._closing.add(connection)
         self._free_if_idle(connection)
         log.info("client %d detached", connection.number)
@@ -198,9 +202,9 @@ class Node:
             self._landing_bytes -= connection.layout.total_bytes
             connection.free_memory()
 
-    def detach_all(self, where: Callable[[Tenant], bool]) -> None:
-        """Close the connections of tenants who are no longer to have any."""
-        for connection in [one for one in self._connections.values() if where(one.owner)]:
+    def detach_all(self, where: Callable[[Connection], bool]) -> None:
+        """Close the connections of those who are no longer to have any."""
+        for connection in [one for one in self._connections.values() if where(one)]:
             self.detach(connection)
 
     def connection(self, number: int, owner: Tenant | None) -> Connection:
@@ -273,15 +277,19 @@ class Node:
 
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, int]] = []
+        calls: list[Event] = []
         while events := self.fabric.reap():
             for event in events:
                 match event.kind:
+                    case EventKind.LANDED if self.fabric_calls.is_one(event):
+                        calls.append(event)
                     case EventKind.LANDED:
                         self._landed(event, landed)
                     case EventKind.WATCH_FAILED:
                         self._lease_over(event)
                     case _:
-                        self.fetches.sent(event)
+                        if not self.fabric_calls.sent(event):
+                            self.fetches.sent(event)
         self.counters.landed += len(landed)
         now_ns = self.clock.monotonic_ns()
         for _, lease, _ in landed:
@@ -289,6 +297,8 @@ class Node:
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
+        for call in calls:
+            self.fabric_calls.landed(call)
         self.fetches.pump()
 
     def _landed(self, event: Event, landed: list[tuple[Connection, Lease, int]]) -> None:

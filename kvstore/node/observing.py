@@ -43,11 +43,12 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
         """Tell of events as they happen."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("watch", context, request.tenant)
+            credentials = self._gate.credentials(context)
             with self._node.watchers.watching(tenant.id) as watcher:
                 await context.write(
                     pb.WatchResponse()
                 )  # so that the client knows from when on he hears of all
-                while self._gate.knows(tenant):
+                while self._gate.tenants.admits(credentials, tenant.name):
                     told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
                     async with deadline("A watcher"):
                         await context.write(told)

@@ -130,7 +130,7 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     except ConfigError as error:
         log.warning("%s The tenants stay as they were.", error)
         return
-    node.detach_all(lambda owner: not tenants.knows(owner.name))
+    node.detach_all(lambda one: not tenants.admits(one.credentials, one.owner.name))
 
 
 def _drives_shown(store: Store) -> str:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import ProtocolError
 from kvstore.lookups import Kind, Outcome
+from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of, refusals
-from kvstore.node.connection import AckArea, BlockRequest, check_block, check_count
-from kvstore.node.fetching import FetchRequest
+from kvstore.node.connection import AckArea, BlockRequest
 from kvstore.node.inline import deadline
-from kvstore.node.traces import SeenGet
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
+from kvstore.wire.fabric_call import FetchRow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -38,14 +38,7 @@ def package_version() -> str:
 
 
 def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
-    if lease is None:
-        return pb.Lease(already_stored=True)
-    return pb.Lease(
-        slot=lease.slot,
-        payload=connection.remote(connection.layout.payload(lease.slot)),
-        flag=connection.remote(connection.layout.flag(lease.slot)),
-        generation=lease.generation,
-    )
+    return pb.Lease(**lease_told(connection, lease)._asdict())
 
 
 def _drive_message(state: DriveState) -> pb.DriveStatus:
@@ -81,6 +74,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             tenant = self._gate.enter("attach", context, request.tenant)
             connection = await self._node.attach(
                 tenant=tenant,
+                credentials=self._gate.credentials(context),
                 peer_address=request.fabric_address,
                 provider=request.provider,
                 acks=AckArea(request.ack_base, request.ack_key, request.ack_words),
@@ -90,13 +84,18 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             peer = context.peer()
             self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
             try:
-                yield pb.AttachResponse(
+                answer = pb.AttachResponse(
                     connection=connection.number,
                     node=self._name,
                     fabric_address=connection.endpoint.address(),
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                 )
+                if request.HasField("answers_base"):
+                    area = self._node.fabric_calls.open(connection, request.answers_base)
+                    answer.calls.base, answer.calls.key = area.base, area.key
+                    answer.calls.first_generation = area.first_generation
+                yield answer
                 await _either(_exhausted(request_iterator), connection.ended.wait())
             finally:
                 self._node.detach(connection)
@@ -107,7 +106,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
-            leases = self._node.reserve(
+            leases = reserve(
+                self._node,
                 connection,
                 [
                     BlockRequest(block.name.key, block.name.fingerprint, block.name.length, block.ack_word)
@@ -116,8 +116,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 durability_of(request.durability),
                 request.lease_ms,
                 request.expires_unix_ms,
+                context,
             )
-            self._node.traces.leased(self._node.traces.hear(context, connection.tenant), leases)
             return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
         raise AssertionError
 
@@ -135,35 +135,22 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("fetch", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
-            check_count(len(request.blocks))
-            for block in request.blocks:
-                check_block(block.name.key, block.name.fingerprint, block.name.length)
-                connection.acks.target(block.ack_word)
-            trace = self._node.traces.hear(context, connection.tenant)
-            seen = None
-            if trace is not None:
-                size_bytes = sum(block.name.length for block in request.blocks)
-                seen = SeenGet(trace, len(request.blocks), size_bytes, self._node.clock)
-            session = None if trace is None else trace.name
-            looking = self._node.lookups.begin(
-                context, connection.tenant, Kind.FETCH, len(request.blocks), session
-            )
-            self._node.fetches.enqueue(
+            fetch(
+                self._node,
                 connection,
+                [block.name.fingerprint for block in request.blocks],
                 [
-                    FetchRequest(
-                        key=block.name.key,
-                        fingerprint=block.name.fingerprint,
-                        length=block.name.length,
-                        target=block.target,
-                        target_key=block.target_key,
-                        ack_word=block.ack_word,
-                        ack_generation=block.ack_generation,
-                        seen=seen,
+                    FetchRow(
+                        block.name.key,
+                        block.name.length,
+                        block.ack_word,
+                        block.ack_generation,
+                        block.target,
+                        block.target_key,
                     )
                     for block in request.blocks
                 ],
-                looking,
+                context,
             )
             return pb.FetchResponse()
         raise AssertionError

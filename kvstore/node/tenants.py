@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
 
-__all__ = ["Caller", "Tenant", "Tenants", "token_digest"]
+__all__ = ["Caller", "Credentials", "Tenant", "Tenants", "credentials_of", "token_digest"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _BEARER: Final = "bearer "
@@ -55,6 +55,14 @@ class Tenant:
     name: str
     id: bytes  # his name on the drive
     rate: Rate
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """By what a caller proves who he is; kept for as long as something of his stays open."""
+
+    token_sha256: str | None
+    names: tuple[str, ...]  # in the certificate that the handshake has checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +119,12 @@ class Tenants:
         """Whether callers are taken at their word."""
         return self._entries is None
 
-    def knows(self, name: str) -> bool:
-        """Whether somebody of this name may call."""
-        return self._entries is None or name in self._entries
+    def admits(self, credentials: Credentials, name: str) -> bool:
+        """Whether one who was let in by these may still be here: the file may have been read again."""
+        try:
+            return self.of(credentials).proved in (None, name)
+        except NotAuthenticated:
+            return False
 
     def caller(
         self, metadata: Iterable[tuple[str, str | bytes]], certificate: Mapping[str, Iterable[bytes]]
@@ -121,19 +132,21 @@ class Tenants:
         """Find out who calls, from what came with the call and with the handshake."""
         if self._entries is None:
             return Caller(self, None)
-        token = _token(metadata)
-        if token is not None:
-            name = self._of_token.get(token_digest(token))
+        return self.of(credentials_of(metadata, certificate))
+
+    def of(self, credentials: Credentials) -> Caller:
+        """The caller whose credentials these are."""
+        if self._entries is None:
+            return Caller(self, None)
+        if credentials.token_sha256 is not None:
+            name = self._of_token.get(credentials.token_sha256)
             if name is None:
                 raise NotAuthenticated("The token is not one of any tenant of this node.")
             return Caller(self, name)
-        names = [
-            one.decode("utf-8", "replace") for kind in _CERTIFICATE_NAMES for one in certificate.get(kind, ())
-        ]
-        for one in names:
+        for one in credentials.names:
             if one in self._of_certificate:
                 return Caller(self, self._of_certificate[one])
-        if names:
+        if credentials.names:
             raise NotAuthenticated("The certificate's names are not those of any tenant of this node.")
         raise NotAuthenticated("The call has no token; give the client one, as `token`.")
 
@@ -164,6 +177,17 @@ class Tenants:
             tenant = Tenant(name, tenant_name(name, self.salt), Rate(self.clock, entry.requests_per_s))
             self._known[name] = tenant
         return tenant
+
+
+def credentials_of(
+    metadata: Iterable[tuple[str, str | bytes]], certificate: Mapping[str, Iterable[bytes]]
+) -> Credentials:
+    """What of a call and its handshake proves who calls."""
+    token = _token(metadata)
+    names = (
+        one.decode("utf-8", "replace") for kind in _CERTIFICATE_NAMES for one in certificate.get(kind, ())
+    )
+    return Credentials(None if token is None else token_digest(token), tuple(names))
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstore.clock import Clock
-    from kvstore.node.calls import Context
+    from kvstore.node.calls import HasMetadata
     from kvstore.node.landing import Lease
     from kvstore.storage.manifests import SessionName
 
@@ -156,9 +156,9 @@ class Traces:
 
     # --- what callers say
 
-    def hear(self, context: Context, tenant: bytes) -> SessionTrace | None:
+    def hear(self, told: HasMetadata, tenant: bytes) -> SessionTrace | None:
         """The trace of the session that a call says it is for, with what its caller saw; None if it says none."""
-        for key, value in context.invocation_metadata() or ():
+        for key, value in told.invocation_metadata() or ():
             if key == STEPS_HEADER and isinstance(value, bytes):
                 try:
                     return self.told(tenant, pb.SeenByCaller.FromString(value))

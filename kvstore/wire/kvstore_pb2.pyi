@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 06afe1bf7ab545ec47ab12fe9d6212a1
+# Generated from proto sources with BLAKE2b bf404d21de9567b0977ebdf5d7ca32a0
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -20,7 +20,7 @@ DURABILITY_WRITTEN: Durability
 DURABILITY_SYNCED: Durability
 
 class AttachRequest(_message.Message):
-    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots")
+    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class AttachRequest(_message.Message):
     ACK_WORDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_BASE_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     provider: str
     fabric_address: bytes
@@ -37,21 +38,34 @@ class AttachRequest(_message.Message):
     ack_words: int
     block_bytes_max: int
     slots: int
-    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+    answers_base: int
+    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key")
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls")
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LANDING_KEY_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     connection: int
     node: str
     fabric_address: bytes
     slots: int
     landing_key: int
-    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ...) -> None: ...
+    calls: CallArea
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ...) -> None: ...
+
+class CallArea(_message.Message):
+    __slots__ = ("base", "key", "first_generation")
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    base: int
+    key: int
+    first_generation: int
+    def __init__(self, base: _Optional[int] = ..., key: _Optional[int] = ..., first_generation: _Optional[int] = ...) -> None: ...
 
 class BlockName(_message.Message):
     __slots__ = ("key", "fingerprint", "length")

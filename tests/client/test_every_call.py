@@ -17,7 +17,8 @@ from kvstore.client import Block, Client
 from kvstore.demo.node_process import NodeProcess
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
-from kvstore.wire import blocks_pb2, kvstore_pb2
+from kvstore.wire import blocks_pb2
+from kvstore.wire.fabric_call import Leased
 from kvstore.wire.status import ERROR_NAME, RETRY_AFTER_MS
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
@@ -99,7 +100,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_of_who_asks_too_much_is_told_at_once_when_to_come_again(busy: NodeProcess, name: str) -> None:
-    nothing = Acme(cast("Client", None), 1, kvstore_pb2.Lease())
+    nothing = Acme(cast("Client", None), 1, Leased(0, already_stored=False, generation=0, payload=0, flag=0))
     with grpc.insecure_channel(busy.target) as channel:
         stub = stubs(channel)
         code, trailers = ended(lambda: CALLS[name](stub, nothing, "", header("busy")))

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.wire.fabric_call import Leased
+
 WAIT_S = 20.0
 PAGE = 4096
 KEY = block_key(b"a block of acme's")
@@ -89,7 +91,7 @@ class Acme:
 
     client: Client
     connection: int
-    lease: pb.Lease
+    lease: Leased
 
 
 @pytest.fixture
@@ -508,6 +510,6 @@ def test_a_connection_number_is_not_a_key(guarded: NodeProcess, acme: Acme) -> N
     with Client(guarded.target, token="zeta") as zeta:
         kv = zeta.register(allocate(PAGE))
         link = zeta._attached(WAIT_S)
-        link.number = acme.connection
+        link.number, link.calls = acme.connection, None  # over the fabric there is no number to say
         with pytest.raises(ProtocolError, match="There is no connection"):
             zeta.reserve([Block(KEY, kv, 0, PAGE)])

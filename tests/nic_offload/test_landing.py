@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 LANDED, WRITTEN, DURABLE = 1, 2, 3
 
 
-def landing(pair: Pair, tag: int, generation: int, length: int, **more: int) -> Landing:
+def landing(
+    pair: Pair, tag: int, generation: int, length: int, *, quiet: bool = False, **more: Any
+) -> Landing:
     """Slot at the far side's start, flag word 0 there; acknowledged in the near side's word `tag`."""
     fields = {
         "word": pair.far.word(0).address,
@@ -37,6 +39,7 @@ def landing(pair: Pair, tag: int, generation: int, length: int, **more: int) -> 
         length=length,
         peer=pair.back.peer,
         ack_value=generation << 8 | LANDED,
+        quiet=quiet,
         **fields,
     )
 

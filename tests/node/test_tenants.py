@@ -12,7 +12,7 @@ from kvstore.errors import ConfigError, NotAuthenticated, Overloaded, TenantDeni
 from kvstore.limits import AUDIT_REFUSALS_PER_S, TENANTS_MAX
 from kvstore.node.audit import Audit
 from kvstore.node.rates import Rate
-from kvstore.node.tenants import Tenants, token_digest
+from kvstore.node.tenants import Credentials, Tenants, token_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,8 +130,10 @@ def test_a_file_read_again_counts_from_then_on(tenants: Tenants, tmp_path: Path)
         acme.rate.take(1)
     new = f'[acme]\ntokens_sha256 = ["{token_digest("acme-2")}"]\n'
     assert tenants.load(written(tmp_path, new)) == 1
-    assert tenants.knows("acme")
-    assert not tenants.knows("zeta")
+    assert tenants.admits(Credentials(token_digest("acme-2"), ()), "acme")
+    assert not tenants.admits(Credentials(token_digest("zeta"), ()), "zeta")
+    assert not tenants.admits(Credentials(token_digest("acme-1"), ()), "acme")
+    assert not tenants.admits(Credentials(token_digest("acme-2"), ()), "zeta")
     assert by_token(tenants, "acme-2").tenant("").id == acme.id
     acme.rate.take(10**9)  # its limit is gone, also for who had the tenant in hand
     for token in ("acme-1", "zeta"):

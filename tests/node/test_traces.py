@@ -111,7 +111,7 @@ def test_what_is_no_header_of_ours_is_refused_and_a_step_of_a_later_version_is_l
     trace = traces.hear(call(later.SerializeToString()), ONE)
     assert trace is not None
     assert [one.step for one in trace.in_order()] == [Step.FIRED]
-    assert traces.hear(SimpleNamespace(invocation_metadata=lambda: None), ONE) is None  # type: ignore[arg-type]
+    assert traces.hear(SimpleNamespace(invocation_metadata=lambda: None), ONE) is None
 
 
 def test_a_get_is_told_when_its_last_block_is_over() -> None:

@@ -1,0 +1,186 @@
+"""How a client's reserves and fetches reach its node: over the fabric, or by gRPC where that can't be.
+
+What always holds: a call is made once, one way or the other, and both ways it means the same and fails with the same
+errors; when the node's answer is not known, the link is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.client.block_calls import durability_message
+from kvstore.client.watch import metadata_of
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
+from kvstore.limits import RPC_TIMEOUT_MS
+from kvstore.lookups import Kind
+from kvstore.miss import Miss, MissReason
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.fabric_call import CallKind, Leased, ReserveRow, rows_of_reserve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from kvstore.client.blocks import Block
+    from kvstore.client.gets import Get
+    from kvstore.client.link import Host, Link
+    from kvstore.client.lookups import ClientLookups
+    from kvstore.client.watch import Watch
+    from kvstore.durability import Durability
+    from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+
+__all__ = ["Asking"]
+
+_TIMEOUT_NS = RPC_TIMEOUT_MS * 1_000_000
+
+
+class Asking:
+    """Of one client. Any thread."""
+
+    def __init__(
+        self,
+        client: Host,
+        stub: KvStoreStub,
+        calling: Callable[[str], AbstractContextManager[None]],
+        lookups: ClientLookups,
+    ) -> None:
+        self._client = client
+        self._stub = stub
+        self._calling = calling
+        self._lookups = lookups
+
+    # --- slots for blocks
+
+    def reserve(
+        self,
+        link: Link,
+        blocks: Sequence[Block],
+        words: Sequence[int],
+        fingerprint: bytes,
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+    ) -> Sequence[Leased]:
+        """Lease a slot for each block; one typed error if that can't be."""
+        over = threading.Event()
+        answers: list[list[Leased] | KvError] = []
+
+        def answered(answer: list[Leased] | KvError) -> None:
+            answers.append(answer)
+            over.set()
+
+        with self._client.lock:
+            if link.error is not None:
+                raise link.error
+            begun = link.calls is not None and link.calls.begin(
+                CallKind.RESERVE,
+                fingerprint,
+                metadata_of(watch),
+                len(blocks),
+                rows_of_reserve(
+                    ReserveRow(block.key, block.length, word)
+                    for block, word in zip(blocks, words, strict=True)
+                ),
+                time.monotonic_ns() + _TIMEOUT_NS,
+                answered,
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+            )
+        if not begun:
+            return self._reserve_by_rpc(
+                link, blocks, words, fingerprint, durability, lease_ms, expires_unix_ms, watch
+            )
+        over.wait()  # no longer than the call's deadline: its end is told by then
+        (answer,) = answers
+        if isinstance(answer, KvError):
+            raise answer
+        return answer
+
+    def _reserve_by_rpc(
+        self,
+        link: Link,
+        blocks: Sequence[Block],
+        words: Sequence[int],
+        fingerprint: bytes,
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+    ) -> list[Leased]:
+        request = pb.ReserveRequest(
+            connection=link.number,
+            blocks=[
+                pb.ReserveBlock(
+                    name=pb.BlockName(key=block.key, fingerprint=fingerprint, length=block.length),
+                    ack_word=word,
+                )
+                for block, word in zip(blocks, words, strict=True)
+            ],
+            durability=durability_message(durability),
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+        )
+        try:
+            with self._calling("Reserving slots"):
+                answer = self._stub.Reserve(
+                    request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(watch)
+                )
+        except (NodeUnavailable, DeadlineExceeded) as error:
+            self._client.lose(link, error)  # leases may stand that we know nothing of
+            raise
+        return [
+            Leased(lease.slot, lease.already_stored, lease.generation, lease.payload, lease.flag)
+            for lease in answer.leases
+        ]
+
+    # --- blocks
+
+    def fetch(
+        self, link: Link, get: Get, fingerprint: bytes, request_id: str, deadline_ns: int, watch: Watch | None
+    ) -> None:
+        """Have the node send blocks. What becomes of the call is told to the get, now or later."""
+        began_ns = time.monotonic_ns()
+        asked = self._lookups.begin(Kind.FETCH, get.blocks, request_id)
+
+        def answered(answer: list[Leased] | KvError) -> None:
+            if isinstance(answer, KvError):
+                asked.failed(answer)
+            if isinstance(answer, Overloaded):
+                get.refuse(Miss(MissReason.BUSY, str(answer)))
+            elif isinstance(answer, KvError):
+                self._client.lose(link, answer)
+            else:
+                get.tell_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
+
+        with self._client.lock:
+            if link.error is not None:
+                asked.failed(link.error)
+                return  # and the get has been told
+            metadata = (*asked.metadata, *metadata_of(watch))
+            begun = link.calls is not None and link.calls.begin(
+                CallKind.FETCH,
+                fingerprint,
+                metadata,
+                get.blocks,
+                get.rows(),
+                min(deadline_ns, began_ns + _TIMEOUT_NS),
+                answered,
+            )
+        if begun:
+            return
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        try:
+            with self._calling("Fetching blocks"):
+                self._stub.Fetch(
+                    get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000), metadata=metadata
+                )
+        except KvError as error:
+            with self._client.lock:
+                answered(error)
+        else:
+            answered([])

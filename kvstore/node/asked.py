@@ -1,0 +1,91 @@
+"""What a client asks for its connection, whichever way the call came: to lease slots, to have blocks sent.
+
+What always holds: a call is refused as a whole or taken as a whole; the connection is its caller's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.lookups import Kind
+from kvstore.node.connection import check_block, check_count
+from kvstore.node.fetching import FetchRequest
+from kvstore.node.traces import SeenGet
+from kvstore.wire.fabric_call import Leased
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.durability import Durability
+    from kvstore.node.calls import HasMetadata
+    from kvstore.node.connection import BlockRequest, Connection
+    from kvstore.node.landing import Lease
+    from kvstore.node.node import Node
+    from kvstore.wire.fabric_call import FetchRow
+
+__all__ = ["fetch", "lease_told", "reserve"]
+
+
+def reserve(
+    node: Node,
+    connection: Connection,
+    blocks: Sequence[BlockRequest],
+    durability: Durability,
+    lease_ms: int,
+    expires_unix_ms: int,
+    told: HasMetadata,
+) -> list[Lease | None]:
+    """Lease a slot for each block; None where it is stored already."""
+    leases = node.reserve(connection, blocks, durability, lease_ms, expires_unix_ms)
+    node.traces.leased(node.traces.hear(told, connection.tenant), leases)
+    return leases
+
+
+def lease_told(connection: Connection, lease: Lease | None) -> Leased:
+    """What the client is to know of it."""
+    if lease is None:
+        return Leased(slot=0, already_stored=True, generation=0, payload=0, flag=0)
+    return Leased(
+        slot=lease.slot,
+        already_stored=False,
+        generation=lease.generation,
+        payload=connection.remote(connection.layout.payload(lease.slot)),
+        flag=connection.remote(connection.layout.flag(lease.slot)),
+    )
+
+
+def fetch(
+    node: Node,
+    connection: Connection,
+    fingerprint_of: Sequence[bytes],
+    rows: Sequence[FetchRow],
+    told: HasMetadata,
+) -> None:
+    """Queue blocks to be sent. `fingerprint_of` each block says under which layout it is wanted."""
+    check_count(len(rows))
+    for row, fingerprint in zip(rows, fingerprint_of, strict=True):
+        check_block(row.key, fingerprint, row.length)
+        connection.acks.target(row.ack_word)
+    trace = node.traces.hear(told, connection.tenant)
+    seen = None
+    if trace is not None:
+        seen = SeenGet(trace, len(rows), sum(row.length for row in rows), node.clock)
+    session = None if trace is None else trace.name
+    looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, len(rows), session)
+    node.fetches.enqueue(
+        connection,
+        [
+            FetchRequest(
+                key=row.key,
+                fingerprint=fingerprint,
+                length=row.length,
+                target=row.target,
+                target_key=row.target_key,
+                ack_word=row.ack_word,
+                ack_generation=row.ack_generation,
+                seen=seen,
+            )
+            for row, fingerprint in zip(rows, fingerprint_of, strict=True)
+        ],
+        looking,
+    )

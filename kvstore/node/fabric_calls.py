@@ -1,0 +1,247 @@
+"""Calls that come over the fabric: watched like blocks, done like those of gRPC, answered with a word.
+
+Each connection has an area of `CALL_PLACES` places which its client puts calls into (`kvstore.wire.fabric_call`), with
+a random key of its own. Who calls is who attached: the area's key was given to nobody else, and the connection ends
+when he may no longer be here.
+
+What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
+answer finds it empty; what is no call, or not the one that is due, ends the connection; the bytes of an answer are not
+used again before the fabric is done with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import secrets
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KvError, Overloaded, ProtocolError
+from kvstore.node.asked import fetch, lease_told, reserve
+from kvstore.node.calls import durability_of
+from kvstore.node.connection import BlockRequest
+from kvstore.wire.fabric_call import (
+    ANSWER_BYTES,
+    AREA_BYTES,
+    CALL_PLACES,
+    LENGTH_END,
+    AnswerCode,
+    CallKind,
+    call_offset,
+    error_bytes,
+    flag_offset,
+    leases_bytes,
+    length_said,
+    read_call,
+)
+from kvstore.wire.status import status_of
+from nic_offload.trigger import Landing, TriggeredPut, arm, put_words, watch_landings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.node.connection import Connection
+    from kvstore.node.node import Node
+    from kvstore.wire.fabric_call import Call, Metadata, Rows
+    from nic_offload.fabric import Event
+
+__all__ = ["CallArea", "FabricCalls"]
+
+log = logging.getLogger(__name__)
+
+_ANSWERS = 2 * CALL_PLACES  # more than calls, because the fabric may be busy with the last of each place
+
+
+class CallArea:
+    """Of one connection: where its client puts calls, and where answers go from."""
+
+    def __init__(self, connection: Connection, answers_base: int) -> None:
+        self.connection = connection
+        self.answers_base = answers_base  # in the client's memory
+        self.first_generation = secrets.randbits(48) + 1
+        self._next = [self.first_generation] * CALL_PLACES
+        fabric = connection.fabric
+        self._calls = mmap.mmap(-1, AREA_BYTES)
+        self._answers = mmap.mmap(-1, _ANSWERS * ANSWER_BYTES)
+        self._region = fabric.register(self._calls, endpoint=connection.endpoint)
+        self.region = fabric.register(self._answers, remote_write=False)
+        self.free = list(range(_ANSWERS))
+
+    @property
+    def base(self) -> int:
+        """How the client's fabric addresses the area."""
+        return self._region.base
+
+    @property
+    def key(self) -> int:
+        """With which key."""
+        return self._region.key
+
+    def watch(self, place: int, tag: int) -> Landing:
+        """Wait for the next call of a place."""
+        return Landing(
+            tag=tag,
+            endpoint=self.connection.endpoint,
+            word=self._region.address + flag_offset(place),
+            generation=self._next[place],
+            payload=self._region.address + call_offset(place),
+            peer=self.connection.peer,
+            ack_target=0,
+            ack_key=0,
+            ack_value=0,
+            deadline_ns=0,
+            length=0,  # it has a checksum of its own, over as many bytes as it has
+            quiet=True,
+        )
+
+    def take(self, place: int) -> tuple[Call, Rows]:
+        """The call that has come."""
+        generation = self._next[place]
+        self._next[place] += 1
+        start = call_offset(place)
+        length = length_said(self._calls[start : start + LENGTH_END])
+        return read_call(self._calls[start : start + length], generation)
+
+    def answer(self, place: int, number: int, data: bytes, call: Call, tag: int) -> TriggeredPut:
+        """Send bytes from one of the places for answers, and the word behind them."""
+        connection, at = self.connection, number * ANSWER_BYTES
+        self._answers[at : at + len(data)] = data
+        word = connection.word_put(call.ack_word, call.generation, AnswerCode.BYTES)
+        return TriggeredPut(
+            tag=tag,
+            endpoint=connection.endpoint,
+            peer=connection.peer,
+            region=self.region,
+            source=self.region.address + at,
+            length=len(data),
+            target=self.answers_base + place * ANSWER_BYTES,
+            target_key=connection.acks.key,
+            flag_target=word.target,
+            flag_key=word.target_key,
+            flag_value=word.value,
+        )
+
+    def close(self) -> None:
+        """The connection's endpoint is closed: nothing comes in any more, and nothing is being sent."""
+        self._region.close()
+        self.region.close()
+        self._calls.close()
+        self._answers.close()
+
+
+class _Told:
+    """A call's headers, as what gRPC brings has them."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+
+class FabricCalls:
+    """All of a node."""
+
+    def __init__(self, node: Node, tags: Iterator[int]) -> None:
+        self._node = node
+        self._tags = tags
+        self._areas: dict[Connection, CallArea] = {}
+        self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
+        self._answering: dict[int, tuple[CallArea, int]] = {}  # by tag: with which of its places for answers
+
+    def open(self, connection: Connection, answers_base: int) -> CallArea:
+        """Take calls of a connection from now on."""
+        area = self._areas[connection] = CallArea(connection, answers_base)
+        self._watch(area, range(CALL_PLACES))
+        return area
+
+    def close(self, connection: Connection) -> None:
+        """The connection's endpoint is closed."""
+        area = self._areas.pop(connection, None)
+        if area is None:
+            return
+        for under_way in (self._watched, self._answering):
+            for tag in [tag for tag, (whose, _) in under_way.items() if whose is area]:
+                del under_way[tag]
+        area.close()
+
+    def _watch(self, area: CallArea, places: range) -> None:
+        landings = []
+        for place in places:
+            tag = next(self._tags)
+            self._watched[tag] = area, place
+            landings.append(area.watch(place, tag))
+        watch_landings(self._node.fabric, landings)
+
+    def is_one(self, event: Event) -> bool:
+        """Whether what has landed is a call."""
+        return event.tag in self._watched
+
+    def sent(self, event: Event) -> bool:
+        """Whether what the fabric is done with is an answer; if so, its bytes may be used again."""
+        area, number = self._answering.pop(event.tag, (None, 0))
+        if area is None:
+            return False
+        area.free.append(number)
+        return True
+
+    def landed(self, event: Event) -> None:
+        """Do a call."""
+        area, place = self._watched.pop(event.tag, (None, 0))
+        if area is None:
+            return  # its connection was closed by one before it
+        try:
+            call, rows = area.take(place)
+        except ProtocolError as error:
+            self._end(area, str(error))
+            return
+        self._watch(area, range(place, place + 1))
+        name = call.kind.name.capitalize()
+        began_ns = self._node.clock.monotonic_ns()
+        failure = None
+        try:
+            data = self._done(area, call, rows)
+        except KvError as error:
+            self._node.counters.refused += isinstance(error, Overloaded)
+            failure = status_of(error).name
+            data = error_bytes(call.generation, error)
+        self._answer(area, place, call, data)
+        self._node.timings.called(name, began_ns, failure)
+
+    def _done(self, area: CallArea, call: Call, rows: Rows) -> bytes:
+        connection = area.connection
+        connection.owner.rate.take(max(1, len(rows)))
+        told = _Told(call.metadata)
+        if call.kind is CallKind.FETCH:
+            fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told)
+            return b""
+        blocks = [BlockRequest(row.key, call.fingerprint, row.length, row.ack_word) for row in rows.reserve]
+        leases = reserve(
+            self._node,
+            connection,
+            blocks,
+            durability_of(call.durability),
+            call.lease_ms,
+            call.expires_unix_ms,
+            told,
+        )
+        return leases_bytes(call.generation, [lease_told(connection, lease) for lease in leases])
+
+    def _answer(self, area: CallArea, place: int, call: Call, data: bytes) -> None:
+        connection = area.connection
+        try:
+            if not data:
+                done = connection.word_put(call.ack_word, call.generation, AnswerCode.DONE)
+                put_words(self._node.fabric, [done])
+            elif area.free:
+                tag, number = next(self._tags), area.free.pop()
+                self._answering[tag] = area, number
+                arm(self._node.fabric, [area.answer(place, number, data, call, tag)])
+            else:
+                self._end(area, "It calls again and again and does not wait for answers.")
+        except ProtocolError as error:  # its word is not one that it has
+            self._end(area, str(error))
+
+    def _end(self, area: CallArea, why: str) -> None:
+        log.warning("client %d: %s Its connection is closed.", area.connection.number, why)
+        self._node.detach(area.connection)

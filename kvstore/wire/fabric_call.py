@@ -1,0 +1,308 @@
+"""Calls over the fabric: the two that are made for every batch of blocks, without gRPC's half millisecond.
+
+A client puts a call into one of its places in the node's memory, the flag behind it; the node answers with an 8-byte
+word in the client's memory, and before it with bytes, if there are any to say. The calls are `Fetch` and `Reserve` of
+`kvstore.proto` and mean the same there and here.
+
+A place of the node holds one call: `head | metadata | rows`. Flags of all places come first, a page of them.
+
+    head       crc32c of all that follows, length in bytes, generation, kind, durability, bytes of metadata, blocks,
+               ack word, lease_ms, expires_unix_ms, fingerprint
+    metadata   of each header: bytes of its name, of its value, whether that is bytes; name; value
+    rows       of a fetch:    key, length, ack word, its generation, target, target's key
+               of a reserve:  key, length, ack word
+
+A place of the client holds one answer: `crc32c, length, generation, kind`, then rows (slot, already stored, generation,
+payload, flag) or an error (bytes of its name, retry_after_ms; name; sentence).
+
+What always holds: the n-th call of a place has the generation `first + n`, so a flag or an answer of an earlier one is
+never taken for one of now; what a checksum, length or generation contradicts is a ProtocolError, and nothing is done.
+All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from kvstore.errors import Overloaded, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
+from kvstore.wire.status import error_named
+from nic_offload.checksum import crc32c
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvstore.errors import KvError
+
+__all__ = [
+    "ANSWER_BYTES",
+    "AREA_BYTES",
+    "CALL_BYTES",
+    "CALL_PLACES",
+    "LENGTH_END",
+    "AnswerCode",
+    "Call",
+    "CallKind",
+    "FetchRow",
+    "Leased",
+    "Metadata",
+    "ReserveRow",
+    "Rows",
+    "call_bytes",
+    "call_offset",
+    "error_bytes",
+    "flag_offset",
+    "leases_bytes",
+    "leases_of",
+    "length_said",
+    "read_call",
+    "rows_of_fetch",
+    "rows_of_reserve",
+]
+
+Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
+
+CALL_PLACES = 4  # calls of one client under way; of more, gRPC takes care
+CALL_BYTES = 72 << 10
+ANSWER_BYTES = 36 << 10
+AREA_BYTES = PAGE_BYTES + CALL_PLACES * CALL_BYTES
+
+_HEAD = struct.Struct("<IIQBBHIIIQ16s")
+_HEADER = struct.Struct("<BHB")
+_FETCH = struct.Struct("<32sIIQQQ")
+_RESERVE = struct.Struct("<32sII")
+_ANSWER = struct.Struct("<IIQB7x")
+_LEASE = struct.Struct("<IIQQQ")
+_ERROR = struct.Struct("<HI")
+_CRC_BYTES = 4
+LENGTH_END = 8
+_ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
+
+assert _HEAD.size + BATCH_BLOCKS_MAX * _FETCH.size < CALL_BYTES
+assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size <= ANSWER_BYTES
+
+
+class CallKind(enum.IntEnum):
+    """Which call it is."""
+
+    FETCH = 1
+    RESERVE = 2
+
+
+class AnswerCode(enum.IntEnum):
+    """What the word of an answer says."""
+
+    DONE = 1
+    BYTES = 2  # and what there is to say lies in the client's place
+
+
+class FetchRow(NamedTuple):
+    """A block that is wanted, and where."""
+
+    key: bytes
+    length: int
+    ack_word: int
+    ack_generation: int
+    target: int
+    target_key: int
+
+
+class ReserveRow(NamedTuple):
+    """A block that is to be put."""
+
+    key: bytes
+    length: int
+    ack_word: int
+
+
+class Leased(NamedTuple):
+    """What a client was given for a block: a slot, or the word that it is stored already."""
+
+    slot: int
+    already_stored: bool
+    generation: int
+    payload: int
+    flag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, but for its rows."""
+
+    generation: int
+    kind: CallKind
+    ack_word: int
+    fingerprint: bytes
+    metadata: Metadata = ()
+    durability: int = 0
+    lease_ms: int = 0
+    expires_unix_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The blocks of a call, of its own kind; the other kind's are none."""
+
+    fetch: Sequence[FetchRow] = ()
+    reserve: Sequence[ReserveRow] = ()
+
+    def __len__(self) -> int:
+        return len(self.fetch) + len(self.reserve)
+
+
+def flag_offset(place: int) -> int:
+    """Where a place's flag is, from the start of the node's area."""
+    return place * 8
+
+
+def call_offset(place: int) -> int:
+    """Where a place is."""
+    return PAGE_BYTES + place * CALL_BYTES
+
+
+# --- calls
+
+
+def rows_of_fetch(rows: Iterable[FetchRow]) -> bytes:
+    """The blocks of a fetch."""
+    return b"".join([_FETCH.pack(*row) for row in rows])
+
+
+def rows_of_reserve(rows: Iterable[ReserveRow]) -> bytes:
+    """The blocks of a reserve."""
+    return b"".join([_RESERVE.pack(*row) for row in rows])
+
+
+def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
+    """The whole of it; None if it is too long for a place."""
+    metadata = b"".join(map(_header_bytes, call.metadata))
+    length = _HEAD.size + len(metadata) + len(rows)
+    if length > CALL_BYTES:
+        return None
+    head = _HEAD.pack(
+        0,
+        length,
+        call.generation,
+        call.kind,
+        call.durability,
+        len(metadata),
+        blocks,
+        call.ack_word,
+        call.lease_ms,
+        call.expires_unix_ms,
+        call.fingerprint,
+    )
+    return _summed(b"".join((head, metadata, rows)))
+
+
+def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
+    """Take a call apart; ProtocolError if it is none, or not the one that is due."""
+    _check(data, generation, _HEAD.size)
+    (_, _, _, kind, durability, metadata_bytes, blocks, ack_word, lease_ms, expires_unix_ms, fingerprint) = (
+        _HEAD.unpack_from(data)
+    )
+    rows_at = _HEAD.size + metadata_bytes
+    row = {CallKind.FETCH: _FETCH, CallKind.RESERVE: _RESERVE}.get(kind)
+    if row is None:
+        raise ProtocolError(f"There is no call {kind} over the fabric.")
+    if len(data) - rows_at != blocks * row.size:
+        raise ProtocolError(f"A call over the fabric names {blocks} blocks and its length says otherwise.")
+    call = Call(
+        generation,
+        CallKind(kind),
+        ack_word,
+        fingerprint,
+        _metadata_of(data[_HEAD.size : rows_at]),
+        durability,
+        lease_ms,
+        expires_unix_ms,
+    )
+    unpacked = row.iter_unpack(memoryview(data)[rows_at:])
+    if kind == CallKind.FETCH:
+        return call, Rows(fetch=[FetchRow._make(fields) for fields in unpacked])
+    return call, Rows(reserve=[ReserveRow._make(fields) for fields in unpacked])
+
+
+def _header_bytes(header: tuple[str, str | bytes]) -> bytes:
+    name, value = header[0].encode(), header[1]
+    data = value if isinstance(value, bytes) else value.encode()
+    return _HEADER.pack(len(name), len(data), isinstance(value, bytes)) + name + data
+
+
+def _metadata_of(data: bytes) -> Metadata:
+    headers: list[tuple[str, str | bytes]] = []
+    at = 0
+    while at < len(data):
+        if len(data) - at < _HEADER.size:
+            raise ProtocolError("The metadata of a call over the fabric is cut off.")
+        name_bytes, value_bytes, binary = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        name, value = data[at : at + name_bytes], data[at + name_bytes : at + name_bytes + value_bytes]
+        at += name_bytes + value_bytes
+        if at > len(data):
+            raise ProtocolError("The metadata of a call over the fabric is cut off.")
+        headers.append(
+            (name.decode("ascii", "replace"), value if binary else value.decode("ascii", "replace"))
+        )
+    return tuple(headers)
+
+
+# --- answers
+
+
+def leases_bytes(generation: int, leases: Sequence[Leased]) -> bytes:
+    """The answer to a reserve."""
+    rows = [_LEASE.pack(*lease) for lease in leases]
+    length = _ANSWER.size + len(rows) * _LEASE.size
+    assert rows
+    return _summed(_ANSWER.pack(0, length, generation, _ROWS) + b"".join(rows))
+
+
+def error_bytes(generation: int, error: KvError) -> bytes:
+    """The answer to a call that was refused."""
+    name = type(error).__name__.encode()
+    room = ANSWER_BYTES - _ANSWER.size - _ERROR.size - len(name)
+    sentence = str(error).encode()[:room]
+    retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
+    length = _ANSWER.size + _ERROR.size + len(name) + len(sentence)
+    head = _ANSWER.pack(0, length, generation, _REFUSED) + _ERROR.pack(len(name), retry_after_ms)
+    return _summed(head + name + sentence)
+
+
+def leases_of(data: bytes, generation: int) -> list[Leased]:
+    """Take an answer apart: what was leased, or the error is raised."""
+    _check(data, generation, _ANSWER.size + _ERROR.size)
+    kind = _ANSWER.unpack_from(data)[3]
+    if kind == _ROWS:
+        rows = _LEASE.iter_unpack(memoryview(data)[_ANSWER.size :])
+        return [Leased(slot, bool(stored), *rest) for slot, stored, *rest in rows]
+    name_bytes, retry_after_ms = _ERROR.unpack_from(data, _ANSWER.size)
+    at = _ANSWER.size + _ERROR.size
+    name = data[at : at + name_bytes].decode("ascii", "replace")
+    raise error_named(name, data[at + name_bytes :].decode("utf-8", "replace"), retry_after_ms)
+
+
+# --- both
+
+
+def _summed(data: bytes) -> bytes:
+    return crc32c(data[_CRC_BYTES:]).to_bytes(_CRC_BYTES, "little") + data[_CRC_BYTES:]
+
+
+def length_said(start: bytes) -> int:
+    """How long a call or an answer says it is, given its first `LENGTH_END` bytes; 0 if that can't be."""
+    length = int.from_bytes(start[_CRC_BYTES:], "little")
+    return length if length <= CALL_BYTES else 0
+
+
+def _check(data: bytes, generation: int, least_bytes: int) -> None:
+    """Refuse what is not whole, or is not the one that is due."""
+    if len(data) < least_bytes or length_said(data[:LENGTH_END]) != len(data):
+        raise ProtocolError("What came over the fabric is not as long as it says.")
+    if crc32c(data[_CRC_BYTES:]) != int.from_bytes(data[:_CRC_BYTES], "little"):
+        raise ProtocolError("What came over the fabric differs from its checksum.")
+    if int.from_bytes(data[LENGTH_END : LENGTH_END + 8], "little") != generation:
+        raise ProtocolError("What came over the fabric is not of this call.")

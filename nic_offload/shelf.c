@@ -1,0 +1,264 @@
+/*
+ * The shelf: blocks in registered memory that the progress thread may send to whoever asks at a desk, by name.
+ *
+ * What always holds: a block that is not listed is not found any more; one that is being sent is known until that is
+ * over, and `tk_shelf_take` says so, so that nobody uses its memory for something else; a name is listed once. Names
+ * are spread by a secret, so that who chooses them can't put them all into one chain.
+ *
+ * Whether a block may be sent is for its owner to know, who unlists it the moment that it may not.
+ */
+#define _GNU_SOURCE
+#include "shelf.h"
+
+#include "parts.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#define CHAINS_MIN 1024u
+#define MULTIPLIER 0x9e3779b97f4a7c15u
+
+static uint64_t mixed(uint64_t hash, const uint8_t *bytes, size_t length)
+{
+	for (size_t i = 0; i < length; i += sizeof(uint64_t)) {
+		uint64_t word;
+		memcpy(&word, bytes + i, sizeof word);
+		hash = (hash ^ word) * MULTIPLIER;
+		hash ^= hash >> 29;
+	}
+	return hash;
+}
+
+static struct shelved **chain_of_name(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
+{
+	uint64_t hash = mixed(mixed(shelf->secret[0], key, TK_KEY_BYTES), owner, TK_OWNER_BYTES) ^ shelf->secret[1];
+	return &shelf->named[(hash ^ hash >> 32) & (shelf->chains - 1)];
+}
+
+static struct shelved **chain_of_id(struct tk_shelf *shelf, uint64_t id)
+{
+	uint64_t hash = id * MULTIPLIER;
+	return &shelf->known[(hash ^ hash >> 32) & (shelf->chains - 1)];
+}
+
+static int is_named(const struct shelved *block, const uint8_t *owner, const uint8_t *key)
+{
+	return !memcmp(block->block.key, key, TK_KEY_BYTES) && !memcmp(block->block.owner, owner, TK_OWNER_BYTES);
+}
+
+struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
+{
+	struct shelved *block = *chain_of_name(shelf, owner, key);
+	while (block && !is_named(block, owner, key))
+		block = block->next_named;
+	return block;
+}
+
+static struct shelved *find_id(struct tk_shelf *shelf, uint64_t id)
+{
+	struct shelved *block = *chain_of_id(shelf, id);
+	while (block && block->block.id != id)
+		block = block->next_known;
+	return block;
+}
+
+/* Forgets a block that is neither listed nor being sent. */
+static void forget_if_idle(struct tk_shelf *shelf, struct shelved *block)
+{
+	if (block->listed || block->sending)
+		return;
+	struct shelved **link = chain_of_id(shelf, block->block.id);
+	while (*link != block)
+		link = &(*link)->next_known;
+	*link = block->next_known;
+	shelf->count--;
+	free(block);
+}
+
+void shelf_unlist(struct tk_shelf *shelf, struct shelved *block)
+{
+	if (!block->listed)
+		return;
+	struct shelved **link = chain_of_name(shelf, block->block.owner, block->block.key);
+	while (*link != block)
+		link = &(*link)->next_named;
+	*link = block->next_named;
+	block->listed = 0;
+	forget_if_idle(shelf, block);
+}
+
+/* Its sending is over. */
+void shelf_let_go(struct tk_shelf *shelf, struct shelved *block)
+{
+	block->sending--;
+	forget_if_idle(shelf, block);
+}
+
+/* More chains, when blocks get more than them. Without memory for that, the chains grow longer. */
+static void spread(struct tk_shelf *shelf)
+{
+	uint32_t before = shelf->chains, chains = before * 2;
+	struct shelved **named = calloc(chains, sizeof(void *)), **known = calloc(chains, sizeof(void *));
+	struct shelved **old_named = shelf->named, **old_known = shelf->known;
+	if (!named || !known) {
+		free(named);
+		free(known);
+		return;
+	}
+	shelf->named = named;
+	shelf->known = known;
+	shelf->chains = chains;
+	for (uint32_t i = 0; i < before; i++) {
+		for (struct shelved *block = old_named[i], *next; block; block = next) {
+			next = block->next_named;
+			struct shelved **chain = chain_of_name(shelf, block->block.owner, block->block.key);
+			block->next_named = *chain;
+			*chain = block;
+		}
+		for (struct shelved *block = old_known[i], *next; block; block = next) {
+			next = block->next_known;
+			struct shelved **chain = chain_of_id(shelf, block->block.id);
+			block->next_known = *chain;
+			*chain = block;
+		}
+	}
+	free(old_named);
+	free(old_known);
+}
+
+static int is_inside(const struct tk_region *region, const struct tk_shelved *block)
+{
+	return block->length && block->address >= region->address && block->length <= region->length &&
+	       block->address - region->address <= region->length - block->length;
+}
+
+static int put_one(struct tk_shelf *shelf, const struct tk_shelved *block)
+{
+	if (find_id(shelf, block->id))
+		return 0; /* it is there, or was unlisted while it is being sent, and comes back another time */
+	struct shelved *kept = calloc(1, sizeof *kept);
+	if (!kept)
+		return -ENOMEM;
+	struct shelved *before = shelf_find(shelf, block->owner, block->key);
+	if (before)
+		shelf_unlist(shelf, before);
+	if (shelf->count >= shelf->chains)
+		spread(shelf);
+	kept->block = *block;
+	kept->listed = 1;
+	struct shelved **named = chain_of_name(shelf, block->owner, block->key);
+	struct shelved **known = chain_of_id(shelf, block->id);
+	kept->next_named = *named;
+	*named = kept;
+	kept->next_known = *known;
+	*known = kept;
+	shelf->count++;
+	return 0;
+}
+
+int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count)
+{
+	int status = fabric_refusal(shelf->fabric);
+	for (int i = 0; !status && i < count; i++)
+		status = is_inside(shelf->region, &blocks[i]) ? 0 : -ERANGE;
+	if (status)
+		return status;
+	pthread_mutex_lock(&shelf->lock);
+	for (int i = 0; !status && i < count; i++)
+		status = put_one(shelf, &blocks[i]);
+	pthread_mutex_unlock(&shelf->lock);
+	return status;
+}
+
+int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
+{
+	pthread_mutex_lock(&shelf->lock);
+	struct shelved *block = shelf_find(shelf, owner, key);
+	if (block)
+		shelf_unlist(shelf, block);
+	pthread_mutex_unlock(&shelf->lock);
+	return !!block;
+}
+
+int tk_shelf_take(struct tk_shelf *shelf, uint64_t id)
+{
+	pthread_mutex_lock(&shelf->lock);
+	struct shelved *block = find_id(shelf, id);
+	int busy = block && block->sending;
+	if (block)
+		shelf_unlist(shelf, block);
+	pthread_mutex_unlock(&shelf->lock);
+	return busy ? -EBUSY : 0;
+}
+
+int tk_shelf_count(struct tk_shelf *shelf)
+{
+	pthread_mutex_lock(&shelf->lock);
+	uint32_t count = shelf->count;
+	pthread_mutex_unlock(&shelf->lock);
+	return (int)count;
+}
+
+static void free_shelf(struct tk_shelf *shelf)
+{
+	for (uint32_t i = 0; shelf->known && i < shelf->chains; i++)
+		for (struct shelved *block = shelf->known[i], *next; block; block = next) {
+			next = block->next_known;
+			free(block);
+		}
+	for (struct tk_desk *desk = shelf->desks, *next; desk; desk = next) {
+		next = desk->next;
+		free(desk);
+	}
+	for (struct served *served = shelf->first, *next; served; served = next) {
+		next = served->next;
+		free(served);
+	}
+	pthread_mutex_destroy(&shelf->lock);
+	free(shelf->named);
+	free(shelf->known);
+	free(shelf->call);
+	free(shelf->found);
+	free(shelf);
+}
+
+void free_shelves(struct tk_fabric *fabric)
+{
+	for (struct tk_shelf *shelf = fabric->shelves, *next; shelf; shelf = next) {
+		next = shelf->next;
+		free_shelf(shelf);
+	}
+}
+
+int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out)
+{
+	int status = fabric_refusal(fabric);
+	if (status)
+		return status;
+	if (!region || region->fabric != fabric)
+		return -EINVAL;
+	struct tk_shelf *shelf = calloc(1, sizeof *shelf);
+	if (!shelf)
+		return -ENOMEM;
+	pthread_mutex_init(&shelf->lock, NULL);
+	shelf->fabric = fabric;
+	shelf->region = region;
+	shelf->chains = CHAINS_MIN;
+	shelf->named = calloc(CHAINS_MIN, sizeof(void *));
+	shelf->known = calloc(CHAINS_MIN, sizeof(void *));
+	shelf->call = malloc(TK_CALL_BYTES);
+	shelf->found = calloc(TK_CALL_BLOCKS, sizeof(void *));
+	if (!shelf->named || !shelf->known || !shelf->call || !shelf->found ||
+	    getrandom(shelf->secret, sizeof shelf->secret, 0) != sizeof shelf->secret) {
+		free_shelf(shelf);
+		return -ENOMEM;
+	}
+	pthread_mutex_lock(&fabric->handle_lock);
+	shelf->next = fabric->shelves;
+	fabric->shelves = shelf;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	*out = shelf;
+	return 0;
+}

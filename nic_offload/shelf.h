@@ -1,0 +1,53 @@
+/*
+ * What the shelf and the progress thread share.
+ */
+#ifndef TRIGGERKV_SHELF_H
+#define TRIGGERKV_SHELF_H
+
+#include "fabric.h"
+
+/* A block on the shelf. It is found by name while it is listed, and by id until nobody sends it any more. */
+struct shelved {
+	struct tk_shelved block;
+	struct shelved *next_named, *next_known; /* in their chains */
+	uint32_t sending;
+	int listed;
+};
+
+/* A call that was answered from the shelf, told once all of its blocks are over. */
+struct served {
+	struct served *next;
+	uint32_t left;
+	struct tk_served told;
+	uint64_t rest[]; /* ids, then metadata */
+};
+
+struct tk_desk {
+	struct tk_desk *next;
+	struct tk_shelf *shelf;
+	struct tk_desk_setup setup;
+	int answers;	     /* atomic */
+	uint64_t under_way_bytes; /* the progress thread's own */
+};
+
+struct tk_shelf {
+	struct tk_fabric *fabric;
+	struct tk_shelf *next;
+	struct tk_region *region;
+	uint64_t secret[2];
+	uint8_t *call;		/* the progress thread's copy of the one that it reads */
+	struct shelved **found; /* its blocks */
+
+	pthread_mutex_t lock; /* for all that follows */
+	struct shelved **named, **known;
+	uint32_t chains, count;
+	struct tk_desk *desks;
+	struct served *first, *last; /* over, and not taken yet */
+	size_t served_bytes;	     /* of these and of those under way */
+};
+
+struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
+void shelf_unlist(struct tk_shelf *shelf, struct shelved *block);
+void shelf_let_go(struct tk_shelf *shelf, struct shelved *block);
+
+#endif

@@ -1,0 +1,159 @@
+"""The shelf and its desks: blocks that the C core sends by itself to whoever asks for them.
+
+A `Shelf` lists blocks of one registered region by owner and name. A peer's calls come in at a `Desk`; those that want
+nothing but blocks which are all on the shelf are answered by the progress thread: each block goes out if its checksum
+still holds, its acknowledgement behind it. All other calls are landings, as without a desk.
+
+What always holds: what is not listed is not sent; `take` says whether a block's memory may be used for something else;
+what was answered is told once, by `served`, and if nobody asks for that, calls come to the application again.
+Whether a block may be sent is for the caller to know, who unlists it in the moment when it may not.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nic_offload.fabric import Endpoint, Fabric, Region
+
+__all__ = ["Desk", "Served", "Shelf", "Shelved"]
+
+_SHELVED = struct.Struct("=16s32s16sQQII")
+_SERVED = struct.Struct("=4Q5I4x")
+assert _SHELVED.size == ffi.sizeof("struct tk_shelved")
+assert _SERVED.size == ffi.sizeof("struct tk_served")
+_SERVED_BYTES = 1 << 20
+
+
+class Shelved(NamedTuple):
+    """A block that may be asked for."""
+
+    owner: bytes
+    key: bytes
+    fingerprint: bytes
+    id: int  # never used for another
+    address: int
+    length: int
+    crc32c: int
+
+
+class Served(NamedTuple):
+    """A call that was answered, all of it over."""
+
+    desk: int  # its tag
+    began_ns: int
+    ended_ns: int
+    size_bytes: int
+    ids: Sequence[int]
+    metadata: bytes
+    corrupt: int  # blocks that were found broken, of which their caller was told
+    failed: int  # blocks of which is not known whether they came
+
+
+class Shelf:
+    """Of one fabric, and closed with it."""
+
+    def __init__(self, fabric: Fabric, region: Region) -> None:
+        out = ffi.new("struct tk_shelf **")
+        code = lib.tk_shelf_open(fabric.handle, region.handle, out)
+        if code:
+            raise FabricError.from_code("Opening a shelf", code)
+        self._fabric = fabric
+        self._handle: Any = out[0]
+        self._told = ffi.new("char[]", _SERVED_BYTES)
+
+    def __len__(self) -> int:
+        return 0 if self._fabric.closed else int(lib.tk_shelf_count(self._handle))
+
+    def put(self, blocks: Sequence[Shelved]) -> None:
+        """List blocks; one of the same owner and key takes another's place."""
+        rows = ffi.from_buffer("struct tk_shelved[]", b"".join([_SHELVED.pack(*block) for block in blocks]))
+        code = lib.tk_shelf_put(self._handle, rows, len(blocks))
+        if code:
+            raise FabricError.from_code(f"Putting {len(blocks)} blocks on the shelf", code)
+
+    def unlist(self, owner: bytes, key: bytes) -> None:
+        """Send no more of a block, if there is one of this name."""
+        if not self._fabric.closed:
+            lib.tk_shelf_unlist(self._handle, owner, key)
+
+    def take(self, block_id: int) -> bool:
+        """Send no more of a block; whether its memory may be used for something else now."""
+        return self._fabric.closed or lib.tk_shelf_take(self._handle, block_id) != -errno.EBUSY
+
+    def open_desk(
+        self,
+        endpoint: Endpoint,
+        peer: int,
+        owner: bytes,
+        tag: int,
+        acks: tuple[int, int, int],
+        codes: tuple[int, int],
+        bytes_max: int,
+    ) -> Desk:
+        """Open a desk for one peer. `acks` are base, key and number of its words; `codes` mean served, and broken."""
+        setup = ffi.new("struct tk_desk_setup *")
+        setup.endpoint, setup.peer, setup.tag = endpoint.handle, peer, tag
+        setup.ack_base, setup.ack_key, setup.ack_words = acks
+        setup.served_code, setup.corrupt_code = codes
+        setup.bytes_max = bytes_max
+        ffi.memmove(setup.owner, owner, len(owner))
+        out = ffi.new("struct tk_desk **")
+        code = lib.tk_desk_open(self._handle, setup, out)
+        if code:
+            raise FabricError.from_code("Opening a desk", code)
+        return Desk(self._fabric, out[0])
+
+    def served(self) -> Iterator[Served]:
+        """Take note of what was answered since this was last asked."""
+        if self._fabric.closed:
+            return
+        while count := lib.tk_served_take(self._handle, self._told, _SERVED_BYTES):
+            yield from _served_in(bytes(ffi.buffer(self._told, count)))
+
+
+def _served_in(data: bytes) -> Iterator[Served]:
+    at = 0
+    while at < len(data):
+        desk, began_ns, ended_ns, size_bytes, length, blocks, metadata_bytes, corrupt, failed = (
+            _SERVED.unpack_from(data, at)
+        )
+        ids_at = at + _SERVED.size
+        metadata_at = ids_at + 8 * blocks
+        yield Served(
+            desk,
+            began_ns,
+            ended_ns,
+            size_bytes,
+            struct.unpack_from(f"={blocks}Q", data, ids_at),
+            data[metadata_at : metadata_at + metadata_bytes],
+            corrupt,
+            failed,
+        )
+        at += length
+
+
+class Desk:
+    """Where one peer's calls come in. It leaves all of them to the application until `answers` is set."""
+
+    def __init__(self, fabric: Fabric, handle: Any) -> None:
+        self._fabric = fabric
+        self._handle = handle
+        self.pointer = int(ffi.cast("uintptr_t", handle))
+
+    def answers(self, *, answers: bool) -> None:
+        """Whether it answers what it can."""
+        lib.tk_desk_answers(self._handle, answers)
+
+    def close(self) -> None:
+        """Its endpoint is closed."""
+        if not self._fabric.closed:
+            lib.tk_desk_close(self._handle)
+        self.pointer = 0

@@ -1,0 +1,436 @@
+"""The shelf and its desk: what the C core answers by itself, and what it leaves to the application.
+
+Calls are packed here from what `kvstore/wire/fabric_call.py` says of them, and by no code of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.checksum import crc32c
+from nic_offload.errors import FabricError
+from nic_offload.fabric import EventKind
+from nic_offload.shelf import Served, Shelf, Shelved
+from nic_offload.trigger import Landing, watch_landings
+from tests.nic_offload.rig import PAGE, Pair, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nic_offload.shelf import Desk
+
+OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
+SERVED, BROKEN, DONE = 0x7F, 0x85, 1
+CALL_AT = 512 << 10  # the node's place, and where the client packs it: blocks lie before
+CALL_WORD, ANSWER_WORD = 0, 500
+FIRST = 1 << 40
+TAG, DESK = 7, 77
+
+
+@dataclass(frozen=True)
+class Row:
+    """A block that is wanted: of the shelf's block `number`, into the same place over there."""
+
+    number: int
+    length: int
+    ack_word: int
+    key: bytes = b""
+    ack_generation: int = 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A call, as it should be unless a field says otherwise."""
+
+    rows: tuple[Row, ...]
+    generation: int = FIRST
+    kind: int = 1
+    flags: int = 0
+    ack_word: int = ANSWER_WORD
+    fingerprint: bytes = FINGERPRINT
+    metadata: bytes = b"\x03\x02\x00\x00keyva\x00\x00\x00\x00\x00\x00\x00"
+    blocks: int | None = None
+    more_bytes: int = 0
+    spoilt: bool = False
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+class Rig:
+    """The far side is the node: blocks at its memory's start, a place for calls behind them, a shelf and a desk."""
+
+    def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30) -> None:
+        self.pair = pair
+        self.shelf = Shelf(pair.far.fabric, pair.far.region)
+        self.desk: Desk = self.shelf.open_desk(
+            pair.far.endpoint,
+            pair.back.peer,
+            OWNER,
+            DESK,
+            (pair.back.word_target(0), pair.back.key, PAGE // 8),
+            (SERVED, BROKEN),
+            bytes_max,
+        )
+        self.desk.answers(answers=True)
+        self.blocks: dict[int, bytes] = {}
+        self.puts = 100
+        self.watch(FIRST)
+
+    def watch(self, generation: int) -> None:
+        far = self.pair.far
+        landing = Landing(
+            tag=TAG,
+            endpoint=far.endpoint,
+            word=far.word(CALL_WORD).address,
+            generation=generation,
+            payload=far.region.address + CALL_AT,
+            peer=self.pair.back.peer,
+            ack_target=0,
+            ack_key=0,
+            ack_value=0,
+            deadline_ns=0,
+            length=0,
+            quiet=True,
+            desk=self.desk,
+        )
+        watch_landings(far.fabric, [landing])
+
+    def store(self, number: int, offset: int, length: int) -> Shelved:
+        """A block at this offset, put on the shelf; its id is 1000 more than its number."""
+        self.blocks[number] = os.urandom(length)
+        self.pair.far.fill(offset, self.blocks[number])
+        shelved = Shelved(
+            OWNER,
+            key_of(number),
+            FINGERPRINT,
+            1000 + number,
+            self.pair.far.region.address + offset,
+            length,
+            crc32c(self.blocks[number]),
+        )
+        self.shelf.put([shelved])
+        return shelved
+
+    def call(self, wanted: Wanted, *, flag: int | None = None) -> None:
+        """Put a call into the node's place; `Row.number` times 4096 is where a block goes to."""
+        back = self.pair.there
+        rows = b"".join(
+            struct.pack(
+                "<32sIIQQQ",
+                row.key or key_of(row.number),
+                row.length,
+                row.ack_word,
+                row.ack_generation,
+                self.pair.back.base + row.number * PAGE,
+                self.pair.back.key,
+            )
+            for row in wanted.rows
+        )
+        blocks = len(wanted.rows) if wanted.blocks is None else wanted.blocks
+        body = wanted.metadata + rows + bytes(wanted.more_bytes)
+        head = struct.pack(
+            "<IQBBBBIIIIIQ16s",
+            64 + len(body),
+            wanted.generation,
+            wanted.kind,
+            wanted.flags,
+            0,
+            0,
+            len(wanted.metadata),
+            blocks,
+            wanted.ack_word,
+            0,
+            0,
+            0,
+            wanted.fingerprint,
+        )
+        data = crc32c(head + body).to_bytes(4, "little") + head + body
+        if wanted.spoilt:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        self.pair.near.fill(CALL_AT, data)
+        self.puts += 1
+        back.arm(
+            back.put(
+                self.puts,
+                len(data),
+                source=CALL_AT,
+                target=CALL_AT,
+                flag=(CALL_WORD, wanted.generation if flag is None else flag),
+            )
+        )
+
+    def acked(self, word: int) -> int:
+        """Wait for a word over there to be said something of, and give its code."""
+        there = self.pair.near.word(word)
+        wait_until(lambda: there.load() != 0, f"word {word}")
+        return there.load() & 0xFF
+
+    def answered(self, generation: int = FIRST) -> bool:
+        return self.pair.near.word(ANSWER_WORD).load() == generation << 8 | DONE
+
+    def has_served_more(self, before: int) -> bool:
+        return self.pair.far.fabric.statistics().served > before
+
+    def has_ended(self, generation: int) -> bool:
+        self.pair.far.reap()
+        return TAG in self.pair.far.finals() or self.answered(generation)
+
+    def got(self, number: int, length: int) -> bytes:
+        return self.pair.near.bytes_at(number * PAGE, length)
+
+    def served(self, calls: int = 1) -> list[Served]:
+        told: list[Served] = []
+
+        def all_told() -> bool:
+            told.extend(self.shelf.served())
+            return len(told) >= calls
+
+        wait_until(all_told, f"{calls} calls to be over")
+        return told
+
+    def left_to_us(self, wanted: Wanted) -> None:
+        """The call is the application's, and nothing was sent."""
+        before = self.pair.near.bytes_at(0, CALL_AT)
+        self.call(wanted)
+        event = self.pair.far.final(TAG)
+        assert (event.kind, event.value) == (EventKind.LANDED, wanted.generation)
+        self.pair.back.fence()
+        assert self.pair.near.bytes_at(0, CALL_AT) == before
+        assert not self.answered()
+        assert list(self.shelf.served()) == []
+        assert self.pair.far.fabric.statistics().served == 0
+
+
+@pytest.fixture
+def rig(pair: Pair) -> Iterator[Rig]:
+    yield Rig(pair)  # noqa: PT022 - closed with the pair, whose fabrics own it
+
+
+def two(rig: Rig) -> tuple[Row, Row]:
+    rig.store(1, 0, 5000)
+    rig.store(2, 8192, 1)
+    return Row(1, 5000, 1), Row(4, 1, 2, key=key_of(2))
+
+
+def test_a_call_for_what_is_on_the_shelf_is_answered_without_the_application(rig: Rig) -> None:
+    rows = two(rig)
+    for generation in (FIRST, FIRST + 1, FIRST + 2):
+        rig.pair.near.fill(0, bytes(CALL_AT))
+        for word in (1, 2, ANSWER_WORD):
+            rig.pair.near.word(word).store(0)
+        rig.call(Wanted(rows, generation))
+        assert [rig.acked(word) for word in (1, 2, ANSWER_WORD)] == [SERVED, SERVED, DONE]
+        assert rig.answered(generation)
+        assert rig.pair.near.word(1).load() >> 8 == 3
+        assert (rig.got(1, 5000), rig.got(4, 1)) == (rig.blocks[1], rig.blocks[2])
+        (told,) = rig.served()
+        assert (told.desk, list(told.ids), told.size_bytes) == (DESK, [1001, 1002], 5001)
+        assert told.metadata.startswith(b"\x03\x02\x00\x00keyva")
+        assert 0 < told.began_ns <= told.ended_ns
+        assert (told.corrupt, told.failed) == (0, 0)
+    rig.pair.far.reap()
+    assert rig.pair.far.of(TAG) == []
+    statistics = rig.pair.far.fabric.statistics()
+    assert (statistics.served, statistics.landed) == (6, 0)
+    assert rig.shelf.take(1001)
+    assert rig.shelf.take(1002)
+
+
+OTHERS: dict[str, Callable[[tuple[Row, Row]], Wanted]] = {
+    "a block that is not there": lambda rows: Wanted((*rows, Row(9, 10, 3))),
+    "another length": lambda rows: Wanted((replace(rows[0], length=4999), rows[1])),
+    "another layout": lambda rows: Wanted(rows, fingerprint=b"g" * 16),
+    "something to tell": lambda rows: Wanted(rows, flags=1),
+    "another call": lambda rows: Wanted(rows, kind=2),
+    "a word beyond the last": lambda rows: Wanted((replace(rows[0], ack_word=PAGE // 8), rows[1])),
+    "an answer beyond the last": lambda rows: Wanted(rows, ack_word=PAGE // 8),
+    "a generation that no word holds": lambda rows: Wanted(
+        (replace(rows[0], ack_generation=1 << 56), rows[1])
+    ),
+    "the generation 0": lambda rows: Wanted((replace(rows[0], ack_generation=0), rows[1])),
+    "one block more than its bytes": lambda rows: Wanted(rows, blocks=3),
+    "one block fewer": lambda rows: Wanted(rows, blocks=1),
+    "no blocks": lambda _: Wanted(()),
+    "bytes behind its end": lambda rows: Wanted(rows, more_bytes=8),
+    "a spoilt byte": lambda rows: Wanted(rows, spoilt=True),
+    "metadata of odd length": lambda rows: Wanted(rows, metadata=b"123"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_any_other_call_is_the_applications(rig: Rig, what: str) -> None:
+    rig.left_to_us(OTHERS[what](two(rig)))
+
+
+def test_a_call_of_another_generation_inside_is_the_applications(rig: Rig) -> None:
+    rows = two(rig)
+    rig.call(Wanted(rows, FIRST - 1), flag=FIRST)
+    assert rig.pair.far.final(TAG).value == FIRST
+    assert not rig.answered()
+
+
+def test_what_was_unlisted_is_not_sent_any_more(rig: Rig) -> None:
+    rows = two(rig)
+    rig.shelf.unlist(OWNER, key_of(2))
+    assert len(rig.shelf) == 1
+    rig.left_to_us(Wanted(rows))
+
+
+def test_what_was_taken_is_not_sent_any_more(rig: Rig) -> None:
+    rows = two(rig)
+    assert rig.shelf.take(1001)
+    assert rig.shelf.take(1001), "and again"
+    rig.left_to_us(Wanted(rows))
+
+
+def test_blocks_of_another_owner_are_not_found(rig: Rig) -> None:
+    rows = two(rig)
+    shelved = rig.store(3, 16384, 100)
+    rig.shelf.unlist(OWNER, key_of(3))
+    rig.shelf.put([shelved._replace(owner=b"p" * 16, id=5000)])
+    rig.left_to_us(Wanted((*rows, Row(3, 100, 3))))
+
+
+def test_a_desk_that_does_not_answer_leaves_all_to_the_application(rig: Rig) -> None:
+    rig.desk.answers(answers=False)
+    rig.left_to_us(Wanted(two(rig)))
+
+
+def test_more_bytes_than_a_desk_may_send_at_a_time_are_the_applications(pair: Pair) -> None:
+    rig = Rig(pair, bytes_max=5000)
+    rig.left_to_us(Wanted(two(rig)))
+
+
+def test_a_block_of_the_same_name_takes_the_others_place(rig: Rig) -> None:
+    first = rig.store(1, 0, 5000)
+    second = os.urandom(5000)
+    rig.pair.far.fill(8192, second)
+    rig.shelf.put([first._replace(id=2000, address=first.address + 8192, crc32c=crc32c(second))])
+    assert len(rig.shelf) == 1
+    rig.call(Wanted((Row(1, 5000, 1),)))
+    assert rig.acked(1) == SERVED
+    assert rig.got(1, 5000) == second
+    (told,) = rig.served()
+    assert list(told.ids) == [2000]
+
+
+def test_a_block_whose_bytes_changed_is_a_miss_and_leaves_the_shelf(rig: Rig) -> None:
+    rows = two(rig)
+    rig.pair.far.fill(4000, bytes(8))
+    rig.call(Wanted(rows))
+    assert (rig.acked(1), rig.acked(2), rig.acked(ANSWER_WORD)) == (BROKEN, SERVED, DONE)
+    assert rig.pair.near.word(1).load() >> 8 == 3
+    assert rig.got(1, 5000) == bytes(5000)
+    (told,) = rig.served()
+    assert (told.corrupt, told.failed) == (1, 0)
+    assert len(rig.shelf) == 1
+    rig.pair.far.reap()
+    rig.call(Wanted(rows, FIRST + 1))
+    assert rig.pair.far.final(TAG).value == FIRST + 1
+
+
+def test_what_is_being_sent_is_not_given_away(pair: Pair) -> None:
+    """Taken in the moment in which the call is answered; when `take` says yes, the bytes are all sent."""
+    rig = Rig(pair)
+    length, words = 256 << 10, range(1, 9)
+    busy = 0
+    for number in range(40):
+        rig.store(number, 0, length)
+        for word in words:
+            pair.near.word(word).store(0)
+        before = pair.far.fabric.statistics().served
+        rig.call(Wanted(tuple(Row(0, length, word, key=key_of(number)) for word in words), FIRST + number))
+        wait_until(partial(rig.has_served_more, before), "the answer")
+        if not rig.shelf.take(1000 + number):
+            busy += 1
+            assert len(rig.shelf) == 1, "it is known until it is over"
+            wait_until(partial(rig.shelf.take, 1000 + number), "its end")
+        pair.far.fill(0, bytes(length))
+        (told,) = rig.served()
+        assert (told.corrupt, told.failed) == (0, 0)
+        assert [rig.acked(word) for word in words] == [SERVED] * 8
+        assert rig.got(0, length) == rig.blocks[number]
+        assert len(rig.shelf) == 0
+    assert busy, "never in the middle"
+
+
+def test_an_endpoint_that_closes_lets_all_go(rig: Rig) -> None:
+    length = 256 << 10
+    rig.store(1, 0, length)
+    rig.call(Wanted(tuple(Row(0, length, 1, key=key_of(1)) for _ in range(16))))
+    wait_until(lambda: rig.pair.far.fabric.statistics().served > 0, "the answer")
+    rig.pair.far.endpoint.close()
+    assert rig.shelf.take(1001)
+    (told,) = rig.served()
+    assert len(told.ids) == 16
+    rig.desk.close()
+
+
+def test_nobody_takes_note_and_calls_come_to_the_application_again(rig: Rig) -> None:
+    rig.store(1, 0, 1)
+    wanted = Wanted((Row(1, 1, 1),), metadata=bytes(60_000))
+    generation = FIRST
+    while TAG not in rig.pair.far.finals():
+        rig.pair.near.word(ANSWER_WORD).store(0)
+        rig.call(replace(wanted, generation=generation))
+        wait_until(partial(rig.has_ended, generation), "an end")
+        generation += 1
+        assert generation - FIRST < 100
+    calls = generation - 1 - FIRST
+    assert calls == (1 << 20) // 60_072  # a megabyte of them
+    assert len(rig.served(calls)) == calls
+    rig.pair.far.events.clear()
+    rig.watch(generation)
+    rig.call(replace(wanted, generation=generation))
+    wait_until(partial(rig.answered, generation), "the answer")
+
+
+def test_thousands_of_names_come_and_go(rig: Rig) -> None:
+    one = rig.store(0, 0, 64)
+    numbers = random.Random(1).sample(range(1, 1 << 60), 5000)
+    rig.shelf.put([one._replace(key=key_of(number), id=number) for number in numbers])
+    assert len(rig.shelf) == 5001
+    for at in range(0, 5000, 100):
+        rows = tuple(Row(0, 64, 1, key=key_of(number)) for number in numbers[at : at + 100])
+        rig.call(Wanted(rows, FIRST + at // 100))
+        (told,) = rig.served()
+        assert list(told.ids) == numbers[at : at + 100]
+    for number in numbers[:2500]:
+        rig.shelf.unlist(OWNER, key_of(number))
+    for number in numbers:
+        assert rig.shelf.take(number)
+    assert len(rig.shelf) == 1
+
+
+def test_a_block_outside_of_the_shelfs_region_is_refused(rig: Rig) -> None:
+    one = rig.store(1, 0, 64)
+    region = rig.pair.far.region
+    for address in (region.address - 1, region.address + region.length - 63):
+        with pytest.raises(FabricError):
+            rig.shelf.put([one._replace(id=9, address=address)])
+    with pytest.raises(FabricError):
+        rig.shelf.put([one._replace(id=9, length=0)])
+    assert len(rig.shelf) == 1
+
+
+def test_a_fabric_that_is_closed_takes_its_shelf_along(provider: str) -> None:
+    with Pair(provider) as pair:
+        rig = Rig(pair)
+        rig.store(1, 0, 5000)
+        rig.call(Wanted((Row(1, 5000, 1),)))
+        rig.acked(1)
+        pair.far.fabric.close()
+        assert rig.shelf.take(1001)
+        assert list(rig.shelf.served()) == []
+        assert len(rig.shelf) == 0
+        rig.shelf.unlist(OWNER, key_of(1))
+        rig.desk.close()
