@@ -7,7 +7,6 @@ errors; when the node's answer is not known, the link is lost.
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,6 +50,7 @@ class Asking:
         self._stub = stub
         self._calling = calling
         self._lookups = lookups
+        self._clock = lookups.clock
 
     # --- slots for blocks
 
@@ -85,7 +85,7 @@ class Asking:
                     ReserveRow(block.key, block.length, word)
                     for block, word in zip(blocks, words, strict=True)
                 ),
-                time.monotonic_ns() + _TIMEOUT_NS,
+                self._clock.monotonic_ns() + _TIMEOUT_NS,
                 answered,
                 durability=durability,
                 lease_ms=lease_ms,
@@ -144,7 +144,7 @@ class Asking:
         self, link: Link, get: Get, fingerprint: bytes, request_id: str, deadline_ns: int, watch: Watch | None
     ) -> None:
         """Have the node send blocks. What becomes of the call is told to the get, now or later."""
-        began_ns = time.monotonic_ns()
+        began_ns = self._clock.monotonic_ns()
         asked = self._lookups.begin(Kind.FETCH, get.blocks, request_id)
 
         def answered(answer: list[Leased] | KvError) -> None:
@@ -170,10 +170,11 @@ class Asking:
                 get.rows(),
                 min(deadline_ns, began_ns + _TIMEOUT_NS),
                 answered,
+                tells=watch is not None,
             )
         if begun:
             return
-        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        left_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
         try:
             with self._calling("Fetching blocks"):
                 self._stub.Fetch(

@@ -15,6 +15,7 @@ from kvstore.wire.fabric_call import (
     CALL_BYTES,
     CALL_PLACES,
     LENGTH_END,
+    TELLS,
     AnswerCode,
     Call,
     call_bytes,
@@ -71,6 +72,7 @@ class FabricCalls:
         deadline_ns: int,
         answered: Answered,
         *,
+        tells: bool = False,
         durability: int = 0,
         lease_ms: int = 0,
         expires_unix_ms: int = 0,
@@ -80,7 +82,10 @@ class FabricCalls:
             return False
         place = self._free[-1]
         generation, word = self._next[place], self._words[place]
-        call = Call(generation, kind, word, fingerprint, metadata, durability, lease_ms, expires_unix_ms)
+        flags = TELLS if tells else 0
+        call = Call(
+            generation, kind, word, fingerprint, metadata, flags, durability, lease_ms, expires_unix_ms
+        )
         data = call_bytes(call, blocks, rows)
         if data is None:
             return False

@@ -1,5 +1,8 @@
 """Calls that come over the fabric: watched like blocks, done like those of gRPC, answered with a word.
 
+A fetch of blocks that are all on the shelf never comes here: the C core answers it (`nic_offload.shelf`), and what it
+did is taken note of afterwards, before anybody can ask.
+
 Each connection has an area of `CALL_PLACES` places which its client puts calls into (`kvstore.wire.fabric_call`), with
 a random key of its own. Who calls is who attached: the area's key was given to nobody else, and the connection ends
 when he may no longer be here.
@@ -17,9 +20,13 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
+from kvstore.limits import SHARES
+from kvstore.lookups import Kind, Outcome
+from kvstore.miss import MissReason
 from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
+from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
     AREA_BYTES,
@@ -32,18 +39,21 @@ from kvstore.wire.fabric_call import (
     flag_offset,
     leases_bytes,
     length_said,
+    metadata_of,
     read_call,
 )
 from kvstore.wire.status import status_of
 from nic_offload.trigger import Landing, TriggeredPut, arm, put_words, watch_landings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvstore.node.connection import Connection
+    from kvstore.node.hot import HotMemory
     from kvstore.node.node import Node
     from kvstore.wire.fabric_call import Call, Metadata, Rows
     from nic_offload.fabric import Event
+    from nic_offload.shelf import Served
 
 __all__ = ["CallArea", "FabricCalls"]
 
@@ -55,17 +65,26 @@ _ANSWERS = 2 * CALL_PLACES  # more than calls, because the fabric may be busy wi
 class CallArea:
     """Of one connection: where its client puts calls, and where answers go from."""
 
-    def __init__(self, connection: Connection, answers_base: int) -> None:
+    def __init__(self, connection: Connection, answers_base: int, memory: HotMemory) -> None:
         self.connection = connection
         self.answers_base = answers_base  # in the client's memory
         self.first_generation = secrets.randbits(48) + 1
-        self._next = [self.first_generation] * CALL_PLACES
         fabric = connection.fabric
         self._calls = mmap.mmap(-1, AREA_BYTES)
         self._answers = mmap.mmap(-1, _ANSWERS * ANSWER_BYTES)
         self._region = fabric.register(self._calls, endpoint=connection.endpoint)
         self.region = fabric.register(self._answers, remote_write=False)
         self.free = list(range(_ANSWERS))
+        acks = connection.acks
+        self.desk = memory.shelf.open_desk(
+            connection.endpoint,
+            connection.peer,
+            connection.tenant,
+            connection.number,
+            (acks.base, acks.key, acks.words),
+            (AckCode.SERVED, code_of_miss(MissReason.CORRUPT)),
+            memory.size_bytes // SHARES,
+        )
 
     @property
     def base(self) -> int:
@@ -77,13 +96,13 @@ class CallArea:
         """With which key."""
         return self._region.key
 
-    def watch(self, place: int, tag: int) -> Landing:
-        """Wait for the next call of a place."""
+    def watch(self, place: int, generation: int, tag: int) -> Landing:
+        """Wait for a call in a place."""
         return Landing(
             tag=tag,
             endpoint=self.connection.endpoint,
             word=self._region.address + flag_offset(place),
-            generation=self._next[place],
+            generation=generation,
             payload=self._region.address + call_offset(place),
             peer=self.connection.peer,
             ack_target=0,
@@ -92,12 +111,11 @@ class CallArea:
             deadline_ns=0,
             length=0,  # it has a checksum of its own, over as many bytes as it has
             quiet=True,
+            desk=self.desk,
         )
 
-    def take(self, place: int) -> tuple[Call, Rows]:
+    def take(self, place: int, generation: int) -> tuple[Call, Rows]:
         """The call that has come."""
-        generation = self._next[place]
-        self._next[place] += 1
         start = call_offset(place)
         length = length_said(self._calls[start : start + LENGTH_END])
         return read_call(self._calls[start : start + length], generation)
@@ -123,6 +141,7 @@ class CallArea:
 
     def close(self) -> None:
         """The connection's endpoint is closed: nothing comes in any more, and nothing is being sent."""
+        self.desk.close()
         self._region.close()
         self.region.close()
         self._calls.close()
@@ -151,9 +170,15 @@ class FabricCalls:
 
     def open(self, connection: Connection, answers_base: int) -> CallArea:
         """Take calls of a connection from now on."""
-        area = self._areas[connection] = CallArea(connection, answers_base)
-        self._watch(area, range(CALL_PLACES))
+        area = self._areas[connection] = CallArea(connection, answers_base, self._node.hot)
+        self._watch(area, [(place, area.first_generation) for place in range(CALL_PLACES)])
+        self.limits_changed()
         return area
+
+    def limits_changed(self) -> None:
+        """Requests of tenants with a limit are counted one by one, and so they all come to us."""
+        for connection, area in self._areas.items():
+            area.desk.answers(answers=not connection.owner.rate.is_limited)
 
     def close(self, connection: Connection) -> None:
         """The connection's endpoint is closed."""
@@ -165,17 +190,42 @@ class FabricCalls:
                 del under_way[tag]
         area.close()
 
-    def _watch(self, area: CallArea, places: range) -> None:
+    def _watch(self, area: CallArea, due: Sequence[tuple[int, int]]) -> None:
         landings = []
-        for place in places:
+        for place, generation in due:
             tag = next(self._tags)
             self._watched[tag] = area, place
-            landings.append(area.watch(place, tag))
+            landings.append(area.watch(place, generation, tag))
         watch_landings(self._node.fabric, landings)
 
     def is_one(self, event: Event) -> bool:
         """Whether what has landed is a call."""
         return event.tag in self._watched
+
+    def served(self) -> None:
+        """Take note of what was answered without us."""
+        for served in self._node.hot.shelf.served():
+            connection = self._node.find(served.desk)
+            if connection is not None:
+                self._note(connection, served)
+
+    def _note(self, connection: Connection, served: Served) -> None:
+        node, blocks = self._node, len(served.ids)
+        told = _Told(metadata_of(served.metadata))
+        looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
+        looking.all_are(Outcome.MEMORY)
+        looking.size_bytes = served.size_bytes
+        for at in range(served.corrupt + served.failed):
+            looking.outcomes[at] = Outcome.CORRUPT if at < served.corrupt else Outcome.GIVEN_UP
+        looking.was(served.began_ns, served.ended_ns)
+        node.store.used(list(served.ids))
+        for one in served.ids:
+            node.hot.pages.touch(one)
+        node.counters.served(blocks, served.size_bytes, served.corrupt)
+        node.timings.got_from_memory.note(served.ended_ns - served.began_ns, blocks)
+        node.timings.called("Fetch", served.began_ns, None, served.ended_ns)
+        if served.corrupt:
+            log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
 
     def sent(self, event: Event) -> bool:
         """Whether what the fabric is done with is an answer; if so, its bytes may be used again."""
@@ -191,11 +241,11 @@ class FabricCalls:
         if area is None:
             return  # its connection was closed by one before it
         try:
-            call, rows = area.take(place)
+            call, rows = area.take(place, event.value)
         except ProtocolError as error:
             self._end(area, str(error))
             return
-        self._watch(area, range(place, place + 1))
+        self._watch(area, [(place, event.value + 1)])
         name = call.kind.name.capitalize()
         began_ns = self._node.clock.monotonic_ns()
         failure = None

@@ -158,7 +158,8 @@ class Fetches:
             puts: list[TriggeredPut] = []
             reads: list[GetItem] = []
             begun = 0
-            for fetch, entry in zip(batch, self._store.lookup([each.name for each in batch]), strict=True):
+            entries = self._store.lookup([each.name for each in batch])
+            for fetch, entry in zip(batch, entries, strict=True):
                 if not self._begin(fetch, entry, puts, reads):
                     break
                 begun += 1
@@ -175,6 +176,11 @@ class Fetches:
                 self._store.used([self._under_way[put.tag].generation for put in puts])
                 self._counters.found((put.length for put in puts), in_memory=True)
                 arm(self._fabric, puts)
+                self._memory.shelve(
+                    (*fetch.name, entry)
+                    for fetch, entry in zip(batch[:begun], entries, strict=False)
+                    if fetch.hot
+                )
             if reads:
                 self._store.get(reads, self._read)
 
@@ -254,6 +260,9 @@ class Fetches:
             put_words(self._fabric, misses)
         if puts:
             arm(self._fabric, puts)
+            names = [self._under_way[put.tag].name for put in puts]
+            entries = self._store.lookup(names)  # it may have been replaced while it was read
+            self._memory.shelve((*name, entry) for name, entry in zip(names, entries, strict=True))
         self.pump()
 
     def _put(self, fetch: _Fetch, length: int, crc32c: int, generation: int) -> TriggeredPut:

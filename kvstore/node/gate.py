@@ -12,7 +12,7 @@ from kvstore.errors import NotAuthenticated, TenantDenied
 from kvstore.node.tenants import credentials_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from grpc.aio import ServicerContext
 
@@ -28,6 +28,7 @@ class Gate:
     """Who may do what."""
 
     def __init__(self, tenants: Tenants, audit: Audit) -> None:
+        self.before: Callable[[], object] = lambda: None  # is done before each call
         self.tenants = tenants
         self.audit = audit
 
@@ -52,6 +53,7 @@ class Gate:
             self.audit.refused(what, tenant=claimed[:64], peer=peer, why=str(error))
             raise
         tenant.rate.take(max(1, requests))
+        self.before()
         return tenant
 
     def credentials(self, context: _Context) -> Credentials:

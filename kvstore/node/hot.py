@@ -8,6 +8,8 @@ Always holds:
 
 - A piece in use is never given to another; one that is found was kept under exactly that generation, which no two
   records share, so a record that was replaced or deleted is never found by those who ask the index first.
+- What is on the shelf (`nic_offload.shelf`) is what the index names: it is listed in the step in which that was seen,
+  and `unlist` is called in the step in which it ends. A piece that the shelf sends is in use.
 - A scan does not flush it: what was found once more lies in the protected part (up to four fifths of the pages), and
   only what did not earn that makes room first, oldest first.
 
@@ -26,10 +28,12 @@ from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.extents import Extents
 from nic_offload.memory import allocate
+from nic_offload.shelf import Shelf, Shelved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from kvstore.storage.index import Entry
     from nic_offload.fabric import Fabric
 
 __all__ = ["HotMemory", "HotPages", "HotStatistics", "Piece"]
@@ -61,9 +65,16 @@ class HotStatistics:
 class HotPages:
     """Which pages hold what; no memory, no I/O."""
 
-    def __init__(self, pages: int, freed: Callable[[], object]) -> None:
-        """`freed` is called when a piece is released after one was refused."""
+    def __init__(
+        self, pages: int, freed: Callable[[], object], may_go: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """`freed` is called when a piece is released after one was refused.
+
+        `may_go` ends all use of a generation that is not counted here; False while such a use is not over.
+        """
         self._freed = freed
+        self._may_go = may_go
+        self._going: dict[int, Piece] = {}  # forgotten, by the generation that they had, and still so used
         self.refused = False
         self._pages = pages
         self._protected_pages_max = pages * 4 // 5
@@ -77,6 +88,8 @@ class HotPages:
     def take(self, pages: int) -> Piece | None:
         """A piece to read into, with one user; None: all that could make room is in use."""
         start = self._free.allocate(pages)
+        if start is None:
+            self.free_what_went()
         while start is None:
             if not self._evict_one():
                 self.refused = True
@@ -94,6 +107,13 @@ class HotPages:
     def has(self, generation: int) -> bool:
         """Whether this record is kept. To ask is no use of it."""
         return generation in self._probation or generation in self._protected
+
+    def free_what_went(self) -> None:
+        """Free what was forgotten while somebody else used it, who is done now."""
+        for generation, piece in list(self._going.items()):
+            if self._may_go(generation):
+                del self._going[generation]
+                self.release(piece)
 
     def keep(self, piece: Piece, generation: int) -> None:
         """Its bytes are this record's: let others find it, unless they have it already."""
@@ -120,6 +140,16 @@ class HotPages:
         piece.users += 1
         return piece
 
+    def peek(self, generation: int) -> Piece | None:
+        """The piece with this record. To look is no use of it."""
+        return self._protected.get(generation) or self._probation.get(generation)
+
+    def touch(self, generation: int) -> None:
+        """Somebody has used this record, who needed no piece."""
+        piece = self.find(generation)
+        if piece is not None:
+            self.release(piece)
+
     def release(self, piece: Piece) -> None:
         """One user is done. Without any, and not kept, the piece is free."""
         piece.users -= 1
@@ -138,8 +168,11 @@ class HotPages:
         else:
             del self._probation[piece.generation]
         self._kept_pages -= piece.pages
-        piece.generation = 0
-        if not piece.users:
+        generation, piece.generation = piece.generation, 0
+        if not self._may_go(generation):
+            piece.users += 1
+            self._going[generation] = piece
+        elif not piece.users:
             self._free.release(piece.start, piece.pages)
 
     def statistics(self) -> HotStatistics:
@@ -163,7 +196,7 @@ class HotPages:
     def _evict_one(self) -> bool:
         for kept in (self._probation, self._protected):
             for piece in kept.values():
-                if not piece.users:
+                if not piece.users and self._may_go(piece.generation):
                     self._evicted += 1
                     self.forget(piece)
                     return True
@@ -177,7 +210,8 @@ class HotMemory:
         self.size_bytes = size_bytes
         self._memory = allocate(size_bytes)
         self.region = fabric.register(self._memory, remote_write=False)
-        self.pages = HotPages(size_bytes // PAGE_BYTES, freed)
+        self.shelf = Shelf(fabric, self.region)
+        self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take)
         self.shares = Shares(size_bytes)
         self.view = memoryview(self._memory)
 
@@ -193,6 +227,29 @@ class HotMemory:
         """The payload in a piece."""
         start = piece.start * PAGE_BYTES + HEADER_BYTES
         return self.view[start : start + length_bytes]
+
+    def shelve(self, found: Iterable[tuple[bytes, bytes, Entry | None]]) -> None:
+        """Let blocks be sent without asking us: tenant, key and what the index says of each now.
+
+        Those that expire are not, because the shelf knows no time.
+        """
+        blocks = []
+        for tenant, key, entry in found:
+            piece = None if entry is None or entry.expires_ms else self.pages.peek(entry.generation)
+            if piece is not None and entry is not None:
+                payload = self.address(piece) + HEADER_BYTES
+                blocks.append(
+                    Shelved(
+                        tenant, key, entry.fingerprint, entry.generation, payload, entry.length, entry.crc32c
+                    )
+                )
+        if blocks:
+            self.shelf.put(blocks)
+
+    def unlist(self, names: Iterable[tuple[bytes, bytes]]) -> None:
+        """The index names something else under these, or nothing."""
+        for tenant, key in names:
+            self.shelf.unlist(tenant, key)
 
     def close(self) -> None:
         """Give the memory back; the fabric is closed already."""

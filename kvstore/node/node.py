@@ -122,6 +122,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
+        self.hot.unlist(names)
         for listener in self.block_listeners:
             listener(names, reason)
 
@@ -133,6 +134,8 @@ class Node:
     def _tick(self) -> None:
         """Do what only time brings about."""
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
+        self.take_note()
+        self.hot.pages.free_what_went()
         self.pins.expire()
         self.prefetches.pump()
         self.store.poll()
@@ -185,8 +188,9 @@ class Node:
         """Close a connection. What had landed is still kept; the rest is forgotten."""
         if connection.closed:
             return
-        del self._connections[connection.number]
         connection.close()
+        self.take_note()
+        del self._connections[connection.number]
         self.fetches.forget(connection)
         self.fabric_calls.close(connection)
         self._closing.add(connection)
@@ -206,6 +210,14 @@ class Node:
         """Close the connections of those who are no longer to have any."""
         for connection in [one for one in self._connections.values() if where(one)]:
             self.detach(connection)
+
+    def take_note(self) -> None:
+        """Take note of what the fabric did without us; done before anybody asks."""
+        self.fabric_calls.served()
+
+    def find(self, number: int) -> Connection | None:
+        """The connection with this number, whoever's it is."""
+        return self._connections.get(number)
 
     def connection(self, number: int, owner: Tenant | None) -> Connection:
         """The connection with this number. One of another owner than this one is none, as far as he can tell."""
@@ -382,6 +394,7 @@ class Node:
     async def close(self) -> None:
         """Close all connections and wait, not for ever, until the drive has what had landed."""
         self.prefetches.close()
+        self.take_note()
         for connection in list(self._connections.values()):
             self.detach(connection)
         with contextlib.suppress(TimeoutError):

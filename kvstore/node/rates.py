@@ -34,6 +34,11 @@ class Rate:
         """Change the rate; 0 is none."""
         self._cost_ns = _SECOND_NS // per_s if per_s else 0
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a rate."""
+        return self._cost_ns > 0
+
     def take(self, requests: int) -> None:
         """Let so many through, or say Overloaded with when to come again."""
         if not self._cost_ns:

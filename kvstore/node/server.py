@@ -70,6 +70,7 @@ _GRPC_OPTIONS = (
 
 def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
+    gate.before = node.take_note
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
@@ -130,6 +131,7 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     except ConfigError as error:
         log.warning("%s The tenants stay as they were.", error)
         return
+    node.fabric_calls.limits_changed()
     node.detach_all(lambda one: not tenants.admits(one.credentials, one.owner.name))
 
 

@@ -13,12 +13,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvstore.miss import MissReason
 from kvstore.wire import observing_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from kvstore.miss import MissReason
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.storage.eviction.items import Reason
@@ -57,6 +57,13 @@ class Counters:
         else:
             self.hits_drive += len(lengths)
         self.got_bytes += sum(lengths)
+
+    def served(self, blocks: int, size_bytes: int, corrupt: int) -> None:
+        """Note blocks of one call that was answered from the shelf."""
+        self.hits_memory += blocks - corrupt
+        self.got_bytes += size_bytes
+        if corrupt:
+            self.misses[MissReason.CORRUPT] += corrupt
 
     def missed(self, reasons: Iterable[MissReason]) -> None:
         """Note blocks that are not."""

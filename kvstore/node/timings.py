@@ -121,12 +121,12 @@ class Timings:
         put = self._put(tenant, began_ns, durability, None, inline=True)
         put.add(len(lengths), sum(lengths), landed_ns, now_ns)
 
-    def called(self, call: str, began_ns: int, failure: str | None) -> None:
-        """A call is over."""
+    def called(self, call: str, began_ns: int, failure: str | None, ended_ns: int | None = None) -> None:
+        """A call is over, now unless it is said when."""
         histogram = self.calls.get(call)
         if histogram is None:
             histogram = self.calls.setdefault(call, Histogram())
-        histogram.note(self.clock.monotonic_ns() - began_ns)
+        histogram.note((self.clock.monotonic_ns() if ended_ns is None else ended_ns) - began_ns)
         if failure is not None:
             self.calls_failed[call, failure] += 1
 

@@ -6,9 +6,9 @@ word in the client's memory, and before it with bytes, if there are any to say. 
 
 A place of the node holds one call: `head | metadata | rows`. Flags of all places come first, a page of them.
 
-    head       crc32c of all that follows, length in bytes, generation, kind, durability, bytes of metadata, blocks,
-               ack word, lease_ms, expires_unix_ms, fingerprint
-    metadata   of each header: bytes of its name, of its value, whether that is bytes; name; value
+    head       crc32c of all that follows, length in bytes, generation, kind, flags, durability, bytes of metadata,
+               blocks, ack word, lease_ms, expires_unix_ms, fingerprint
+    metadata   of each header: bytes of its name, of its value, whether that is bytes; name; value. Then zeros, to 8
     rows       of a fetch:    key, length, ack word, its generation, target, target's key
                of a reserve:  key, length, ack word
 
@@ -43,6 +43,7 @@ __all__ = [
     "CALL_BYTES",
     "CALL_PLACES",
     "LENGTH_END",
+    "TELLS",
     "AnswerCode",
     "Call",
     "CallKind",
@@ -58,6 +59,7 @@ __all__ = [
     "leases_bytes",
     "leases_of",
     "length_said",
+    "metadata_of",
     "read_call",
     "rows_of_fetch",
     "rows_of_reserve",
@@ -70,7 +72,7 @@ CALL_BYTES = 72 << 10
 ANSWER_BYTES = 36 << 10
 AREA_BYTES = PAGE_BYTES + CALL_PLACES * CALL_BYTES
 
-_HEAD = struct.Struct("<IIQBBHIIIQ16s")
+_HEAD = struct.Struct("<IIQ4BIIII4xQ16s")  # as a compiler would lay it out, and so are the rows
 _HEADER = struct.Struct("<BHB")
 _FETCH = struct.Struct("<32sIIQQQ")
 _RESERVE = struct.Struct("<32sII")
@@ -78,6 +80,7 @@ _ANSWER = struct.Struct("<IIQB7x")
 _LEASE = struct.Struct("<IIQQQ")
 _ERROR = struct.Struct("<HI")
 _CRC_BYTES = 4
+_ALIGN = 8
 LENGTH_END = 8
 _ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
 
@@ -90,6 +93,9 @@ class CallKind(enum.IntEnum):
 
     FETCH = 1
     RESERVE = 2
+
+
+TELLS = 1  # flag of a call: there is something in its metadata that is to be heard before it is answered
 
 
 class AnswerCode(enum.IntEnum):
@@ -137,6 +143,7 @@ class Call:
     ack_word: int
     fingerprint: bytes
     metadata: Metadata = ()
+    flags: int = 0
     durability: int = 0
     lease_ms: int = 0
     expires_unix_ms: int = 0
@@ -179,6 +186,7 @@ def rows_of_reserve(rows: Iterable[ReserveRow]) -> bytes:
 def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
     """The whole of it; None if it is too long for a place."""
     metadata = b"".join(map(_header_bytes, call.metadata))
+    metadata += bytes(-len(metadata) % _ALIGN)
     length = _HEAD.size + len(metadata) + len(rows)
     if length > CALL_BYTES:
         return None
@@ -187,7 +195,9 @@ def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
         length,
         call.generation,
         call.kind,
+        call.flags,
         call.durability,
+        0,
         len(metadata),
         blocks,
         call.ack_word,
@@ -201,9 +211,21 @@ def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
 def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
     """Take a call apart; ProtocolError if it is none, or not the one that is due."""
     _check(data, generation, _HEAD.size)
-    (_, _, _, kind, durability, metadata_bytes, blocks, ack_word, lease_ms, expires_unix_ms, fingerprint) = (
-        _HEAD.unpack_from(data)
-    )
+    (
+        _,
+        _,
+        _,
+        kind,
+        flags,
+        durability,
+        _,
+        metadata_bytes,
+        blocks,
+        ack_word,
+        lease_ms,
+        expires_unix_ms,
+        fingerprint,
+    ) = _HEAD.unpack_from(data)
     rows_at = _HEAD.size + metadata_bytes
     row = {CallKind.FETCH: _FETCH, CallKind.RESERVE: _RESERVE}.get(kind)
     if row is None:
@@ -215,7 +237,8 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         CallKind(kind),
         ack_word,
         fingerprint,
-        _metadata_of(data[_HEAD.size : rows_at]),
+        metadata_of(data[_HEAD.size : rows_at]),
+        flags,
         durability,
         lease_ms,
         expires_unix_ms,
@@ -232,13 +255,14 @@ def _header_bytes(header: tuple[str, str | bytes]) -> bytes:
     return _HEADER.pack(len(name), len(data), isinstance(value, bytes)) + name + data
 
 
-def _metadata_of(data: bytes) -> Metadata:
+def metadata_of(data: bytes) -> Metadata:
+    """The headers in a call."""
     headers: list[tuple[str, str | bytes]] = []
     at = 0
-    while at < len(data):
-        if len(data) - at < _HEADER.size:
-            raise ProtocolError("The metadata of a call over the fabric is cut off.")
+    while len(data) - at >= _HEADER.size:
         name_bytes, value_bytes, binary = _HEADER.unpack_from(data, at)
+        if not name_bytes:
+            break
         at += _HEADER.size
         name, value = data[at : at + name_bytes], data[at + name_bytes : at + name_bytes + value_bytes]
         at += name_bytes + value_bytes

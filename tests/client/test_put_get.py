@@ -92,7 +92,8 @@ def test_a_block_that_is_stored_is_not_sent_again(rig: Rig) -> None:
     puts = reservation.arm(rig.flags[0])
     rig.flags[0].store(5)
     assert [result.already_stored for result in puts.wait(WAIT_S)] == [True] * 4 + [False]
-    assert rig.client.fabric.statistics().put_bytes == sent + MIB
+    calls_bytes = rig.client.fabric.statistics().put_bytes - sent - MIB
+    assert 0 < calls_bytes < 4096  # the reserve itself
 
 
 def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodeProcess) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Block, Client, Hit
-from kvstore.miss import Miss
+from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import MIB, Rig
 from tests.nic_offload.rig import wait_until
@@ -37,7 +37,11 @@ def rig(node: NodeInProcess) -> Iterator[Rig]:
 
 
 def hot(node: NodeInProcess) -> HotStatistics:
-    return node.call(lambda inside: inside.hot.pages.statistics())  # type: ignore[no-any-return]
+    def told(inside: Node) -> HotStatistics:
+        inside.take_note()
+        return inside.hot.pages.statistics()
+
+    return node.call(told)  # type: ignore[no-any-return]
 
 
 def get(rig: Rig, *blocks: Block) -> list[Any]:
@@ -58,7 +62,13 @@ def test_the_second_get_needs_no_drive(tmp_path: Path, node: NodeInProcess, rig:
     assert hot(node).found == 4
 
 
-def test_bytes_that_changed_in_memory_come_from_the_drive_instead(node: NodeInProcess, rig: Rig) -> None:
+@pytest.mark.parametrize("on_shelf", [False, True])
+def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
+    node: NodeInProcess,
+    rig: Rig,
+    on_shelf: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """The node's own thread reads them anew at once; the C core, which reads no drive, says that they are missed."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     assert get(rig, block) == [Hit(block.key)]
@@ -68,13 +78,18 @@ def test_bytes_that_changed_in_memory_come_from_the_drive_instead(node: NodeInPr
         assert piece is not None
         inside.hot.payload(piece, 100_000)[77_777] ^= 1
         inside.hot.pages.release(piece)
+        assert len(inside.hot.shelf) == 1
+        if not on_shelf:
+            inside.hot.shelf.take(piece.generation)
 
     node.call(damage)
-    assert get(rig, block) == [Hit(block.key)]
-    assert rig.is_exact(block)
+    if on_shelf:
+        assert [one.reason for one in get(rig, block)] == [MissReason.CORRUPT]
+        assert bytes(rig.target) == bytes(len(rig.target))
+    for _ in range(2):
+        assert get(rig, block) == [Hit(block.key)]
+        assert rig.is_exact(block)
     assert rig.client.status().corrupt_found == 0
-    assert get(rig, block) == [Hit(block.key)]
-    assert rig.is_exact(block)
 
 
 def test_a_block_that_was_replaced_is_not_served_from_memory(node: NodeInProcess, rig: Rig) -> None:
