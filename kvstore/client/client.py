@@ -41,7 +41,7 @@ from kvstore.client.observing import ObservingCalls
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
-from kvstore.client.watch import metadata_of
+from kvstore.client.watch import metadata_of, within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -70,11 +70,13 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.channel import Tls
     from kvstore.client.gets import Ended
+    from kvstore.client.spans import ClientSpans
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from nic_offload.fabric import Region
@@ -95,6 +97,12 @@ def _fingerprint(layout: HasFingerprint | bytes) -> bytes:
     return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
 
 
+def _spans(provider: TracerProvider, target: str) -> ClientSpans:
+    from kvstore.client.spans import ClientSpans  # noqa: PLC0415 - its package is an extra
+
+    return ClientSpans(provider, target)
+
+
 class Client(Handle):
     """A client of one node."""
 
@@ -110,6 +118,7 @@ class Client(Handle):
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
+        tracer_provider: TracerProvider | None = None,
     ) -> None:
         """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
 
@@ -118,10 +127,12 @@ class Client(Handle):
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
+        With a `tracer_provider`, of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
         """
         self.target = target
         self.tenant = tenant
-        self._channel = open_channel(target, token, tls)
+        self.spans = None if tracer_provider is None else _spans(tracer_provider, target)
+        self._channel = open_channel(target, token, tls, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
         self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
         self._provider, self._address = provider, address
@@ -204,9 +215,10 @@ class Client(Handle):
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,
         )
+        span = None if self.spans is None else self.spans.put(blocks, durability)
         asked_ns = time.monotonic_ns()
         try:
-            with self._calling("Reserving slots"):
+            with within(span), self._calling("Reserving slots"):
                 answer = self._stub.Reserve(
                     request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(watch)
                 )
@@ -215,10 +227,13 @@ class Client(Handle):
                 link.give_back_words(words)
             if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
                 self.lose(link, error)  # leases may stand that we know nothing of
+            if span is not None:
+                span.failed(error)
             raise
-        return Reservation(
-            self, link, blocks, answer.leases, words, durability, lease_deadline_ns(asked_ns, lease_ms), watch
-        )
+        if span is not None:
+            span.reserved()
+        deadline_ns = lease_deadline_ns(asked_ns, lease_ms)
+        return Reservation(self, link, blocks, answer.leases, words, durability, deadline_ns, watch, span)
 
     def abort(self, link: Link, leases: Sequence[pb.Lease]) -> threading.Event:
         """Give leases back; the event is set once the node has them, or the link has ended for want of an answer."""
@@ -272,6 +287,9 @@ class Client(Handle):
         self._check_batch(blocks)
         fingerprint = self.fingerprint if layout is None else layout.fingerprint
         began_ns, request_id = time.monotonic_ns(), current_request()
+        span = None if self.spans is None else self.spans.get(blocks, request_id)
+        if span is not None:
+            ended = span.before(ended)
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
             with self.lookups.noting(Kind.FETCH, len(blocks), request_id):
@@ -288,6 +306,7 @@ class Client(Handle):
         try:
             with (
                 self.lookups.looking(Kind.FETCH, len(blocks), request_id) as metadata,
+                within(span),
                 self._calling("Fetching blocks"),
             ):
                 self._stub.Fetch(
@@ -295,6 +314,8 @@ class Client(Handle):
                     timeout=min(left_s, RPC_TIMEOUT_MS / 1000),
                     metadata=(*metadata, *metadata_of(watch)),
                 )
+            if span is not None:
+                span.taken()
             get.tell_loss(partial(self.lookups.lost, request_id, Kind.FETCH, began_ns))
         except Overloaded as refusal:
             with self.lock:
@@ -419,3 +440,5 @@ class Client(Handle):
             self._fabric.close()
         self._channel.close()
         os.close(self._stop_fd)
+        if self.spans is not None:
+            self.spans.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import ProtocolError
@@ -13,6 +12,7 @@ from kvstore.node.connection import AckArea, BlockRequest, check_block, check_co
 from kvstore.node.fetching import FetchRequest
 from kvstore.node.inline import deadline
 from kvstore.node.traces import SeenGet
+from kvstore.version import package_version
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.storage.items import DriveState
 
-__all__ = ["KvStoreService", "package_version"]
-
-
-def package_version() -> str:
-    """The version of this distribution."""
-    try:
-        return version("triggerkv")
-    except PackageNotFoundError:
-        return "unknown"
+__all__ = ["KvStoreService"]
 
 
 def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
@@ -105,6 +97,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""
         async with refusals(context, self._node.counters):
+            spans, began_ns = self._node.spans, self._node.clock.monotonic_ns()
+            parent = None if spans is None else spans.parent_of(context)
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
             connection = self._node.connection(request.connection, owner)
             leases = self._node.reserve(
@@ -118,6 +112,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 request.expires_unix_ms,
             )
             self._node.traces.leased(self._node.traces.hear(context, connection.tenant), leases)
+            if spans is not None and parent is not None:
+                spans.leased(parent, began_ns, leases, durability_of(request.durability))
             return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
         raise AssertionError
 
@@ -178,6 +174,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 raise ProtocolError("An inline put begins with its start message.")
             start = first.start
             tenant = self._gate.enter("put", context, start.tenant)
+            spans, began_ns = self._node.spans, self._node.clock.monotonic_ns()
+            parent = None if spans is None else spans.parent_of(context)
             durability = await self._node.inline.put(
                 context.peer(),
                 tenant.id,
@@ -188,6 +186,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 start.expires_unix_ms,
                 (message.chunk async for message in request_iterator),
             )
+            if spans is not None and parent is not None:
+                spans.inline_put(parent, began_ns, 1, start.name.length, durability)
             return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
         raise AssertionError
 
