@@ -16,7 +16,13 @@ from kvstore.client import Arrivals, Block, Client, Hit, Nodes
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded
-from kvstore.limits import SPAN_GROUPS_MAX, SPANS_CLOSE_MS, STEP_FIRINGS_MAX
+from kvstore.limits import (
+    RESUME_AHEAD_BATCHES,
+    RESUME_BATCH_BLOCKS,
+    SPAN_GROUPS_MAX,
+    SPANS_CLOSE_MS,
+    STEP_FIRINGS_MAX,
+)
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -220,6 +226,19 @@ def test_a_resume_is_one_trace_cold_and_hot(both: Both, where: str) -> None:
     assert parts == {"queue", "send"} | ({"drive.read"} if where == "drive" else set())
 
 
+def test_all_batches_of_a_long_resume_are_in_its_trace(both: Both) -> None:
+    both.put([both.block(0), both.block(1)])
+    chat = both.client.session("ada", "chat 7")
+    blocks = (RESUME_AHEAD_BATCHES + 2) * RESUME_BATCH_BLOCKS
+    chat.append([KEYS[number % 2] for number in range(blocks)], blocks)
+    both.clear("kvstore.put", "kvstore.node.put")
+    assert chat.resume(lambda number, _: both.block(number % 2), timeout_s=WAIT_S).is_whole
+    both.of_node.wait_for("kvstore.node.fetch", RESUME_AHEAD_BATCHES + 2)
+    spans = both.close()
+    root = one_trace(spans)
+    assert len(named(children_of(root, spans), "kvstore.get")) == RESUME_AHEAD_BATCHES + 2
+
+
 def test_a_miss_says_its_reason(both: Both) -> None:
     blocks = [both.block(number) for number in range(4)]
     both.put(blocks)
@@ -372,9 +391,10 @@ def test_a_span_processor_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
         done.set()
 
     threading.Thread(target=work, daemon=True).start()
-    assert done.wait(WAIT_S + SPANS_CLOSE_MS / 1000)
+    in_time = done.wait(WAIT_S + SPANS_CLOSE_MS / 1000)
     let_go.set()
     node.close()
+    assert in_time
 
 
 def test_without_a_provider_nothing_of_opentelemetry_is_imported(tmp_path: Path) -> None:
