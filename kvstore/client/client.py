@@ -151,7 +151,7 @@ class Client(Handle):
         calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
-        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
+        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups, self.spans)
         self.put_inline, self.get_inline = inline.put, inline.get
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
         observing = ObservingCalls(self._channel, self._calling, tenant)

@@ -29,17 +29,19 @@ from kvstore.version import package_version
 from kvstore.wire.traceparent import TRACEPARENT_HEADER, TraceParent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from opentelemetry.util.types import AttributeValue
+    from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit, PutResult
     from kvstore.client.gets import Ended
     from kvstore.client.resuming import Resumed
     from kvstore.durability import Durability
+    from kvstore.miss import MissReason
 
-__all__ = ["ClientSpans", "GetSpan", "PutSpan", "ResumeSpan"]
+__all__ = ["ClientSpans", "GetSpan", "InlineSpan", "PutSpan", "ResumeSpan"]
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,11 @@ class ClientSpans:
     def resume(self) -> ResumeSpan:
         """A session is about to be resumed."""
         return ResumeSpan(self, "kvstore.resume", SpanKind.INTERNAL, {"kvstore.node": self._target})
+
+    def inline(self, name: str) -> InlineSpan:
+        """Blocks are about to be put or got inside gRPC; `name` says which."""
+        asked: dict[str, AttributeValue] = {"kvstore.node": self._target, "kvstore.inline": True}
+        return InlineSpan(self, name, SpanKind.CLIENT, asked)
 
     def _of(self, blocks: Sequence[Block]) -> dict[str, AttributeValue]:
         return {
@@ -172,6 +179,12 @@ class _Open:
         self.span.set_attribute("error.type", name)
         self.span.set_status(StatusCode.ERROR, name)
 
+    def _say_found(self, hits: int, missed: Counter[MissReason]) -> None:
+        self.span.set_attribute("kvstore.hits", hits)
+        self.span.set_attribute("kvstore.misses", missed.total())
+        for reason, count in missed.items():
+            self.span.set_attribute(f"kvstore.misses.{reason.name.lower()}", count)
+
     def _event(self, name: str, at_ns: int) -> None:
         if at_ns:
             self.span.add_event(name, timestamp=self._unix_ns(at_ns))
@@ -255,11 +268,44 @@ class GetSpan(_Open):
 
     def _describe(self, outcomes: Sequence[Hit | Miss]) -> None:
         self._event("taken by the node", self._taken_ns)
-        missed = Counter(one.reason.name.lower() for one in outcomes if isinstance(one, Miss))
-        self.span.set_attribute("kvstore.hits", len(outcomes) - missed.total())
-        self.span.set_attribute("kvstore.misses", missed.total())
-        for reason, count in missed.items():
-            self.span.set_attribute(f"kvstore.misses.{reason}", count)
+        missed = Counter(one.reason for one in outcomes if isinstance(one, Miss))
+        self._say_found(len(outcomes) - missed.total(), missed)
+
+
+class InlineSpan(_Open):
+    """Blocks that are put or got inside gRPC."""
+
+    size_bytes = 0  # of all of them
+
+    def sized(self, blocks: Iterable[tuple[bytes, Buffer]]) -> Iterator[tuple[bytes, Buffer]]:
+        """The same blocks, whose sizes are added up as they go by."""
+        for key, data in blocks:
+            self.size_bytes += memoryview(data).nbytes
+            yield key, data
+
+    def put(self, blocks: int, failed: Sequence[Exception]) -> None:
+        """So many were sent, and these of them were not kept."""
+
+        def describe() -> None:
+            self._say_size(blocks)
+            self.span.set_attribute("kvstore.blocks.failed", len(failed))
+            if failed:
+                self._say_failed(failed[0])
+
+        self._end(describe)
+
+    def got(self, blocks: int, hits: int, missed: Counter[MissReason]) -> None:
+        """So many were asked for, and this has become of them."""
+
+        def describe() -> None:
+            self._say_size(blocks)
+            self._say_found(hits, missed)
+
+        self._end(describe)
+
+    def _say_size(self, blocks: int) -> None:
+        self.span.set_attribute("kvstore.blocks", blocks)
+        self.span.set_attribute("kvstore.bytes", self.size_bytes)
 
 
 class ResumeSpan(_Open):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block, PutResult
     from kvstore.client.puts import ArmedPuts
-    from kvstore.client.spans import GetSpan, PutSpan, ResumeSpan
+    from kvstore.client.spans import GetSpan, InlineSpan, PutSpan, ResumeSpan
 
 __all__ = ["Metadata", "Watch", "metadata_of", "within"]
 
@@ -43,6 +43,6 @@ def metadata_of(watch: Watch | None) -> Metadata:
     return () if watch is None else watch.metadata()
 
 
-def within(span: PutSpan | GetSpan | ResumeSpan | None) -> AbstractContextManager[object]:
+def within(span: PutSpan | GetSpan | InlineSpan | ResumeSpan | None) -> AbstractContextManager[object]:
     """Let calls be told as of this span; as they are, if nobody traces."""
     return nullcontext() if span is None else span.current()

@@ -15,7 +15,7 @@ from opentelemetry.trace import NoOpTracerProvider, StatusCode
 from kvstore.client import Arrivals, Block, Client, Hit, Nodes
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, Overloaded
+from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ProtocolError
 from kvstore.limits import (
     RESUME_AHEAD_BATCHES,
     RESUME_BATCH_BLOCKS,
@@ -315,22 +315,49 @@ actions = ["fetch"]
     assert named(children_of(named(spans, "kvstore.get")[0], spans), "kvstore.node.fetch")
 
 
-def test_blocks_inside_grpc_join_the_application_s_own_trace(both: Both) -> None:
+def test_blocks_inside_grpc_are_traced_within_the_application_s_own_span(both: Both) -> None:
     tracer = both.of_client.provider.get_tracer("an engine")
     with tracer.start_as_current_span("engine step"):
         both.client.put_inline(KEYS[0], bytes(SIZE))
-        both.client.put_many_inline([(KEYS[1], bytes(SIZE)), (KEYS[2], bytes(SIZE))])
-        assert all(isinstance(one, bytes) for one in both.client.get_many_inline([(KEYS[0], SIZE)]))
+        both.client.put_many_inline([(KEYS[1], bytes(SIZE)), (KEYS[2], bytes(100))])
+        assert isinstance(both.client.get_inline(KEYS[0], SIZE), bytes)
+        got = both.client.get_many_inline([(KEYS[1], SIZE), (KEYS[9], SIZE), (KEYS[2], 100)])
+        assert isinstance(next(iter(got)), bytes)
+        with tracer.start_as_current_span("in between"):  # is no part of the get
+            assert [type(one) for one in got] == [Miss, bytes]
         assert both.client.prefix(KEYS[:4]).blocks == 3
-    both.of_node.wait_for("kvstore.node.get")
+    both.of_node.wait_for("kvstore.node.get", 2)
     spans = both.close()
     root = one_trace(spans)
     assert root.name == "engine step"
     names = sorted(span.name for span in children_of(root, spans))
-    assert names == ["kvstore.node.get", "kvstore.node.prefix", "kvstore.node.put", "kvstore.node.put"]
-    assert sorted(
-        int(str(attributes_of(one)["kvstore.blocks"])) for one in named(spans, "kvstore.node.put")
-    ) == [1, 2]
+    assert names == [
+        "in between",
+        "kvstore.get",
+        "kvstore.get",
+        "kvstore.node.prefix",
+        "kvstore.put",
+        "kvstore.put",
+    ]
+    for side in ("kvstore.put", "kvstore.node.put"):
+        sizes = [
+            (said["kvstore.inline"], said["kvstore.blocks"], said["kvstore.bytes"])
+            for said in map(attributes_of, named(spans, side))
+        ]
+        assert sizes == [(True, 1, SIZE), (True, 2, SIZE + 100)]
+    one, three = named(spans, "kvstore.get")
+    assert (attributes_of(one)["kvstore.hits"], attributes_of(one)["kvstore.bytes"]) == (1, SIZE)
+    assert (attributes_of(three)["kvstore.hits"], attributes_of(three)["kvstore.misses.unknown"]) == (2, 1)
+    for get in (one, three):
+        assert named(children_of(get, spans), "kvstore.node.get")
+
+
+def test_a_block_inside_grpc_that_is_refused_is_an_error(both: Both) -> None:
+    with pytest.raises(ProtocolError):
+        both.client.put_inline(b"no key", b"x")
+    assert isinstance(both.client.put_many_inline([(KEYS[0], b"x"), (KEYS[1], b"")])[1].error, KvError)
+    spans = both.of_client.wait_for("kvstore.put", 2)
+    assert [attributes_of(span)["error.type"] for span in spans] == ["ProtocolError", "ProtocolError"]
 
 
 # --- who is not traced, and what is not told
