@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.channel import Tls
     from kvstore.client.gets import Ended
-    from kvstore.client.spans import ClientSpans
+    from kvstore.client.spans import ClientSpans, PutSpan
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from nic_offload.fabric import Region
@@ -202,6 +202,23 @@ class Client(Handle):
         self._check_batch(blocks)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
+        span = None if self.spans is None else self.spans.put(blocks, durability)
+        try:
+            return self._reserve(blocks, durability, lease_ms, expires_unix_ms, watch, span)
+        except KvError as error:
+            if span is not None:
+                span.failed(error)
+            raise
+
+    def _reserve(
+        self,
+        blocks: Sequence[Block],
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+        span: PutSpan | None,
+    ) -> Reservation:
         link = self._attached(RPC_TIMEOUT_MS / 1000)
         with self.lock:
             words = link.take_words(len(blocks))
@@ -215,7 +232,6 @@ class Client(Handle):
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,
         )
-        span = None if self.spans is None else self.spans.put(blocks, durability)
         asked_ns = time.monotonic_ns()
         try:
             with within(span), self._calling("Reserving slots"):
@@ -227,8 +243,6 @@ class Client(Handle):
                 link.give_back_words(words)
             if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
                 self.lose(link, error)  # leases may stand that we know nothing of
-            if span is not None:
-                span.failed(error)
             raise
         if span is not None:
             span.reserved()

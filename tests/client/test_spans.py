@@ -15,7 +15,7 @@ from opentelemetry.trace import NoOpTracerProvider, StatusCode
 from kvstore.client import Arrivals, Block, Client, Hit, Nodes
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
 from kvstore.limits import (
     RESUME_AHEAD_BATCHES,
     RESUME_BATCH_BLOCKS,
@@ -273,6 +273,10 @@ def test_a_node_that_is_away_is_a_miss_in_the_span(tmp_path: Path) -> None:
         assert isinstance(miss, Miss)
         assert miss.reason is MissReason.NODE_AWAY
         (get,) = kept.wait_for("kvstore.get")
+        with pytest.raises(NodeUnavailable):
+            client.reserve([Block(KEYS[0], region, 0, SIZE)])
+        (put,) = kept.wait_for("kvstore.put")
+    assert attributes_of(put)["error.type"] == "NodeUnavailable"
     assert attributes_of(get)["kvstore.misses.node_away"] == 1
 
 
