@@ -42,6 +42,10 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 test-engines: setup-engines ## tests/engines: real engines with our node beside them (minutes)
 	@.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
+.PHONY: promtool
+promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of the alerts
+	@tools/promtool.sh
+
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)

@@ -43,6 +43,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             else EventsConfig(arguments.events, arguments.events_replay, arguments.events_as == "arrays"),
             http=None if arguments.http is None else parse_listen(arguments.http),
             ui=arguments.ui,
+            otel=arguments.otel,
         )
     )
 
@@ -200,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
         "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, and /healthz there"
     )
     serve.add_argument("--ui", action="store_true", help="and a web page of the node")
+    serve.add_argument(
+        "--otel",
+        metavar="ENDPOINT",
+        help="send OpenTelemetry spans over OTLP/gRPC to http://HOST:PORT or https://HOST:PORT",
+    )
     serve.set_defaults(run=_serve)
 
     token = commands.add_parser(

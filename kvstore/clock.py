@@ -9,7 +9,10 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "unix_offset_ns"]
+
+_TRIES = 4
+_CLOSE_NS = 2_000
 
 
 class Clock(Protocol):
@@ -34,3 +37,18 @@ class SystemClock:
     def wall_ms(self) -> int:
         """Milliseconds of CLOCK_REALTIME."""
         return time.time_ns() // 1_000_000
+
+
+def unix_offset_ns() -> int:
+    """What has to be added to `monotonic_ns` of now for nanoseconds since 1970.
+
+    The clocks are read one behind the other, and a thread may lose its core in between: the closest reading counts.
+    """
+    best_ns, offset_ns = -1, 0
+    for _ in range(_TRIES):
+        before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if best_ns < 0 or after_ns - before_ns < best_ns:
+            best_ns, offset_ns = after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2
+        if best_ns < _CLOSE_NS:
+            break
+    return offset_ns

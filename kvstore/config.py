@@ -35,6 +35,7 @@ __all__ = [
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
+_COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
 class DriveSpec(NamedTuple):
@@ -74,6 +75,7 @@ class NodeConfig:
     events: EventsConfig | None = None
     http: tuple[str, int] | None = None  # where metrics and health are served
     ui: bool = False  # and the web page
+    otel: str | None = None  # the collector that is sent spans
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
@@ -86,6 +88,10 @@ class NodeConfig:
             )
         if self.ui and self.http is None:
             raise ConfigError("The web page needs a port: --http HOST:PORT.")
+        if self.otel is not None and _COLLECTOR.fullmatch(self.otel) is None:
+            raise ConfigError(
+                f"{self.otel!r} is not where a collector takes OTLP over gRPC; write http://HOST:PORT or https://HOST:PORT."
+            )
         if self.events is not None:
             for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
                 _check_stays_here(endpoint)

@@ -101,6 +101,14 @@ __all__ = [
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
     "SLOTS_PER_CLIENT_MAX",
+    "SPANS_CLOSE_MS",
+    "SPANS_QUEUED_MAX",
+    "SPANS_SEND_MS",
+    "SPANS_SEND_TIMEOUT_MS",
+    "SPANS_SENT_MAX",
+    "SPANS_STOP_MS",
+    "SPANS_WAITING_MAX",
+    "SPAN_GROUPS_MAX",
     "STEPS_REPORTED_MAX",
     "STEP_CLOCK_BYTES",
     "STEP_DETAIL_BYTES_MAX",
@@ -110,6 +118,7 @@ __all__ = [
     "TENANTS_MAX",
     "TENANT_BYTES",
     "TIMER_TICK_MS",
+    "TRACEPARENT_BYTES_MAX",
     "TRACES_MAX",
     "TRACE_STEPS_MAX",
     "TRANSFERS_TOLD_MAX",
@@ -229,6 +238,16 @@ STEP_CLOCK_BYTES = 8
 STEP_FIRINGS_MAX = 8  # of one batch of puts are told apart
 STEP_PUTS_FOLLOWED_MAX = 16  # batches of puts of a session whose end has not been told
 
+SPANS_WAITING_MAX = 1024  # batches whose spans a client has not made yet; of more, the oldest are not traced
+SPANS_CLOSE_MS = 1_000  # that a closing client waits for them
+SPANS_QUEUED_MAX = 4096  # of a node, that its collector has not taken; of more, the oldest go
+SPANS_SENT_MAX = 512  # in one message to it
+SPANS_SEND_MS = 1_000  # they are sent this long after the first of them at the latest
+SPANS_SEND_TIMEOUT_MS = 5_000  # of one message, tried again within it
+SPANS_STOP_MS = 1_500  # that a stopping node waits for its collector
+SPAN_GROUPS_MAX = 8  # of blocks of one put that landed together are told apart
+TRACEPARENT_BYTES_MAX = 128
+
 LOOKUPS_MAX = 16_384  # look-ups that a node remembers, of all tenants
 LOOKUPS_BYTES_MAX = 8 << 20  # of them in memory, as they are in the log
 LOOKUPS_LISTED_MAX = 256  # told in one answer
@@ -291,6 +310,7 @@ assert (
     LOOKUP_LOG_FILE_BYTES_MAX * (LOOKUP_LOG_FILES - 1) >= LOOKUPS_BYTES_MAX
 )  # what is in memory is in the log
 assert STEPS_REPORTED_MAX <= TRACE_STEPS_MAX
+assert SPANS_SENT_MAX <= SPANS_QUEUED_MAX
 assert PROTECTED_SESSIONS_OF_TENANT_MAX <= PROTECTED_SESSIONS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
 assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits

@@ -30,6 +30,7 @@ from urllib.parse import unquote
 from kvstore.client.blocks import Hit
 from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.resuming import Manifest, Resumed
+from kvstore.client.watch import within
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
 from kvstore.limits import (
@@ -117,7 +118,7 @@ class Arrival(Handle):
         manifest, placing = self._manifest, self.placing
         if manifest is None or placing is None:
             return Resumed(0, 0, 0, 0, self.miss or Miss(MissReason.UNKNOWN, "The request named no place."))
-        self.close()
+        self._arrivals.settle(self)
         outcomes = [placing.outcomes.get(key) for key in manifest.keys]
         usable = next((at for at, one in enumerate(outcomes) if not isinstance(one, Hit)), len(outcomes))
         miss = self.miss
@@ -127,11 +128,15 @@ class Arrival(Handle):
             miss = first if isinstance(first, Miss) else self.miss or late
         resumed = manifest.resumed(usable, miss)
         placing.notes.resumed(resumed)
+        if placing.span is not None:
+            placing.span.resumed(resumed)
         return resumed
 
     def close(self) -> None:
         """Wait until nothing of it goes into memory any more."""
         self._arrivals.settle(self)
+        if self.placing is not None and self.placing.span is not None:
+            self.placing.span.closed(sum(isinstance(one, Hit) for one in self.placing.outcomes.values()))
 
 
 class Arrivals(Handle):
@@ -228,13 +233,17 @@ class Arrivals(Handle):
         chat = self.session(owner.user, request.context)
         actions = ", ".join(map(str, entry.actions))
         chat.notes.note(Step.ARRIVED, detail=f"rule {entry.name}: {actions}")
-        manifest = None
+        manifest, spans = None, self._nodes.of(owner.user).spans
+        span = None if spans is None or place is None else spans.resume()
         try:
-            if place is not None:
-                chat.notes.note(Step.RESUMING)
-                manifest = chat.manifest(timeout_s)
-            found, gone = self._look_up(owner, () if manifest is None else manifest.keys)
+            with within(span):
+                if place is not None:
+                    chat.notes.note(Step.RESUMING)
+                    manifest = chat.manifest(timeout_s)
+                found, gone = self._look_up(owner, () if manifest is None else manifest.keys)
         except KvError as error:
+            if span is not None:
+                span.failed(error)
             return Arrival(self, entry, miss=_miss(error))
         placing, pin = None, ExitStack()
         if manifest is not None and place is not None:
@@ -243,7 +252,7 @@ class Arrivals(Handle):
             self._nodes.of(owner.user).check_memory(blocks)
             if blocks:
                 chat.notes.registered(blocks[0].region)
-            placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone))
+            placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone), span=span)
             with suppress(KvError):  # what is not pinned may miss, and then says so
                 time_to_live_ms = int(timeout_s * 1000) + 1
                 pin.enter_context(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.watch import metadata_of
+from kvstore.client.watch import metadata_of, within
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import RPC_TIMEOUT_MS
 from kvstore.lookups import Kind
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from kvstore.client.gets import Get
     from kvstore.client.link import Host, Link
     from kvstore.client.lookups import ClientLookups
+    from kvstore.client.spans import GetSpan, PutSpan
     from kvstore.client.watch import Watch
     from kvstore.durability import Durability
+    from kvstore.wire.fabric_call import Metadata
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 
 __all__ = ["Asking"]
@@ -52,6 +54,12 @@ class Asking:
         self._lookups = lookups
         self._clock = lookups.clock
 
+    @staticmethod
+    def _traced(span: PutSpan | GetSpan | None) -> Metadata:
+        """What says of which trace a call is; of one by gRPC the channel does."""
+        header = None if span is None else span.header()
+        return () if header is None else (header,)
+
     # --- slots for blocks
 
     def reserve(
@@ -64,6 +72,7 @@ class Asking:
         lease_ms: int,
         expires_unix_ms: int,
         watch: Watch | None,
+        span: PutSpan | None,
     ) -> Sequence[Leased]:
         """Lease a slot for each block; one typed error if that can't be."""
         over = threading.Event()
@@ -73,13 +82,14 @@ class Asking:
             answers.append(answer)
             over.set()
 
+        metadata = (*metadata_of(watch), *self._traced(span))
         with self._client.lock:
             if link.error is not None:
                 raise link.error
             begun = link.calls is not None and link.calls.begin(
                 CallKind.RESERVE,
                 fingerprint,
-                metadata_of(watch),
+                metadata,
                 len(blocks),
                 rows_of_reserve(
                     ReserveRow(block.key, block.length, word)
@@ -92,9 +102,10 @@ class Asking:
                 expires_unix_ms=expires_unix_ms,
             )
         if not begun:
-            return self._reserve_by_rpc(
-                link, blocks, words, fingerprint, durability, lease_ms, expires_unix_ms, watch
-            )
+            with within(span):
+                return self._reserve_by_rpc(
+                    link, blocks, words, fingerprint, durability, lease_ms, expires_unix_ms, watch
+                )
         over.wait()  # no longer than the call's deadline: its end is told by then
         (answer,) = answers
         if isinstance(answer, KvError):
@@ -141,7 +152,14 @@ class Asking:
     # --- blocks
 
     def fetch(
-        self, link: Link, get: Get, fingerprint: bytes, request_id: str, deadline_ns: int, watch: Watch | None
+        self,
+        link: Link,
+        get: Get,
+        fingerprint: bytes,
+        request_id: str,
+        deadline_ns: int,
+        watch: Watch | None,
+        span: GetSpan | None,
     ) -> None:
         """Have the node send blocks. What becomes of the call is told to the get, now or later."""
         began_ns = self._clock.monotonic_ns()
@@ -155,6 +173,8 @@ class Asking:
             elif isinstance(answer, KvError):
                 self._client.lose(link, answer)
             else:
+                if span is not None:
+                    span.taken()
                 get.tell_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
 
         with self._client.lock:
@@ -165,7 +185,7 @@ class Asking:
             begun = link.calls is not None and link.calls.begin(
                 CallKind.FETCH,
                 fingerprint,
-                metadata,
+                (*metadata, *self._traced(span)),
                 get.blocks,
                 get.rows(),
                 min(deadline_ns, began_ns + _TIMEOUT_NS),
@@ -176,7 +196,7 @@ class Asking:
             return
         left_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
         try:
-            with self._calling("Fetching blocks"):
+            with within(span), self._calling("Fetching blocks"):
                 self._stub.Fetch(
                     get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000), metadata=metadata
                 )

@@ -1,4 +1,4 @@
-"""The gRPC channel to a node: plain on loopback, or over TLS, with the tenant's token on every call."""
+"""The gRPC channel to a node: plain on loopback, or over TLS, with the tenant's token on every call, and its trace."""
 
 from __future__ import annotations
 
@@ -45,19 +45,30 @@ class Tls:
         return grpc.ssl_channel_credentials(*parts)
 
 
-def open_channel(target: str, token: str | None, tls: Tls | None) -> grpc.Channel:
-    """Open a channel; no call is made yet."""
+def open_channel(
+    target: str,
+    token: str | None,
+    tls: Tls | None,
+    header: Callable[[], tuple[str, str] | None] | None = None,
+) -> grpc.Channel:
+    """Open a channel; no call is made yet. `header` is asked for each call what else it shall carry."""
     if tls is None:
         channel = grpc.insecure_channel(target, options=_OPTIONS)
     else:
         channel = grpc.secure_channel(target, tls.credentials(), options=_OPTIONS)
-    return channel if token is None else grpc.intercept_channel(channel, _Bearer(token))
+    said: list[Callable[[], tuple[str, str] | None]] = []
+    if token is not None:
+        bearer = ("authorization", f"Bearer {token}")
+        said.append(lambda: bearer)
+    if header is not None:
+        said.append(header)
+    return grpc.intercept_channel(channel, *map(_Saying, said)) if said else channel
 
 
 class _Details(
     grpc.ClientCallDetails,
 ):
-    """What a call is to be made with, and our header."""
+    """What a call is to be made with, and a header of ours."""
 
     def __init__(self, asked: Any, header: tuple[str, str]) -> None:
         self.method = asked.method
@@ -68,21 +79,22 @@ class _Details(
         self.compression = getattr(asked, "compression", None)
 
 
-class _Bearer(
+class _Saying(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Puts the token on every call, whatever its kind."""
+    """Puts a header on every call, whatever its kind, if there is one at that moment."""
 
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
+    def __init__(self, header: Callable[[], tuple[str, str] | None]) -> None:
+        self._header = header
 
-    def _with_token(self, go_on: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        return go_on(_Details(details, self._header), request)
+    def _with_header(self, go_on: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+        header = self._header()
+        return go_on(details if header is None else _Details(details, header), request)
 
-    intercept_unary_unary: Any = _with_token
-    intercept_unary_stream: Any = _with_token
-    intercept_stream_unary: Any = _with_token
-    intercept_stream_stream: Any = _with_token
+    intercept_unary_unary: Any = _with_header
+    intercept_unary_stream: Any = _with_header
+    intercept_stream_unary: Any = _with_header
+    intercept_stream_stream: Any = _with_header

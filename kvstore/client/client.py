@@ -69,11 +69,13 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.channel import Tls
     from kvstore.client.gets import Ended
+    from kvstore.client.spans import ClientSpans, PutSpan
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from kvstore.wire.fabric_call import Leased
@@ -95,6 +97,12 @@ def _fingerprint(layout: HasFingerprint | bytes) -> bytes:
     return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
 
 
+def _spans(provider: TracerProvider, target: str) -> ClientSpans:
+    from kvstore.client.spans import ClientSpans  # noqa: PLC0415 - its package is an extra
+
+    return ClientSpans(provider, target)
+
+
 class Client(Handle):
     """A client of one node."""
 
@@ -110,6 +118,7 @@ class Client(Handle):
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         provider: str | None = None,
+        tracer_provider: TracerProvider | None = None,
     ) -> None:
         """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
 
@@ -118,10 +127,12 @@ class Client(Handle):
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
+        With a `tracer_provider`, of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
         """
         self.target = target
         self.tenant = tenant
-        self._channel = open_channel(target, token, tls)
+        self.spans = None if tracer_provider is None else _spans(tracer_provider, target)
+        self._channel = open_channel(target, token, tls, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
         self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
         self._provider, self._address = provider, address
@@ -141,7 +152,7 @@ class Client(Handle):
         calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
-        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
+        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups, self.spans)
         self.put_inline, self.get_inline = inline.put, inline.get
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
         observing = ObservingCalls(self._channel, self._calling, tenant)
@@ -192,21 +203,39 @@ class Client(Handle):
         self._check_batch(blocks)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
+        span = None if self.spans is None else self.spans.put(blocks, durability)
+        try:
+            return self._reserve(blocks, durability, lease_ms, expires_unix_ms, watch, span)
+        except KvError as error:
+            if span is not None:
+                span.failed(error)
+            raise
+
+    def _reserve(
+        self,
+        blocks: Sequence[Block],
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+        span: PutSpan | None,
+    ) -> Reservation:
         link = self._attached(RPC_TIMEOUT_MS / 1000)
         with self.lock:
             words = link.take_words(len(blocks))
         asked_ns = time.monotonic_ns()
         try:
             leases = self._asking.reserve(
-                link, blocks, words, self.fingerprint, durability, lease_ms, expires_unix_ms, watch
+                link, blocks, words, self.fingerprint, durability, lease_ms, expires_unix_ms, watch, span
             )
         except KvError:
             with self.lock:
                 link.give_back_words(words)
             raise
-        return Reservation(
-            self, link, blocks, leases, words, durability, lease_deadline_ns(asked_ns, lease_ms), watch
-        )
+        if span is not None:
+            span.reserved()
+        deadline_ns = lease_deadline_ns(asked_ns, lease_ms)
+        return Reservation(self, link, blocks, leases, words, durability, deadline_ns, watch, span)
 
     def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
         """Give leases back; the event is set once the node has them, or the link has ended for want of an answer."""
@@ -260,6 +289,9 @@ class Client(Handle):
         self._check_batch(blocks)
         fingerprint = self.fingerprint if layout is None else layout.fingerprint
         began_ns, request_id = time.monotonic_ns(), current_request()
+        span = None if self.spans is None else self.spans.get(blocks, request_id)
+        if span is not None:
+            ended = span.before(ended)
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
             with self.lookups.noting(Kind.FETCH, len(blocks), request_id):
@@ -272,7 +304,7 @@ class Client(Handle):
             return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
         except KvError as error:
             return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
-        self._asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch)
+        self._asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
         return get
 
     def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
@@ -390,3 +422,5 @@ class Client(Handle):
             self._fabric.close()
         self._channel.close()
         os.close(self._stop_fd)
+        if self.spans is not None:
+            self.spans.close()

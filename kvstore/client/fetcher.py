@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.watch import within
 from kvstore.errors import KvError
 from kvstore.limits import GET_THREADS, PREFETCH_THREADS, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss, MissReason
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.nodes import Nodes
+    from kvstore.client.spans import ResumeSpan
     from kvstore.client.step_calls import ReadAhead
     from kvstore.client.trace import Notes
     from kvstore.clock import Clock
@@ -44,6 +46,7 @@ class Placing:
     notes: Notes
     until_ns: int
     outcomes: dict[bytes, Hit | Miss] = field(default_factory=dict)
+    span: ResumeSpan | None = None  # of which the gets are a part
     left: int = field(init=False)  # so many of the blocks have no outcome yet
     under_way: int = field(init=False, default=0)  # gets that may still write to the memory
 
@@ -134,7 +137,8 @@ class Fetcher(Handle):
 
         left_s = max(0.0, (placing.until_ns - self._clock.monotonic_ns()) / 1e9)
         try:
-            self._nodes.at(node).getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
+            with within(placing.span):
+                self._nodes.at(node).getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
         except (
             KvError
         ) as error:  # the client is closed, or the memory has just been taken back: nothing was begun

@@ -7,10 +7,13 @@ takes ahead, and blocks are read from the caller, and given to him, one at a tim
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
+from kvstore.client.watch import within
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, INLINE_CHUNK_BYTES, RPC_TIMEOUT_MS
@@ -22,13 +25,14 @@ from kvstore.wire.parts import encoded_put, got_parts
 from kvstore.wire.status import error_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import grpc
     from typing_extensions import Buffer
 
     from kvstore.client.lookups import ClientLookups, Metadata
+    from kvstore.client.spans import ClientSpans, InlineSpan
 
 __all__ = ["InlineCalls"]
 
@@ -43,7 +47,9 @@ class InlineCalls:
         tenant: str,
         fingerprint: bytes,
         lookups: ClientLookups,
+        spans: ClientSpans | None,
     ) -> None:
+        self._spans = spans
         self._lookups = lookups
         self._stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
         batches = batches_pb2.DESCRIPTOR.services_by_name["Batches"].full_name
@@ -81,15 +87,38 @@ class InlineCalls:
             for start in range(0, len(view), INLINE_CHUNK_BYTES):
                 yield pb.PutRequest(chunk=bytes(view[start : start + INLINE_CHUNK_BYTES]))
 
-        with self._calling("An inline put"):
-            return Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
+        span = None if self._spans is None else self._spans.inline("kvstore.put")
+        try:
+            with within(span), self._calling("An inline put"):
+                reached = Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
+        except KvError as error:
+            if span is not None:
+                span.failed(error)
+            raise
+        if span is not None:
+            span.size_bytes = len(view)
+            span.put(1, [])
+        return reached
 
     def get(self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000) -> bytes | Miss:
         """Get one block through gRPC."""
+        span = None if self._spans is None else self._spans.inline("kvstore.get")
+        outcome = self._get(key, length, timeout_s, span)
+        if span is not None:
+            missed = Counter([outcome.reason] if isinstance(outcome, Miss) else [])
+            span.size_bytes = length
+            span.got(1, 1 - missed.total(), missed)
+        return outcome
+
+    def _get(self, key: bytes, length: int, timeout_s: float, span: InlineSpan | None) -> bytes | Miss:
         request = pb.GetRequest(tenant=self._tenant, name=self._name(key, length))
         chunks = []
         try:
-            with self._lookups.looking(Kind.GET, 1) as metadata, self._calling("An inline get"):
+            with (
+                self._lookups.looking(Kind.GET, 1) as metadata,
+                within(span),
+                self._calling("An inline get"),
+            ):
                 for part in self._stub.Get(request, timeout=timeout_s, metadata=metadata):
                     if part.HasField("miss"):
                         return Miss(MissReason(part.miss.reason), part.miss.detail)
@@ -115,16 +144,22 @@ class InlineCalls:
         keys: list[bytes] = []
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
+        span = None if self._spans is None else self._spans.inline("kvstore.put")
+        if span is not None:
+            blocks = span.sized(blocks)
         head = batches_pb2.PutBatchRequest(
             tenant=self._tenant, durability=durability_message(durability), expires_unix_ms=expires_unix_ms
         )
         try:
-            with self._calling("A stream of puts"):
+            with within(span), self._calling("A stream of puts"):
                 for answer in self._put_batch(self._parts(head, blocks, keys), timeout=timeout_s):
                     ended.update((end.number, end) for end in answer.ends)
         except KvError as error:
             broken = error
-        return [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
+        results = [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
+        if span is not None:
+            span.put(len(keys), [one.error for one in results if one.error is not None])
+        return results
 
     def _parts(
         self,
@@ -154,13 +189,38 @@ class InlineCalls:
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000
     ) -> Iterator[bytes | Miss]:
         """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come."""
+        if self._spans is None:
+            return self._get_many(wanted, timeout_s, None)
+        return self._get_many_traced(wanted, timeout_s, self._spans)
+
+    def _get_many_traced(
+        self, wanted: Sequence[tuple[bytes, int]], timeout_s: float, spans: ClientSpans
+    ) -> Iterator[bytes | Miss]:
+        span = spans.inline("kvstore.get")
+        span.size_bytes = sum(length for _, length in wanted)
+        hits = 0
+        missed: Counter[MissReason] = Counter()
+        try:
+            with closing(self._get_many(wanted, timeout_s, span)) as outcomes:
+                for outcome in outcomes:
+                    if isinstance(outcome, Miss):
+                        missed[outcome.reason] += 1
+                    else:
+                        hits += 1
+                    yield outcome
+        finally:
+            span.got(len(wanted), hits, missed)
+
+    def _get_many(
+        self, wanted: Sequence[tuple[bytes, int]], timeout_s: float, span: InlineSpan | None
+    ) -> Generator[bytes | Miss, None, None]:
         given = 0
         try:
             with (
                 self._lookups.looking(Kind.GET, len(wanted)) as metadata,
                 self._calling("A stream of gets"),
             ):
-                for outcome in self._outcomes(wanted, timeout_s, metadata):
+                for outcome in self._outcomes(wanted, timeout_s, metadata, span):
                     given += 1
                     yield outcome
         except Overloaded as error:
@@ -173,7 +233,11 @@ class InlineCalls:
             yield miss
 
     def _outcomes(
-        self, wanted: Sequence[tuple[bytes, int]], timeout_s: float, metadata: Metadata
+        self,
+        wanted: Sequence[tuple[bytes, int]],
+        timeout_s: float,
+        metadata: Metadata,
+        span: InlineSpan | None,
     ) -> Iterator[bytes | Miss]:
         requests = (
             batches_pb2.GetBatchRequest(
@@ -186,7 +250,8 @@ class InlineCalls:
             return
         chunks: list[memoryview] = []
         had, given = 0, 0
-        call = self._get_batch(requests, timeout=timeout_s, metadata=metadata)
+        with within(span):  # and no longer: what is between two blocks is the caller's
+            call = self._get_batch(requests, timeout=timeout_s, metadata=metadata)
         try:
             for answer in call:
                 for part in got_parts(answer):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
+    from kvstore.client.spans import PutSpan
     from kvstore.client.watch import Watch
     from kvstore.wire.fabric_call import Leased
     from nic_offload.counter import Counter
@@ -66,9 +67,11 @@ class Reservation:
         durability: Durability,
         deadline_ns: int,
         watch: Watch | None = None,
+        span: PutSpan | None = None,
     ) -> None:
         self.durability = durability
         self._watch = watch
+        self._span = span
         self._client = client
         self._link = link
         self._deadline_ns = deadline_ns
@@ -90,9 +93,21 @@ class Reservation:
     def arm(self, flag: FlagWord | Counter) -> ArmedPuts:
         """Queue the puts: each goes out when `flag` reaches its block's threshold."""
         self._spend()
-        puts = ArmedPuts(
-            self._client, self._link, self._puts, self.durability, flag, self._deadline_ns, self._watch
-        )
+        try:
+            puts = ArmedPuts(
+                self._client,
+                self._link,
+                self._puts,
+                self.durability,
+                flag,
+                self._deadline_ns,
+                self._watch,
+                self._span,
+            )
+        except KvError as error:
+            if self._span is not None:
+                self._span.failed(error)
+            raise
         if self._watch is not None:
             self._watch.armed([put.block for put in self._puts], puts)
         return puts
@@ -105,6 +120,8 @@ class Reservation:
             self._link.give_back_words([put.word for put in self._puts])
             answered = self._client.abort(self._link, leases)
         answered.wait(RPC_TIMEOUT_MS / 1000)
+        if self._span is not None:
+            self._span.given_back()
 
 
 class ArmedPuts:
@@ -119,9 +136,11 @@ class ArmedPuts:
         flag: FlagWord | Counter,
         deadline_ns: int,
         watch: Watch | None = None,
+        span: PutSpan | None = None,
     ) -> None:
         self._client = client
         self._told = watch
+        self._span = span
         self._link = link
         self._puts = puts
         self._durability = durability
@@ -149,6 +168,7 @@ class ArmedPuts:
             sent.append(put)
         self._open = self._unlanded = len(sent)
         if not sent:
+            self._all_ended()
             return
         for tag in self._by_tag:
             link.operations[tag] = self
@@ -156,6 +176,8 @@ class ArmedPuts:
         if isinstance(flag, FlagWord):
             flag = self._counter = client.fabric.open_counter(flag)
         arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
+        if self._span is not None:
+            self._span.armed()
 
     def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
         return AckWatch(
@@ -273,10 +295,17 @@ class ArmedPuts:
         self._link.operations.pop(put.tag + 1, None)
         self._link.give_back_words([put.word])
         self._open -= 1
-        if not self._open and self._counter is not None:
-            self._counter.close()
+        if not self._open:
+            self._all_ended()
         self._tell(put)
         self._done.notify_all()
+
+    def _all_ended(self) -> None:
+        if self._counter is not None:
+            self._counter.close()
+        if self._span is not None:
+            results = [put.result for put in self._puts if put.result is not None]
+            self._span.ended([put.block for put in self._puts], results)
 
     def _has_landed(self) -> None:
         self._unlanded -= 1

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Hit
 from kvstore.client.lookups import as_request, current_request
+from kvstore.client.watch import within
 from kvstore.errors import KvError, ProtocolError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.client.gets import Get, NoGet
+    from kvstore.client.spans import ResumeSpan
     from kvstore.client.trace import Notes
     from kvstore.clock import Clock
     from kvstore.layout import Layout
@@ -96,8 +98,10 @@ class Resuming(Handle):
         until_ns: int,
         layout: Layout | None,
         layer_of: Callable[[int], int] | None,
+        span: ResumeSpan | None = None,
     ) -> None:
         self._client = client
+        self._span = span
         self._request_id = current_request()
         self._manifest = manifest
         self._place = place
@@ -142,7 +146,7 @@ class Resuming(Handle):
             ):
                 numbers = self._order[self._asked : self._asked + RESUME_BATCH_BLOCKS]
                 blocks = [self._placed(number) for number in numbers]
-                with as_request(self._request_id):
+                with as_request(self._request_id), within(self._span):
                     get = self._client.getting(
                         blocks, layout=self._layout, timeout_s=self._left_s(), watch=self._notes
                     )
@@ -194,7 +198,7 @@ class Resuming(Handle):
     def whole(self) -> Resumed:
         """Wait for all of it, and say what came: all blocks, or a MISS and what is usable before it."""
         self.wait_blocks(len(self._order))
-        self.close()
+        self._settle()
         usable = next(
             (number for number, outcome in enumerate(self._outcomes) if not isinstance(outcome, Hit)),
             len(self._outcomes),
@@ -204,10 +208,17 @@ class Resuming(Handle):
             miss = first
         resumed = self._manifest.resumed(usable, miss)
         self._notes.resumed(resumed)
+        if self._span is not None:
+            self._span.resumed(resumed)
         return resumed
 
     def close(self) -> None:
         """Wait until nothing is under way any more, and let the blocks go. Nothing more is asked for."""
+        self._settle()
+        if self._span is not None:
+            self._span.closed(self._came)
+
+    def _settle(self) -> None:
         self._closed = True
         while self._batches:
             self._take(self._batches[0], len(self._batches[0].numbers))

@@ -18,6 +18,7 @@ from kvstore.client.lookups import as_request
 from kvstore.client.portable import export_session, import_session
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.trace import Notes
+from kvstore.client.watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -324,11 +325,11 @@ class Session:
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
-        with as_request():  # all of it is one request's
+        client = self._calls.client
+        span = None if client.spans is None else client.spans.resume()
+        with as_request(), within(span):  # all of it is one request's
             manifest = self.manifest(timeout_s)
-            return Resuming(
-                self._calls.client, manifest, place, self.notes, clock, until_ns, layout, layer_of
-            )
+            return Resuming(client, manifest, place, self.notes, clock, until_ns, layout, layer_of, span)
 
     def manifest(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
         """What its blocks are, or a Miss that says why nobody knows."""

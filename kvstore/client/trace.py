@@ -12,12 +12,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvstore.client.firings import firings
 from kvstore.durability import Durability
-from kvstore.limits import (
-    STEP_FIRINGS_MAX,
-    STEP_PUTS_FOLLOWED_MAX,
-    STEPS_REPORTED_MAX,
-)
+from kvstore.limits import STEP_PUTS_FOLLOWED_MAX, STEPS_REPORTED_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.steps import Seen, Step
 from kvstore.wire import steps_pb2 as pb
@@ -162,25 +159,16 @@ def _thresholds(low: int, high: int) -> str:
 
 
 def _firings(blocks: Sequence[Block], results: Sequence[PutResult]) -> Iterator[Seen]:
-    """One for each threshold that fired; of many, the last are told together."""
-    fired = [(block, result) for block, result in zip(blocks, results, strict=True) if result.fired_ns]
-    thresholds = sorted({block.threshold for block, _ in fired})
-    for at, low in enumerate(thresholds[:STEP_FIRINGS_MAX]):
-        high = low if at + 1 < STEP_FIRINGS_MAX else thresholds[-1]
-        some = [(block, result) for block, result in fired if low <= block.threshold <= high]
-        begun_ns = min(result.fired_ns for _, result in some)
-        told = [_thresholds(low, high)]
-        failed = sum(result.error is not None for _, result in some)
-        if failed:
-            told.append(f"{failed} failed")
+    """What there is to say of each threshold that fired."""
+    for one in firings(blocks, results):
+        told = [_thresholds(one.low, one.high)]
+        if one.failed:
+            told.append(f"{one.failed} failed")
         else:
-            told.append(f"landed after {_ms(max(result.landed_ns for _, result in some) - begun_ns)}")
-            durability = min(result.durability or Durability.LANDED for _, result in some)
-            if durability > Durability.LANDED:
-                after = _ms(max(result.durable_ns for _, result in some) - begun_ns)
-                told.append(f"{durability.name.lower()} after {after}")
-        size_bytes = sum(block.length for block, _ in some)
-        yield Seen(Step.FIRED, begun_ns, len(some), size_bytes, detail=", ".join(told))
+            told.append(f"landed after {_ms(one.landed_ns - one.fired_ns)}")
+            if one.durability > Durability.LANDED:
+                told.append(f"{one.durability.name.lower()} after {_ms(one.durable_ns - one.fired_ns)}")
+        yield Seen(Step.FIRED, one.fired_ns, one.blocks, one.size_bytes, detail=", ".join(told))
 
 
 def _ms(duration_ns: int) -> str:

@@ -6,15 +6,18 @@ What it doesn't do: change what is transferred, or when.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from kvstore.client.blocks import Block, PutResult
     from kvstore.client.puts import ArmedPuts
+    from kvstore.client.spans import GetSpan, InlineSpan, PutSpan, ResumeSpan
 
-__all__ = ["Metadata", "Watch", "metadata_of"]
+__all__ = ["Metadata", "Watch", "metadata_of", "within"]
 
 Metadata: TypeAlias = "tuple[tuple[str, bytes], ...]"
 
@@ -38,3 +41,8 @@ class Watch(Protocol):
 def metadata_of(watch: Watch | None) -> Metadata:
     """What goes along with a call; nothing, if nobody watches."""
     return () if watch is None else watch.metadata()
+
+
+def within(span: PutSpan | GetSpan | InlineSpan | ResumeSpan | None) -> AbstractContextManager[object]:
+    """Let calls be told as of this span; as they are, if nobody traces."""
+    return nullcontext() if span is None else span.current()

@@ -36,8 +36,12 @@ def reserve(
     told: HasMetadata,
 ) -> list[Lease | None]:
     """Lease a slot for each block; None where it is stored already."""
+    spans, began_ns = node.spans, node.clock.monotonic_ns()
     leases = node.reserve(connection, blocks, durability, lease_ms, expires_unix_ms)
     node.traces.leased(node.traces.hear(told, connection.tenant), leases)
+    parent = None if spans is None else spans.parent_of(told)
+    if spans is not None and parent is not None:
+        spans.leased(parent, began_ns, leases, durability)
     return leases
 
 

@@ -63,6 +63,8 @@ class BatchesService:
     ) -> None:
         """Keep blocks that come one behind the other."""
         async with refusals(context, self._node.counters):
+            began_ns, spans = self._node.clock.monotonic_ns(), self._node.spans
+            parent = None if spans is None else spans.parent_of(context)
             first = parse_put(await _first(request_iterator))
             tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
@@ -78,6 +80,8 @@ class BatchesService:
             finally:
                 puts.drop()
                 answering.cancel()
+                if spans is not None and parent is not None:
+                    spans.inline_put(parent, began_ns, puts.blocks, puts.size_bytes, puts.durability)
 
     async def GetBatch(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.GetBatchRequest], context: Context
@@ -147,7 +151,8 @@ class _Puts:
         self._context = context
         self._peer = context.peer()
         self._tenant = tenant.id
-        self._durability = max(durability_of(first.durability), Durability.WRITTEN)
+        self.blocks = self.size_bytes = 0  # that were kept
+        self.durability = max(durability_of(first.durability), Durability.WRITTEN)
         self._expires_ms = first.expires_unix_ms
         self._filling: _Filling | None = None
         self._number = 0
@@ -217,7 +222,7 @@ class _Puts:
                 crc32c=crc32c_at(address + HEADER_BYTES, length),
                 slot_address=address,
                 expires_ms=self._expires_ms,
-                durability=self._durability,
+                durability=self.durability,
                 tag=filling.number,
             )
         )
@@ -239,7 +244,8 @@ class _Puts:
     def _kept(self, landed_ns: int, batch: Sequence[PutDone]) -> None:
         kept = [self._lengths.pop(done.tag) for done in batch if done.error is None]
         self._inline.counters.kept(kept, len(batch) - len(kept))
-        self._inline.timings.inline_kept(self._tenant, self._durability, landed_ns, landed_ns, kept)
+        self.blocks, self.size_bytes = self.blocks + len(kept), self.size_bytes + sum(kept)
+        self._inline.timings.inline_kept(self._tenant, self.durability, landed_ns, landed_ns, kept)
         for done in batch:
             self._lengths.pop(done.tag, None)
             self._inline.give_back(self._peer, self._pieces.pop(done.tag))

@@ -215,6 +215,7 @@ class FabricCalls:
         looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
         looking.all_are(Outcome.MEMORY)
         looking.size_bytes = served.size_bytes
+        looking.turn_ns = looking.sending_ns = served.began_ns
         for at in range(served.corrupt + served.failed):
             looking.outcomes[at] = Outcome.CORRUPT if at < served.corrupt else Outcome.GIVEN_UP
         looking.was(served.began_ns, served.ended_ns)

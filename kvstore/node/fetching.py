@@ -113,8 +113,11 @@ class Fetches:
         clock: Clock,
         counters: Counters,
         timings: Timings,
+        *,
+        traced: bool,
     ) -> None:
         self._timings = timings
+        self._traced = traced  # somebody wants to know when sending began
         self._sent: Counter[tuple[bool, int]] = Counter()  # by where from and when asked for; not noted yet
         self._counters = counters
         self._fabric = fabric
@@ -175,7 +178,7 @@ class Fetches:
                 # The drive does not hear of these, and is to keep what is wanted.
                 self._store.used([self._under_way[put.tag].generation for put in puts])
                 self._counters.found((put.length for put in puts), in_memory=True)
-                arm(self._fabric, puts)
+                self._send(puts, now_ns)
                 self._memory.shelve(
                     (*fetch.name, entry)
                     for fetch, entry in zip(batch[:begun], entries, strict=False)
@@ -259,11 +262,17 @@ class Fetches:
         if misses:
             put_words(self._fabric, misses)
         if puts:
-            arm(self._fabric, puts)
+            self._send(puts, now_ns)
             names = [self._under_way[put.tag].name for put in puts]
             entries = self._store.lookup(names)  # it may have been replaced while it was read
             self._memory.shelve((*name, entry) for name, entry in zip(names, entries, strict=True))
         self.pump()
+
+    def _send(self, puts: Sequence[TriggeredPut], now_ns: int) -> None:
+        if self._traced:
+            for looking in {self._under_way[put.tag].looking for put in puts}:
+                looking.sending_ns = looking.sending_ns or now_ns
+        arm(self._fabric, puts)
 
     def _put(self, fetch: _Fetch, length: int, crc32c: int, generation: int) -> TriggeredPut:
         connection, request = fetch.connection, fetch.request

@@ -2,7 +2,7 @@
 
 What always holds: so many connections at a time and no more, those in their handshake included; a request has a bounded
 size, comes within its time or not at all, and its answer is taken within its time; it passes the gate first, but for
-health. There is no way to change anything.
+health. Where clients need certificates, who shows none is told nothing but health. There is no way to change anything.
 What it does not do: keep a connection, take a body, compress. It is asked by a Prometheus and a few people.
 
 A node without tenants believes whoever comes over loopback. A browser does that for any page of the Internet whose name
@@ -98,7 +98,8 @@ def tls_context(certificate: Path | None, key: Path | None, clients: Path | None
     try:
         context.load_cert_chain(certificate, key)
         if clients is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
+            # Health is asked by those who have none, such as a kubelet; `_admit` turns all others away.
+            context.verify_mode = ssl.CERT_OPTIONAL
             context.load_verify_locations(clients)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"The certificates for --http could not be used: {error}.") from error
@@ -120,6 +121,7 @@ class HttpServer:
         self._health = health
         self._pages = pages
         self._tls = tls
+        self._wants_certificate = tls is not None and tls.verify_mode is not ssl.CERT_NONE
         self._rate = Rate(clock, HTTP_REQUESTS_PER_S)
         self._room = asyncio.Semaphore(HTTP_CONNECTIONS_MAX)
         self._serving: set[asyncio.Task[None]] = set()
@@ -210,16 +212,19 @@ class HttpServer:
             return method, _refusal(error)
 
     def _admit(self, path: str, headers: Mapping[str, str], writer: asyncio.StreamWriter) -> Tenant:
+        peer = writer.get_extra_info("peername") or ("?", 0)
+        what, who = f"http {path[:32]}", f"http:{peer[0]}:{peer[1]}"
+        certificate = writer.get_extra_info("peercert") or {}
+        if self._wants_certificate and not certificate:  # before he can use up what others may ask
+            why = "Here is nothing but /healthz for clients without a certificate."
+            self._gate.audit.refused(what, tenant="", peer=who, why=why)
+            raise _Bad(403, why)
         self._rate.take(1)
         if self._gate.tenants.is_open and not _is_address(headers.get("host", "")):
             raise _Bad(
                 403, "A node without tenants answers to an address or to localhost, and to no other name."
             )
-        peer = writer.get_extra_info("peername") or ("?", 0)
-        certificate = _names(writer.get_extra_info("peercert") or {})
-        return self._gate.admit(
-            f"http {path[:32]}", _metadata(headers), certificate, f"http:{peer[0]}:{peer[1]}"
-        )
+        return self._gate.admit(what, _metadata(headers), _names(certificate), who)
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str], dict[str, str]]:

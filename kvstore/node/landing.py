@@ -24,6 +24,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
+    from kvstore.node.traced import PutTrace
     from kvstore.node.traces import SessionTrace
 
 __all__ = ["LandingLayout", "Lease", "SlotState", "Slots", "pages_of"]
@@ -95,6 +96,7 @@ class Lease:
     leased_ns: int = 0
     landed_ns: int = 0
     trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
+    traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans
 
 
 class Slots:
@@ -119,6 +121,10 @@ class Slots:
         assert lease.generation not in self._leases
         self._leases[lease.generation] = lease
 
+    def lease(self, generation: int) -> Lease:
+        """One that is held."""
+        return self._leases[generation]
+
     def landed(self, generation: int) -> Lease | None:
         """The flag came: from now on the bytes are ours. None when the lease is not waiting for it."""
         lease = self._leases.get(generation)
@@ -142,14 +148,14 @@ class Slots:
         lease.state = SlotState.QUARANTINED
         return lease
 
-    def abort(self, slot: int, generation: int) -> bool:
-        """The client promises not to write. False when there is nothing to give back any more."""
+    def abort(self, slot: int, generation: int) -> Lease | None:
+        """The client promises not to write. None when there is nothing to give back any more."""
         lease = self._leases.get(generation)
         if lease is None or lease.slot != slot or lease.state is SlotState.WRITING:
-            return False
+            return None
         del self._leases[generation]
         self._release(lease)
-        return True
+        return lease
 
     def is_quarantined(self, generation: int) -> bool:
         """Whether the client still owes the promise for this lease."""

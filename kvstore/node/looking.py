@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from kvstore.limits import LOOKUP_MISSES_EXPLAINED_MAX
 from kvstore.lookups import Lookup, Outcome, outcome_of_miss, runs_of
 from kvstore.miss import MissReason
+from kvstore.node.traced import LookupTimes
 from kvstore.storage.eviction.items import Reason
 
 if TYPE_CHECKING:
     from kvstore.lookups import Kind
     from kvstore.node.inline import InlineRead
     from kvstore.node.lookups import Lookups
+    from kvstore.wire.traceparent import TraceParent
 
 __all__ = ["Looking"]
 
@@ -45,6 +47,7 @@ class Looking:
         "_gone",
         "_kind",
         "_lookups",
+        "_parent",
         "_request_id",
         "_session",
         "_tenant",
@@ -54,14 +57,23 @@ class Looking:
         "is_over",
         "left",
         "outcomes",
+        "sending_ns",
         "size_bytes",
         "turn_ns",
     )
 
     def __init__(
-        self, lookups: Lookups, tenant: bytes, session: bytes, request_id: str, kind: Kind, blocks: int
+        self,
+        lookups: Lookups,
+        tenant: bytes,
+        session: bytes,
+        request_id: str,
+        kind: Kind,
+        blocks: int,
+        parent: TraceParent | None,
     ) -> None:
         self._lookups = lookups
+        self._parent = parent  # of its spans; None: there are none
         self._tenant, self._session = tenant, session
         self._request_id, self._kind = request_id, kind
         self._at_ms, self._began_ns = lookups.clock.wall_ms(), lookups.clock.monotonic_ns()
@@ -70,7 +82,7 @@ class Looking:
         self.blocks = self.left = blocks
         self.outcomes = bytearray()
         self.size_bytes = 0
-        self.turn_ns = self.drive_first_ns = self.drive_last_ns = 0
+        self.turn_ns = self.drive_first_ns = self.drive_last_ns = self.sending_ns = 0
 
     def expect(self) -> None:
         """Outcomes come in any order; what has none when it is over was given up."""
@@ -127,18 +139,25 @@ class Looking:
             gone_ms, idle_ms = self._gone.get(at, (0, 0))
             runs.append(run._replace(gone_unix_ms=gone_ms, idle_ms=idle_ms))
             at += run.blocks
-        self._lookups.record(
-            self._tenant,
-            self._session,
-            Lookup(
-                self._request_id,
-                self._kind,
-                self._at_ms,
-                max(0, now_ns - self._began_ns) // 1000,
-                self.blocks,
-                runs,
-                queued_us=max(0, self.turn_ns - self._began_ns) // 1000 if self.turn_ns else 0,
-                drive_us=(self.drive_last_ns - self.drive_first_ns) // 1000 if self.drive_last_ns else 0,
-                size_bytes=self.size_bytes,
-            ),
+        lookup = Lookup(
+            self._request_id,
+            self._kind,
+            self._at_ms,
+            max(0, now_ns - self._began_ns) // 1000,
+            self.blocks,
+            runs,
+            queued_us=max(0, self.turn_ns - self._began_ns) // 1000 if self.turn_ns else 0,
+            drive_us=(self.drive_last_ns - self.drive_first_ns) // 1000 if self.drive_last_ns else 0,
+            size_bytes=self.size_bytes,
         )
+        self._lookups.record(self._tenant, self._session, lookup)
+        if self._parent is not None and self._lookups.spans is not None:
+            times = LookupTimes(
+                self._began_ns,
+                self.turn_ns,
+                self.drive_first_ns,
+                self.drive_last_ns,
+                self.sending_ns,
+                now_ns,
+            )
+            self._lookups.spans.looked_up(self._parent, lookup, times)

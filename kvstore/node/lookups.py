@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.lookups import Kind
     from kvstore.node.calls import HasMetadata
     from kvstore.node.lookup_log import LookupLog
+    from kvstore.node.spans import NodeSpans
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.store import Store
 
@@ -47,7 +48,14 @@ _DAY_MS = 86_400_000
 class Lookups:
     """Of one node."""
 
-    def __init__(self, store: Store, clock: Clock, on_disk: LookupLog | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        on_disk: LookupLog | None = None,
+        spans: NodeSpans | None = None,
+    ) -> None:
+        self.spans = spans
         self.store = store
         self.clock = clock
         self._on_disk = on_disk
@@ -74,7 +82,8 @@ class Lookups:
             elif key == LOOKUPS_HEADER and isinstance(value, bytes):
                 self._told(tenant, value)
         whose = _NO_SESSION if session is None else session.user + session.session
-        return Looking(self, tenant, whose, request_id, kind, blocks)
+        parent = None if self.spans is None else self.spans.parent_of(told)
+        return Looking(self, tenant, whose, request_id, kind, blocks, parent)
 
     def _told(self, tenant: bytes, data: bytes) -> None:
         try:

@@ -42,6 +42,7 @@ from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
+from kvstore.node.traced import End
 from kvstore.node.traces import Traces
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
+    from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.storage.eviction.items import Reason
     from kvstore.storage.items import PutDone
@@ -81,7 +83,9 @@ class Node:
         clock: Clock,
         hot_bytes: int = HOT_BYTES_DEFAULT,
         lookup_log: LookupLog | None = None,
+        spans: NodeSpans | None = None,
     ) -> None:
+        self.spans = spans
         self.store = store
         self.fabric = fabric
         self.hot = HotMemory(fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump))
@@ -102,12 +106,14 @@ class Node:
         self.watchers = Watchers(clock)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
-        self.fetches = Fetches(fabric, store, self.hot, self._tags, clock, self.counters, self.timings)
+        self.fetches = Fetches(
+            fabric, store, self.hot, self._tags, clock, self.counters, self.timings, traced=spans is not None
+        )
         self.fabric_calls = FabricCalls(self, self._tags)
         self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings)
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
-        self.lookups = Lookups(store, clock, lookup_log)
+        self.lookups = Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), store.poll)
@@ -281,31 +287,30 @@ class Node:
 
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> int:
         """Take leases back from a client that promises not to write; returns how many there were to take."""
-        released = [generation for slot, generation in leases if connection.slots.abort(slot, generation)]
-        self.fabric.cancel(released)
-        for generation in released:
-            self._leased.pop(generation, None)
+        released = [
+            lease
+            for slot, generation in leases
+            if (lease := connection.slots.abort(slot, generation)) is not None
+        ]
+        self.fabric.cancel([lease.generation for lease in released])
+        for lease in released:
+            self._leased.pop(lease.generation, None)
+        if self.spans is not None:
+            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), self.clock.monotonic_ns())
         return len(released)
 
     def _fabric_events(self) -> None:
-        landed: list[tuple[Connection, Lease, int]] = []
+        landed: list[tuple[Connection, Lease, Event]] = []
         calls: list[Event] = []
         while events := self.fabric.reap():
             for event in events:
-                match event.kind:
-                    case EventKind.LANDED if self.fabric_calls.is_one(event):
-                        calls.append(event)
-                    case EventKind.LANDED:
-                        self._landed(event, landed)
-                    case EventKind.WATCH_FAILED:
-                        self._lease_over(event)
-                    case _:
-                        if not self.fabric_calls.sent(event):
-                            self.fetches.sent(event)
+                self._fabric_event(event, landed, calls)
         self.counters.landed += len(landed)
         now_ns = self.clock.monotonic_ns()
         for _, lease, _ in landed:
             lease.landed_ns = now_ns
+        if self.spans is not None:
+            self.spans.landed(((lease, event.time_ns) for _, lease, event in landed), now_ns)
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
@@ -313,26 +318,40 @@ class Node:
             self.fabric_calls.landed(call)
         self.fetches.pump()
 
-    def _landed(self, event: Event, landed: list[tuple[Connection, Lease, int]]) -> None:
+    def _fabric_event(
+        self, event: Event, landed: list[tuple[Connection, Lease, Event]], calls: list[Event]
+    ) -> None:
+        match event.kind:
+            case EventKind.LANDED if self.fabric_calls.is_one(event):
+                calls.append(event)
+            case EventKind.LANDED:
+                self._landed(event, landed)
+            case EventKind.WATCH_FAILED:
+                self._lease_over(event)
+            case _:
+                if not self.fabric_calls.sent(event):
+                    self.fetches.sent(event)
+
+    def _landed(self, event: Event, landed: list[tuple[Connection, Lease, Event]]) -> None:
         connection = self._leased.get(event.tag)
         lease = connection.slots.landed(event.tag) if connection is not None else None
         if connection is not None and lease is not None:
-            landed.append((connection, lease, event.value))
+            landed.append((connection, lease, event))
 
-    def _store(self, landed: Sequence[tuple[Connection, Lease, int]]) -> None:
+    def _store(self, landed: Sequence[tuple[Connection, Lease, Event]]) -> None:
         items = [
             PutItem(
                 tenant=connection.tenant,
                 key=lease.key,
                 fingerprint=lease.fingerprint,
                 length=lease.length,
-                crc32c=crc32c,
+                crc32c=event.value,
                 slot_address=connection.slot_address(lease.slot),
                 expires_ms=lease.expires_unix_ms,
                 durability=max(lease.durability, Durability.WRITTEN),
                 tag=lease.generation,
             )
-            for connection, lease, crc32c in landed
+            for connection, lease, event in landed
         ]
         try:
             self.store.put(items, self._kept)
@@ -344,6 +363,9 @@ class Node:
         words: list[WordPut] = []
         lengths: list[int] = []
         kept: dict[tuple[bytes, Durability], list[Lease]] = {}
+        # Before anybody is told, so that no span outlasts its parent.
+        ended = None if self.spans is None else self._ends(batch)
+        now_ns = self.clock.monotonic_ns()
         for done in batch:
             connection = self._leased.pop(done.tag)
             lease = connection.slots.finished(done.tag)
@@ -363,6 +385,14 @@ class Node:
         for (tenant, durability), leases in kept.items():
             self.timings.leases_kept(tenant, durability, leases)
             self.traces.saw(Step.KEPT, leases, durability.name.lower())
+        if self.spans is not None and ended is not None:
+            self.spans.ended(ended, now_ns)
+
+    def _ends(self, batch: Sequence[PutDone]) -> list[tuple[Lease, End]]:
+        return [
+            (self._leased[done.tag].slots.lease(done.tag), End.FAILED if done.error else End.KEPT)
+            for done in batch
+        ]
 
     def _lease_over(self, event: Event) -> None:
         connection = self._leased.pop(event.tag, None)
@@ -370,6 +400,8 @@ class Node:
         if connection is None or lease is None:
             return
         self.counters.leases_over += 1
+        if self.spans is not None:
+            self.spans.ended([(lease, End.EXPIRED)], self.clock.monotonic_ns())
         self.lookups.lease_over(connection.tenant, lease.key)
         if connection.closed:
             self._free_if_idle(connection)

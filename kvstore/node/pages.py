@@ -19,8 +19,8 @@ from kvstore.errors import ProtocolError
 from kvstore.limits import SESSION_BYTES, TENANT_BYTES, USER_BYTES
 from kvstore.node.http import Answer, HttpServer
 from kvstore.node.metrics import CONTENT_TYPE, gathered, rendered
-from kvstore.node.service import package_version
 from kvstore.node.ui_state import state
+from kvstore.version import package_version
 
 if TYPE_CHECKING:
     import ssl

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
     from kvstore.node.kv_events import KvEvents
+    from kvstore.node.otel import Collector
     from kvstore.node.standard import Health
     from kvstore.storage.disk import Progress
 
@@ -153,6 +154,15 @@ def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
     return events
 
 
+def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
+    try:
+        from kvstore.node.otel import Collector  # noqa: PLC0415 - its packages are an extra
+    except ImportError as error:
+        raise ConfigError("Spans need OpenTelemetry: pip install 'triggerkv[otel]'.") from error
+    log.info("spans to %s", endpoint)
+    return Collector(endpoint, node, clock)
+
+
 async def _serve(config: NodeConfig) -> None:
     clock = SystemClock()
     stop = asyncio.Event()
@@ -174,7 +184,9 @@ async def _serve(config: NodeConfig) -> None:
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=config.host) as fabric,
     ):
-        node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"))
+        collector = None if config.otel is None else _trace_to(config.otel, store.name, clock)
+        spans = None if collector is None else collector.spans
+        node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"), spans)
         events = None if config.events is None else _publish(node, config.events, clock)
         tenants = Tenants(store.salt, clock)
         if config.tenants is not None:
@@ -215,6 +227,8 @@ async def _serve(config: NodeConfig) -> None:
         if events is not None:
             events.close()
         await server.stop(_STOP_GRACE_S)
+        if collector is not None:
+            await loop.run_in_executor(None, collector.close)
 
 
 def serve(config: NodeConfig) -> int:

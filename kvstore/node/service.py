@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import ProtocolError
@@ -12,6 +11,7 @@ from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of, refusals
 from kvstore.node.connection import AckArea, BlockRequest
 from kvstore.node.inline import deadline
+from kvstore.version import package_version
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.fabric_call import FetchRow
@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.storage.items import DriveState
 
-__all__ = ["KvStoreService", "package_version"]
-
-
-def package_version() -> str:
-    """The version of this distribution."""
-    try:
-        return version("triggerkv")
-    except PackageNotFoundError:
-        return "unknown"
+__all__ = ["KvStoreService"]
 
 
 def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
@@ -165,6 +157,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 raise ProtocolError("An inline put begins with its start message.")
             start = first.start
             tenant = self._gate.enter("put", context, start.tenant)
+            spans, began_ns = self._node.spans, self._node.clock.monotonic_ns()
+            parent = None if spans is None else spans.parent_of(context)
             durability = await self._node.inline.put(
                 context.peer(),
                 tenant.id,
@@ -175,6 +169,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 start.expires_unix_ms,
                 (message.chunk async for message in request_iterator),
             )
+            if spans is not None and parent is not None:
+                spans.inline_put(parent, began_ns, 1, start.name.length, durability)
             return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
         raise AssertionError
 

@@ -14,6 +14,7 @@ from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.server import add_services
+from kvstore.node.spans import NodeSpans
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
 from nic_offload.fabric import Fabric
@@ -21,6 +22,8 @@ from nic_offload.fabric import Fabric
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from opentelemetry.trace import TracerProvider
 
     from kvstore.storage.items import GetItem, GetsDone
 
@@ -30,8 +33,11 @@ WAIT_S = 30.0
 class NodeInProcess:
     """Its `target` is what a client connects to; `call` runs something on its thread."""
 
-    def __init__(self, data: Path, capacity_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, data: Path, capacity_bytes: int = 64 << 20, tracer_provider: TracerProvider | None = None
+    ) -> None:
         self._data, self._capacity_bytes = data, capacity_bytes
+        self._provider = tracer_provider
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="node")
         self._thread.start()
@@ -44,7 +50,8 @@ class NodeInProcess:
             Store.open(self._data, capacity_bytes=self._capacity_bytes, clock=clock) as store,
             Fabric("net", address="127.0.0.1") as fabric,
         ):
-            self.node = Node(store, fabric, clock, HOT_BYTES_MIN)
+            spans = None if self._provider is None else NodeSpans(self._provider, clock)
+            self.node = Node(store, fabric, clock, HOT_BYTES_MIN, spans=spans)
             server = grpc.aio.server()
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)

@@ -9,22 +9,27 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.client import Client
+from kvstore.client import Client, Tls
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess
-from kvstore.errors import ConfigError, Overloaded
+from kvstore.errors import ConfigError, NodeUnavailable, Overloaded
 from kvstore.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_BYTES_MAX, HTTP_REQUESTS_PER_S, UI_SESSIONS_MAX
 from kvstore.names import block_key
-from kvstore.node.tenants import token_digest
+from kvstore.node.audit import Audit
+from kvstore.node.gate import Gate
+from kvstore.node.http import Answer, HttpServer, _Bad, tls_context
+from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, Rig
+from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -292,9 +297,57 @@ def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Pa
             tls = ssl.create_default_context(cafile=pki / "ca.pem")
             tls.load_cert_chain(pki / f"{name}.pem", pki / f"{name}.key")
             assert ask(url + "/metrics", tls=tls)[0] == status
+
+
+def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
+    tmp_path: Path,
+    pki: Path,  # noqa: F811
+) -> None:
+    tenants, audit = tmp_path / "tenants.toml", tmp_path / "audit.jsonl"
+    tenants.write_text(TENANTS)
+    more = over_tls(
+        pki, "--tls-clients", str(pki / "ca.pem"), "--tenants", str(tenants), "--http", "127.0.0.1:0", "--ui",
+        "--audit", str(audit),
+    )  # fmt: skip
+    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+        url = http_url(running)
         bare = ssl.create_default_context(cafile=pki / "ca.pem")
-        with pytest.raises((urllib.error.URLError, OSError)):
-            ask(url + "/metrics", bearer("acme"), tls=bare)
+        assert ask(url + "/healthz", tls=bare)[::2] == (200, b"serving\n")
+        for path in (
+            *PATHS,
+            "/nowhere",
+        ):  # not even whether there is such a page, and a token changes nothing
+            status, _, said = ask(url + path, bearer("acme"), tls=bare)
+            assert (status, b"certificate" in said) == (403, True)
+        known = ssl.create_default_context(cafile=pki / "ca.pem")
+        known.load_cert_chain(pki / "acme.pem", pki / "acme.key")
+        assert ask(url + "/metrics", tls=known)[0] == 200
+        impostor = ssl.create_default_context(cafile=pki / "ca.pem")
+        impostor.load_cert_chain(pki / "impostor.pem", pki / "impostor.key")
+        with pytest.raises((urllib.error.URLError, OSError)):  # a bad certificate is worse than none
+            ask(url + "/healthz", tls=impostor)
+        refused = [json.loads(line) for line in audit.read_text().splitlines()]
+        assert {line["outcome"] for line in refused if line["what"] == "http /metrics"} == {"refused"}
+        with (
+            Client(running.target, token="acme", tls=Tls(authorities=pki / "ca.pem")) as client,
+            pytest.raises(NodeUnavailable),  # gRPC asks for it in the handshake, as before
+        ):
+            client.status()
+
+
+def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Path) -> None:  # noqa: F811
+    class Nobody:
+        def get_extra_info(self, name: str) -> object:
+            return {"peername": ("127.0.0.1", 1), "peercert": None}[name]
+
+    clock, nobody = FakeClock(), cast("asyncio.StreamWriter", Nobody())
+    gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
+    tls = tls_context(pki / "node.pem", pki / "node.key", pki / "ca.pem")
+    server = HttpServer(gate, clock, lambda: Answer(b""), {}, tls)
+    for _ in range(4 * HTTP_REQUESTS_PER_S):
+        with pytest.raises(_Bad, match="without a certificate"):
+            server._admit("/metrics", {}, nobody)
+    server._rate.take(HTTP_REQUESTS_PER_S)
 
 
 def test_beyond_loopback_it_needs_what_the_node_needs(tmp_path: Path) -> None:

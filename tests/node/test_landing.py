@@ -132,7 +132,8 @@ class LeaseMachine(RuleBasedStateMachine):
                 assert self.slots.finished(generation) is lease
                 del self.held[generation], self.states[generation]
             case "abort":
-                assert self.slots.abort(lease.slot, generation) == (state is not SlotState.WRITING)
+                given_back = self.slots.abort(lease.slot, generation)
+                assert (given_back is lease) == (state is not SlotState.WRITING)
                 if state is not SlotState.WRITING:
                     del self.held[generation], self.states[generation]
 

@@ -1,0 +1,110 @@
+"""Where a node's spans go: over OTLP to a collector, on threads of OpenTelemetry's SDK, from a bounded queue.
+
+Imported only by a node that was given `--otel`. What always holds: a span that was not begun by a sampled parent is
+never made; a collector that is slow or away costs spans, and nothing else: the oldest of more than `SPANS_QUEUED_MAX`
+go, one line in the log says so when it begins and one when it is over, and a stopping node waits for it, not for ever.
+What it doesn't do: read settings of its own. The SDK takes its usual ones from the environment, such as
+`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE` and `OTEL_RESOURCE_ATTRIBUTES`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+
+from kvstore.limits import (
+    SPANS_QUEUED_MAX,
+    SPANS_SEND_MS,
+    SPANS_SEND_TIMEOUT_MS,
+    SPANS_SENT_MAX,
+    SPANS_STOP_MS,
+)
+from kvstore.node.spans import NodeSpans
+from kvstore.version import package_version
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from kvstore.clock import Clock
+
+__all__ = ["Collector"]
+
+log = logging.getLogger(__name__)
+
+
+class Collector:
+    """The way to one collector."""
+
+    def __init__(self, endpoint: str, node: str, clock: Clock) -> None:
+        # These write a line for each try, and for spans that find no room; one line says it all, below.
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+        logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)
+        self._exporter = _Exporter(endpoint)
+        self._provider = TracerProvider(
+            sampler=ParentBased(root=ALWAYS_OFF),
+            resource=Resource.create(
+                {
+                    "service.name": "kvstore",
+                    "service.instance.id": node,
+                    "service.version": package_version(),
+                }
+            ),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=SPANS_QUEUED_MAX,
+                max_export_batch_size=SPANS_SENT_MAX,
+                schedule_delay_millis=SPANS_SEND_MS,
+            )
+        )
+
+        self.spans = NodeSpans(self._provider, clock)
+
+    def close(self) -> None:
+        """Send what waits, for so long and no longer."""
+        sending = threading.Thread(target=self._provider.shutdown, name="kvstore-otel", daemon=True)
+        sending.start()
+        sending.join(SPANS_STOP_MS / 1000)
+        if sending.is_alive():
+            self._exporter.shutdown()  # which ends what is under way
+
+
+class _Exporter(SpanExporter):
+    """The SDK's exporter, which says in one line that its collector is away, and in one that it is back."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._to = OTLPSpanExporter(endpoint=endpoint, timeout=SPANS_SEND_TIMEOUT_MS / 1000)
+        self._lost = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send some."""
+        result = self._to.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            if self._lost:
+                log.info("the collector at %s is back; %d spans were lost", self._endpoint, self._lost)
+            self._lost = 0
+        else:
+            if not self._lost:
+                log.warning("the collector at %s takes no spans; the node goes on", self._endpoint)
+            self._lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """End what is under way. Safe to call again."""
+        self._to.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Nothing is kept here."""
+        return self._to.force_flush(timeout_millis)

@@ -1,0 +1,91 @@
+"""What a node notes of traced work until its spans can be made; nothing of OpenTelemetry is needed for that.
+
+What always holds: of one put there are `SPAN_GROUPS_MAX` groups at most, whatever the number of its blocks. It lives as
+long as a lease has it, and no longer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.limits import SPAN_GROUPS_MAX
+
+if TYPE_CHECKING:
+    from kvstore.durability import Durability
+    from kvstore.wire.traceparent import TraceParent
+
+__all__ = ["End", "Group", "LookupTimes", "PutTrace"]
+
+
+class End(enum.Enum):
+    """How a lease ended."""
+
+    KEPT = "kept"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    GIVEN_BACK = "given_back"
+
+
+class LookupTimes(NamedTuple):
+    """When what of a look-up was done; 0: it was not. Times are of CLOCK_MONOTONIC."""
+
+    began_ns: int
+    turn_ns: int  # the last of its blocks was looked up and begun
+    drive_first_ns: int
+    drive_last_ns: int
+    sending_ns: int
+    over_ns: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Blocks of a put that landed together."""
+
+    flag_ns: int  # the first was seen
+    heard_ns: int
+    blocks: int = 0
+    size_bytes: int = 0
+    kept_ns: int = 0  # the last; 0: none was
+
+
+@dataclass(slots=True)
+class PutTrace:
+    """What became of the leases of one reservation, as they end."""
+
+    parent: TraceParent
+    began_ns: int
+    leased_ns: int
+    durability: Durability
+    stored_before: int
+    blocks: int
+    size_bytes: int
+    left: int = field(init=False)
+    ends: Counter[End] = field(default_factory=Counter)
+    groups: list[Group] = field(default_factory=list)
+    _of: dict[int, Group] = field(default_factory=dict)  # by when the node heard of them
+
+    def __post_init__(self) -> None:
+        """None of them has ended."""
+        self.left = self.blocks
+
+    def landed(self, flag_ns: int, heard_ns: int, size_bytes: int) -> None:
+        """One of them has; of many groups the last are told as one."""
+        group = self._of.get(heard_ns)
+        if group is None:
+            if len(self.groups) < SPAN_GROUPS_MAX:
+                self.groups.append(Group(flag_ns, heard_ns))
+            group = self._of[heard_ns] = self.groups[-1]
+        group.flag_ns = min(group.flag_ns, flag_ns)
+        group.blocks += 1
+        group.size_bytes += size_bytes
+
+    def ended(self, landed_ns: int, how: End, now_ns: int) -> None:
+        """One of them has; whether it had landed says `landed_ns`."""
+        self.left -= 1
+        self.ends[how] += 1
+        group = self._of.get(landed_ns)
+        if group is not None:
+            group.kept_ns = max(group.kept_ns, now_ns)
