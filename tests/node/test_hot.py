@@ -193,3 +193,35 @@ def test_pages_are_never_given_twice_and_never_lost(seed: int) -> None:
     for piece, _ in used:
         hot.release(piece)
     assert hot.take(total) is not None, "all pages can be had again"
+
+
+def test_what_somebody_else_uses_is_not_evicted_and_what_was_forgotten_waits_for_him() -> None:
+    """The shelf sends pieces that no fetch of ours holds."""
+    sending: set[int] = set()
+    hot = HotPages(4, lambda: None, lambda generation: generation not in sending)
+    first, second = read(hot, 1, 2), read(hot, 2, 2)
+    sending.add(1)
+    piece = hot.take(2)
+    assert piece is not None
+    assert piece.start == second.start, "the other one, though it was read later"
+    assert hot.take(2) is None
+    hot.forget(first)
+    assert not wants(hot, 1)
+    assert hot.take(2) is None, "its bytes are on their way"
+    sending.clear()
+    again = hot.take(2)
+    assert again is not None
+    assert again.start == first.start
+
+
+def test_use_that_needed_no_piece_counts_as_use() -> None:
+    hot = pages_of_size(4)
+    for generation in (1, 2, 3, 4):
+        read(hot, generation)
+    hot.touch(1)
+    hot.touch(9)
+    assert hot.peek(1) is not None
+    for generation in (5, 6, 7):
+        read(hot, generation)
+    assert wants(hot, 1)
+    assert not wants(hot, 2)

@@ -1,0 +1,377 @@
+"""Reserves and gets over the fabric: no gRPC while it works, gRPC where it can't, and the same errors either way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Block, Client, Hit, asking, fabric_calls
+from kvstore.demo.node_process import NodeProcess
+from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from kvstore.node.tenants import token_digest
+from kvstore.wire import fabric_call
+from kvstore.wire import kvstore_pb2 as pb
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from tests.conftest import MIB, SMALL_DRIVE, Rig
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client.link import Link
+
+WAIT_S = 20.0
+KIB = 1 << 10
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node") as node:
+        yield node
+
+
+@pytest.fixture
+def rig_inside(inside: NodeInProcess) -> Iterator[Rig]:
+    rig = Rig(inside)  # type: ignore[arg-type]
+    yield rig
+    rig.close()
+
+
+def link_of(client: Client) -> Link:
+    client.attach()
+    assert client._link is not None
+    return client._link
+
+
+def put(rig: Rig, blocks: list[Block]) -> None:
+    rig.flags[0].store(0)
+    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(100)
+    assert [one.error for one in puts.wait(WAIT_S)] == [None] * len(blocks)
+
+
+def get(rig: Rig, blocks: list[Block]) -> list[Hit | Miss]:
+    rig.target[:] = bytes(len(rig.target))
+    return rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
+
+
+def forbid_grpc(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("this was to go over the fabric")
+
+    monkeypatch.setattr(client._stub, "Reserve", refuse)
+    monkeypatch.setattr(client._stub, "Fetch", refuse)
+
+
+def served(node: NodeInProcess) -> int:
+    return int(node.call(lambda one: one.fabric.statistics().served))
+
+
+def test_puts_and_gets_make_no_call_of_grpc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.client.attach()
+    forbid_grpc(rig.client, monkeypatch)
+    blocks = [rig.block(number, 100_000) for number in range(8)]
+    put(rig, blocks)
+    for _ in range(3):  # from the drive, and twice out of memory
+        assert get(rig, blocks) == [Hit(block.key) for block in blocks]
+        assert all(map(rig.is_exact, blocks))
+    gone = rig.block(99, 100)
+    assert [one.reason for one in get(rig, [gone])] == [MissReason.UNKNOWN]  # type: ignore[union-attr]
+    assert rig.client.reserve(blocks).already_stored == 8
+
+
+def test_with_all_places_in_use_calls_go_by_grpc(rig: Rig) -> None:
+    link = link_of(rig.client)
+    assert link.calls is not None
+    link.calls._free.clear()
+    blocks = [rig.block(number) for number in range(4)]
+    put(rig, blocks)
+    assert get(rig, blocks) == [Hit(block.key) for block in blocks]
+    assert all(map(rig.is_exact, blocks))
+
+
+def test_a_client_of_an_earlier_version_is_given_no_place(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pb.AttachRequest
+
+    def earlier(**fields: Any) -> pb.AttachRequest:
+        return whole(**{name: value for name, value in fields.items() if name != "answers_base"})
+
+    rig = Rig(node)
+    monkeypatch.setattr(pb, "AttachRequest", earlier)
+    try:
+        assert link_of(rig.client).calls is None
+        block = rig.block(0)
+        put(rig, [block])
+        assert get(rig, [block]) == [Hit(block.key)]
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("by_grpc", [False, True])
+def test_what_is_refused_is_refused_the_same_way(rig: Rig, by_grpc: bool) -> None:  # noqa: FBT001
+    link = link_of(rig.client)
+    if by_grpc:
+        link.calls = None
+    many = [rig.block(number, 100, offset=0) for number in range(link.slots + 1)]
+    with pytest.raises(Overloaded, match="landing slots free") as caught:
+        rig.client.reserve(many)
+    assert caught.value.retry_after_ms > 0
+    with pytest.raises(ProtocolError, match="attached for blocks of up to"):
+        rig.client.reserve([rig.block(0, 2 * MIB)])
+    assert rig.client._link is link, "a refusal costs no connection"
+    rig.client.reserve([rig.block(0)]).give_back()
+
+
+def test_a_spoilt_call_ends_the_connection_and_nothing_else(
+    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    link = link_of(rig.client)
+    whole = fabric_call.call_bytes
+
+    def spoilt(*said: Any) -> bytes | None:
+        data = whole(*said)
+        return None if data is None else data[:-1] + bytes([data[-1] ^ 1])
+
+    monkeypatch.setattr(fabric_calls, "call_bytes", spoilt)
+    (miss,) = get(rig, [block])
+    assert isinstance(miss, Miss)
+    assert miss.reason is MissReason.NODE_AWAY
+    assert link.error is not None
+    assert "differs from its checksum" in node.log()
+    monkeypatch.setattr(fabric_calls, "call_bytes", whole)
+    assert get(rig, [block]) == [Hit(block.key)]
+    assert rig.is_exact(block)
+
+
+def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_error(
+    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    rig.client.attach()
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        (miss,) = rig.client.get([rig.wanted(block)], timeout_s=0.5)
+        assert isinstance(miss, Miss)
+        assert miss.reason is MissReason.NODE_AWAY
+        assert 0.4 < time.monotonic() - began_s < 5
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    wait_until(lambda: get(rig, [block]) == [Hit(block.key)], "the node goes on")
+    monkeypatch.setattr(asking, "_TIMEOUT_NS", 300_000_000)
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            rig.client.reserve([rig.block(1)])
+    except BaseException:
+        os.kill(node.pid, signal.SIGCONT)
+        raise
+    os.kill(node.pid, signal.SIGCONT)
+
+
+def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: Rig, node: NodeProcess) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    outcomes: list[Hit | Miss] = []
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        thread = threading.Thread(target=lambda: outcomes.extend(rig.client.get([rig.wanted(block)])))
+        thread.start()
+        wait_until(lambda: bool(rig.client._link and rig.client._link.operations), "the get is under way")
+        rig.client.close()
+        thread.join(WAIT_S)
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    assert [one.reason for one in outcomes if isinstance(one, Miss)] == [MissReason.NODE_AWAY]
+
+
+# --- what the C core answers by itself
+
+
+def test_a_block_that_is_deleted_is_gone_from_the_shelf_at_once(
+    inside: NodeInProcess, rig_inside: Rig
+) -> None:
+    rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(6)]
+    put(rig, blocks)
+    for _ in range(3):
+        assert get(rig, blocks) == [Hit(block.key) for block in blocks]
+    assert served(inside) >= 6
+    assert rig.client.delete([block.key for block in blocks[:3]]) == [True] * 3
+    before = served(inside)
+    outcomes = get(rig, blocks)
+    assert [one.reason for one in outcomes[:3] if isinstance(one, Miss)] == [MissReason.UNKNOWN] * 3
+    assert outcomes[3:] == [Hit(block.key) for block in blocks[3:]]
+    assert served(inside) == before, "a call with a miss in it is not answered without the application"
+    assert get(rig, blocks[3:]) == outcomes[3:]
+    assert served(inside) == before + 3
+    assert all(map(rig.is_exact, blocks[3:]))
+
+
+def test_a_block_that_was_deleted_while_it_was_read_does_not_come_onto_the_shelf(
+    inside: NodeInProcess, rig_inside: Rig
+) -> None:
+    rig, block = rig_inside, rig_inside.block(0, 50_000)
+    put(rig, [block])
+    held: list[Any] = []
+    read = inside.call(lambda one: one.fetches._read)
+    inside.call(lambda one: vars(one.fetches).update(_read=held.append))
+    thread = threading.Thread(target=get, args=(rig, [block]))
+    thread.start()
+    wait_until(lambda: bool(held), "the drive has read it")
+    assert rig.client.delete([block.key]) == [True]
+    inside.call(lambda one: vars(one.fetches).pop("_read"))
+    inside.call(lambda _: read(held[0]))
+    thread.join(WAIT_S)
+    assert inside.call(lambda one: len(one.hot.shelf)) == 0
+    (miss,) = get(rig, [block])
+    assert isinstance(miss, Miss)
+    assert miss.reason is MissReason.UNKNOWN
+
+
+def test_what_expires_is_not_on_the_shelf(inside: NodeInProcess, rig_inside: Rig) -> None:
+    rig, block = rig_inside, rig_inside.block(0, 50_000)
+    puts = rig.client.reserve([block], expires_unix_ms=int(time.time() * 1000) + 3_600_000).arm(rig.flags[0])
+    rig.flags[0].store(1)
+    assert puts.wait(WAIT_S)[0].error is None
+    for _ in range(4):
+        assert get(rig, [block]) == [Hit(block.key)]
+    assert served(inside) == 0
+    assert inside.call(lambda one: len(one.hot.shelf)) == 0
+
+
+def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: Rig) -> None:
+    rig, block = rig_inside, rig_inside.block(0, 50_000)
+    put(rig, [block])
+    for _ in range(3):
+        assert get(rig, [block]) == [Hit(block.key)]
+    assert served(inside) > 0
+    before = served(inside)
+    with Client(inside.target, tenant="zeta") as zeta:
+        memory = allocate(50_000)
+        (miss,) = zeta.get([Block(block.key, zeta.register(memory), 0, 50_000)])
+        assert isinstance(miss, Miss)
+        assert miss.reason is MissReason.UNKNOWN
+        assert bytes(memory) == bytes(len(memory))
+    assert served(inside) == before
+
+
+def test_whoever_asks_hears_of_what_was_answered_without_the_application(
+    inside: NodeInProcess, rig_inside: Rig
+) -> None:
+    rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(4)]
+    put(rig, blocks)
+    get(rig, blocks)
+    get(rig, blocks)
+    before = rig.client.statistics()
+    lookups = len(rig.client.looked_up().lookups)
+    assert get(rig, blocks) == [Hit(block.key) for block in blocks]
+    wait_until(lambda: len(rig.client.looked_up().lookups) == lookups + 1, "the look-up is told")
+    after = rig.client.statistics()
+    assert after.hits_memory - before.hits_memory == 4
+    assert after.got_bytes - before.got_bytes == 200_000
+    last = rig.client.looked_up().lookups[-1]
+    assert (last.blocks, last.size_bytes) == (4, 200_000)
+    assert served(inside) >= 4
+
+
+def test_a_tenant_with_a_rate_is_counted_each_time(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\nrequests_per_s = 4\n')
+    arguments = ("--tenants", str(tenants))
+    with (
+        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments) as node,
+        Client(node.target, token="acme") as client,
+    ):
+        client.put_inline(block_key(b"1"), b"a" * 4096)
+        wanted = [Block(block_key(b"1"), client.register(allocate(4096)), 0, 4096)]
+        outcomes = [client.get(wanted)[0] for _ in range(20)]
+        assert any(isinstance(one, Hit) for one in outcomes)
+        assert any(isinstance(one, Miss) and one.reason is MissReason.BUSY for one in outcomes)
+
+
+def test_a_token_that_is_taken_away_ends_the_connections_that_it_opened(tmp_path: Path) -> None:
+    """Calls over the fabric carry no token, so a stolen one must not live on in a connection."""
+    tenants = tmp_path / "tenants.toml"
+    one, two = token_digest("one"), token_digest("two")
+    tenants.write_text(f'[acme]\ntokens_sha256 = ["{one}", "{two}"]\n')
+    arguments = ("--tenants", str(tenants))
+    with (
+        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments) as node,
+        Client(node.target, token="one") as stolen,
+        Client(node.target, token="two") as kept,
+    ):
+        stolen.attach()
+        link = link_of(kept)
+        tenants.write_text(f'[acme]\ntokens_sha256 = ["{two}"]\n')
+        os.kill(node.pid, signal.SIGHUP)
+        wait_until(lambda: not stolen.is_attached, "the connection of the token that is gone ends")
+        assert kept._link is link
+
+
+@pytest.mark.slow
+def test_bytes_are_exact_while_blocks_come_and_go_under_the_shelf(tmp_path: Path) -> None:
+    """Four users put, get and delete what the others have just put or deleted, in a memory too small for all."""
+    blocks, length = 40, 6 * MIB
+    contents = [random.Random(number).randbytes(length) for number in range(blocks)]
+    until_s = time.monotonic() + 8
+    hits: list[int] = []
+
+    def use(target: str, seed: int) -> None:
+        rng = random.Random(seed)
+        with Client(target, slots=2, block_bytes_max=length) as client, FlagWords.create(1) as flags:
+            memory = allocate(2 * length)
+            kv = client.register(memory)
+            while time.monotonic() < until_s:
+                number = rng.randrange(blocks) if rng.random() < 0.5 else rng.randrange(4)
+                block = Block(block_key(number.to_bytes(4)), kv, 0, length)
+                what = rng.random()
+                if what < 0.1:
+                    client.delete([block.key])
+                elif what < 0.3:
+                    memory[:length] = contents[number]
+                    flags[0].store(0)
+                    puts = client.reserve([block]).arm(flags[0])
+                    flags[0].store(1)
+                    assert puts.wait(WAIT_S)[0].error is None
+                else:
+                    memory[length:] = bytes(length)
+                    (got,) = client.get([Block(block.key, kv, length, length)], timeout_s=WAIT_S)
+                    if isinstance(got, Hit):
+                        assert memory[length:] == contents[number]
+                        hits.append(number)
+                    else:
+                        assert got.reason is MissReason.UNKNOWN
+
+    with NodeInProcess(tmp_path / "node", 512 * MIB) as node:
+        failures: list[BaseException] = []
+
+        def guarded(seed: int) -> None:
+            try:
+                use(node.target, seed)
+            except BaseException as error:  # noqa: BLE001 - told below, by the test's own thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert failures == []
+        assert len(hits) > 50
+        assert served(node) > 10

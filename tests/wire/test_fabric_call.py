@@ -1,0 +1,145 @@
+"""Calls over the fabric, as bytes: what was packed comes out again, and what was spoilt doesn't."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import Overloaded, ProtocolError, QuotaExceeded
+from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.wire.fabric_call import (
+    ANSWER_BYTES,
+    CALL_BYTES,
+    Call,
+    CallKind,
+    FetchRow,
+    Leased,
+    ReserveRow,
+    Rows,
+    call_bytes,
+    error_bytes,
+    leases_bytes,
+    leases_of,
+    length_said,
+    read_call,
+    rows_of_fetch,
+    rows_of_reserve,
+)
+from nic_offload.checksum import crc32c
+
+WORDS = st.integers(0, (1 << 32) - 1)
+LONGS = st.integers(0, (1 << 64) - 1)
+KEYS = st.binary(min_size=32, max_size=32)
+METADATA = st.lists(
+    st.tuples(
+        st.from_regex(r"[a-z-]{1,20}", fullmatch=True),
+        st.one_of(st.binary(max_size=200), st.from_regex(r"[ -~]{0,50}", fullmatch=True)),
+    ),
+    max_size=4,
+).map(tuple)
+CALLS = st.builds(
+    Call,
+    generation=st.integers(1, (1 << 56) - 1),
+    kind=st.just(CallKind.FETCH),
+    ack_word=WORDS,
+    fingerprint=st.binary(min_size=16, max_size=16),
+    metadata=METADATA,
+    flags=st.integers(0, 255),
+    durability=st.integers(0, 255),
+    lease_ms=WORDS,
+    expires_unix_ms=LONGS,
+)
+FETCHES = st.lists(st.builds(FetchRow, KEYS, WORDS, WORDS, LONGS, LONGS, LONGS), max_size=20)
+CALL = Call(7, CallKind.FETCH, 1, b"f" * 16, (("kvstore-request", "r"), ("steps-bin", b"\x00\xff")))
+ROWS = [FetchRow(b"k" * 32, 100, 2, 3, 4, 5)]
+
+
+def packed(call: Call, rows: list[FetchRow]) -> bytes:
+    data = call_bytes(call, len(rows), rows_of_fetch(rows))
+    assert data is not None
+    return data
+
+
+@given(CALLS, FETCHES)
+def test_a_fetch_comes_out_as_it_went_in(call: Call, rows: list[FetchRow]) -> None:
+    data = packed(call, rows)
+    assert length_said(data[:8]) == len(data)
+    assert read_call(data, call.generation) == (call, Rows(fetch=rows))
+
+
+def test_a_reserve_comes_out_as_it_went_in() -> None:
+    call = Call(9, CallKind.RESERVE, 1, b"f" * 16, (), 0, 3, 30_000, 1 << 40)
+    rows = [ReserveRow(bytes([number]) * 32, number, number + 1) for number in range(5)]
+    data = call_bytes(call, 5, rows_of_reserve(rows))
+    assert data is not None
+    assert read_call(data, 9) == (call, Rows(reserve=rows))
+
+
+def test_the_largest_batch_has_a_place_and_more_is_said_to_have_none() -> None:
+    rows = ROWS * BATCH_BLOCKS_MAX
+    assert len(packed(CALL, rows)) <= CALL_BYTES
+    assert (
+        call_bytes(Call(7, CallKind.FETCH, 1, b"f" * 16, (("a", b"x" * 9000),)), 1024, rows_of_fetch(rows))
+        is None
+    )
+    leased = [Leased(number, number % 2 == 1, number, number, number) for number in range(BATCH_BLOCKS_MAX)]
+    answer = leases_bytes(7, leased)
+    assert len(answer) <= ANSWER_BYTES
+    assert leases_of(answer, 7) == leased
+
+
+@pytest.mark.parametrize("at", [*range(0, 140, 3), -1])
+def test_a_spoilt_byte_is_seen(at: int) -> None:
+    data = bytearray(packed(CALL, ROWS))
+    data[at] ^= 0x10
+    with pytest.raises(ProtocolError):
+        read_call(bytes(data), 7)
+
+
+@pytest.mark.parametrize("length", [0, 3, 8, 63, 64, 100])
+def test_a_call_that_is_cut_off_is_none(length: int) -> None:
+    with pytest.raises(ProtocolError):
+        read_call(packed(CALL, ROWS)[:length], 7)
+
+
+def summed(data: bytes) -> bytes:
+    return crc32c(data[4:]).to_bytes(4, "little") + data[4:]
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "value"),
+    [(8, "<Q", 8), (16, "<B", 3), (20, "<I", 8), (20, "<I", 1 << 31), (24, "<I", 0), (24, "<I", 2)],
+    ids=["generation", "kind", "metadata", "much metadata", "no blocks", "more blocks"],
+)
+def test_what_contradicts_itself_is_refused_though_its_checksum_holds(
+    offset: int, form: str, value: int
+) -> None:
+    data = bytearray(packed(CALL, ROWS))
+    struct.pack_into(form, data, offset, value)
+    with pytest.raises(ProtocolError):
+        read_call(summed(bytes(data)), 7)
+
+
+def test_metadata_that_runs_over_its_end_is_refused() -> None:
+    data = bytearray(packed(CALL, ROWS))
+    struct.pack_into("<H", data, 65, 60_000)
+    with pytest.raises(ProtocolError, match="cut off"):
+        read_call(summed(bytes(data)), 7)
+
+
+def test_an_error_comes_out_as_it_went_in() -> None:
+    for error in (QuotaExceeded("Nothing may go."), ProtocolError("Ä sentence.")):
+        with pytest.raises(type(error), match=str(error)):
+            leases_of(error_bytes(7, error), 7)
+    with pytest.raises(Overloaded, match=r"Later\.") as caught:
+        leases_of(error_bytes(7, Overloaded("Later.", 123)), 7)
+    assert caught.value.retry_after_ms == 123
+    assert len(error_bytes(7, ProtocolError("x" * 100_000))) == ANSWER_BYTES
+
+
+def test_an_answer_to_another_call_is_none() -> None:
+    with pytest.raises(ProtocolError, match="not of this call"):
+        leases_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 8)
