@@ -88,8 +88,9 @@ class HotPages:
     def take(self, pages: int) -> Piece | None:
         """A piece to read into, with one user; None: all that could make room is in use."""
         start = self._free.allocate(pages)
-        if start is None:
+        if start is None and self._going:
             self.free_what_went()
+            start = self._free.allocate(pages)
         while start is None:
             if not self._evict_one():
                 self.refused = True
