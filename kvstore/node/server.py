@@ -23,12 +23,10 @@ from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
 from kvstore.node.gate import Gate
-from kvstore.node.http import tls_context
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
 from kvstore.node.observing import ObservingService
-from kvstore.node.pages import http_server
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.standard import Health
     from kvstore.storage.disk import Progress
@@ -133,6 +132,17 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     node.detach_all(lambda owner: not tenants.knows(owner.name))
 
 
+def _serve_http(node: Node, gate: Gate, config: NodeConfig, host: str, port: int) -> HttpServer:
+    # These, and what writes the metrics, would be a tenth of the start of a node that serves none of it.
+    from kvstore.node.http import tls_context  # noqa: PLC0415
+    from kvstore.node.pages import http_server  # noqa: PLC0415
+
+    tls = tls_context(config.tls_certificate, config.tls_key, config.tls_clients)
+    http = http_server(node, gate, tls, ui=config.ui)
+    log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(host, port))
+    return http
+
+
 def _drives_shown(store: Store) -> str:
     states = store.drive_states()
     away = [str(state.number) for state in states if state.statistics is None]
@@ -198,11 +208,7 @@ async def _serve(config: NodeConfig) -> None:
             ", an index rebuilt from its drive" if statistics.rebuilt else "",
             fabric.provider,
         )
-        http = None
-        if config.http is not None:
-            tls = tls_context(config.tls_certificate, config.tls_key, config.tls_clients)
-            http = http_server(node, gate, tls, ui=config.ui)
-            log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(*config.http))
+        http = None if config.http is None else _serve_http(node, gate, config, *config.http)
         print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
         await stop.wait()
         log.info("stopping")
