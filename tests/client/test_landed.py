@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.client import Client
 from kvstore.durability import Durability
 from kvstore.names import block_key
+from tests.conftest import small_client
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -45,7 +45,7 @@ def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: Rig) -> No
 
 def test_who_only_asks_or_goes_inside_grpc_opens_no_fabric(node: NodeProcess) -> None:
     key = block_key(b"inline")
-    with Client(node.target, provider="no such provider") as client:
+    with small_client(node.target, provider="no such provider") as client:
         client.put_inline(key, b"x" * 100)
         assert client.get_inline(key, 100) == b"x" * 100
         assert client.prefix([key], timeout_s=5).blocks == 1

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvstore.client import Client
 from kvstore.config import EventsConfig, NodeConfig
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, NodeUnavailable
@@ -17,7 +16,7 @@ from kvstore.limits import EVENTS_QUEUED_MAX
 from kvstore.names import block_key
 from kvstore.node.kv_events import KvEvents
 from kvstore.storage.eviction.items import Reason
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def test_a_node_tells_of_what_is_stored_evicted_and_deleted(tmp_path: Path) -> N
     arguments = ["--events", endpoint]
     with (
         NodeProcess(tmp_path / "node", capacity="16MiB", arguments=arguments) as node,
-        Client(node.target) as client,
+        small_client(node.target) as client,
     ):
         subscriber = _Subscriber(endpoint)
         keys = [block_key(bytes([number])) for number in range(40)]
@@ -182,4 +181,4 @@ def test_an_endpoint_that_is_taken_ends_the_node_with_a_sentence(tmp_path: Path)
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         arguments = ["--events", f"tcp://127.0.0.1:{port}"]
         with pytest.raises(NodeUnavailable, match="can't be published"):
-            NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments)
+            small_node(tmp_path / "node", arguments=arguments)
