@@ -161,6 +161,46 @@ def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
     return events
 
 
+async def _serve_node(config: NodeConfig, node: Node, gate: Gate, stop: asyncio.Event) -> None:
+    """Let it answer until it is to stop, and then end in order."""
+    loop, store = asyncio.get_running_loop(), node.store
+    events = None if config.events is None else _publish(node, config.events, node.clock)
+    tenants = gate.tenants
+    if config.tenants is not None:
+        tenants.load(config.tenants)
+        store.change_quotas(tenants.quotas())
+        loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
+    else:  # by itself it would end the process, and a service manager's reload sends it to every node
+        loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
+    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
+    health = add_services(server, node, gate)
+    await health.begin()
+    address = _listen(server, config)
+    await server.start()
+    statistics = store.statistics()
+    log.info(
+        "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
+        store.name,
+        _drives_shown(store),
+        statistics.blocks,
+        show_size(statistics.free_bytes),
+        show_size(statistics.capacity_bytes),
+        ", an index rebuilt from its drive" if statistics.rebuilt else "",
+        node.fabric.provider,
+    )
+    http = None if config.http is None else _serve_http(node, gate, config, *config.http)
+    print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
+    await stop.wait()
+    log.info("stopping")
+    await health.enter_graceful_shutdown()
+    if http is not None:
+        await http.close()
+    await node.close()
+    if events is not None:
+        events.close()
+    await server.stop(_STOP_GRACE_S)
+
+
 async def _serve(config: NodeConfig) -> None:
     clock = SystemClock()
     stop = asyncio.Event()
@@ -183,42 +223,10 @@ async def _serve(config: NodeConfig) -> None:
         Fabric(config.provider, address=config.host) as fabric,
     ):
         node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"))
-        events = None if config.events is None else _publish(node, config.events, clock)
-        tenants = Tenants(store.salt, clock)
-        if config.tenants is not None:
-            tenants.load(config.tenants)
-            store.change_quotas(tenants.quotas())
-            loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
-        else:  # by itself it would end the process, and a service manager's reload sends it to every node
-            loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
-        server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
-        gate = Gate(tenants, audit)
-        health = add_services(server, node, gate)
-        await health.begin()
-        address = _listen(server, config)
-        await server.start()
-        statistics = store.statistics()
-        log.info(
-            "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
-            store.name,
-            _drives_shown(store),
-            statistics.blocks,
-            show_size(statistics.free_bytes),
-            show_size(statistics.capacity_bytes),
-            ", an index rebuilt from its drive" if statistics.rebuilt else "",
-            fabric.provider,
-        )
-        http = None if config.http is None else _serve_http(node, gate, config, *config.http)
-        print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
-        await stop.wait()
-        log.info("stopping")
-        await health.enter_graceful_shutdown()
-        if http is not None:
-            await http.close()
-        await node.close()
-        if events is not None:
-            events.close()
-        await server.stop(_STOP_GRACE_S)
+        try:
+            await _serve_node(config, node, Gate(Tenants(store.salt, clock), audit), stop)
+        finally:  # whatever ended it: its timer must not come upon a drive that is closed
+            await node.close()
 
 
 def serve(config: NodeConfig) -> int:
