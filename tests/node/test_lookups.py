@@ -23,7 +23,6 @@ from kvstore.node.lookups import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
-from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
@@ -106,9 +105,9 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
         other.put_inline(KEYS[4], bytes(PAGE))
         other.put_inline(KEYS[11], bytes(PAGE))
     kv = client.register(allocate(PAGE))
-    with FlagWords.create(1) as flags:
-        puts = client.reserve([Block(KEYS[5], kv, 0, PAGE)], lease_ms=1).arm(flags[0])
-        wait_until(lambda: puts.ended() is not None, "the lease is over")
+    client.reserve([Block(KEYS[5], kv, 0, PAGE)], lease_ms=1)  # neither armed nor given back
+    wait_until(lambda: client.explain([KEYS[3]])[0].gone is not None, "what is over goes")
+    wait_until(lambda: node.call(lambda one: bool(one.lookups._leases_over)), "the lease is over")
     whose = node.call(lambda one: next(iter(one.lookups._leases_over)))[0]
     node.call(lambda one: one.store.change_quotas({whose: 5 * 2 * PAGE}))
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[6:9]])
@@ -119,7 +118,6 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
         one.store.quarantine(whose, KEYS[8], entry.generation)
 
     node.call(spoil)
-    wait_until(lambda: client.explain([KEYS[3]])[0].gone is not None, "what is over goes")
     with as_request("why"):
         client.exists(KEYS[:10])
     (lookup,) = told(node, "why")
