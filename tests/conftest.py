@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,13 +14,25 @@ from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from nic_offload.fabric import Region
 
 MIB = 1 << 20
 SMALL_DRIVE = "64MiB"
+SMALL_HOT = "128MiB"  # the least that a node takes
+
+
+def small_node(data: Path, *, arguments: Sequence[str] = (), **more: Any) -> NodeProcess:
+    """A node process with as little memory and drive as it takes: to get more costs a test time."""
+    more.setdefault("capacity", SMALL_DRIVE)
+    return NodeProcess(data, arguments=("--hot", SMALL_HOT, *arguments), **more)
+
+
+def small_client(target: str, **more: Any) -> Client:
+    """A client for which the node needs 16 MiB. What a client has by default is as much again as a whole node."""
+    return Client(target, **({"slots": 16, "block_bytes_max": MIB} | more))
 
 
 class Rig:
@@ -60,8 +72,24 @@ class Rig:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE) as process:
+    with small_node(tmp_path / "node") as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """One node for the tests of a module that don't end it, nor mind what others keep there.
+
+    Such a module's own `node` is this one. Keys of a `rig` are its alone; other names need a tenant of the test's own.
+    """
+    with small_node(tmp_path_factory.mktemp("shared") / "node") as process:
+        yield process
+
+
+@pytest.fixture
+def tenant() -> str:
+    """A tenant of the test's own."""
+    return secrets.token_hex(8)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from kvstore.lookups import HITS, Kind, Lookup, Outcome, Run
 from kvstore.names import block_key
 from kvstore.wire.observing_pb2 import StatisticsResponse
 from nic_offload.memory import allocate
+from tests.conftest import small_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ def run(node: NodeProcess, *more: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def client(node: NodeProcess) -> Iterator[Client]:
-    with Client(node.target, tenant="acme") as client:
+    with small_client(node.target, tenant="acme") as client:
         yield client
 
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.client import Client
 from kvstore.limits import (
     LOOKUP_ID_BYTES_MAX,
     LOOKUP_LOG_FILES,
@@ -19,6 +18,7 @@ from kvstore.limits import (
     LOOKUPS_WAITING_MAX,
 )
 from kvstore.names import block_key
+from tests.conftest import small_client
 from tests.readme import commands
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_the_example_and_the_commands_of_the_page_run_as_printed(node: NodeProce
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "6\n6\n"), done.stderr
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         key = block_key(b"x")
         client.put_inline(key, b"x")
         client.session("ada", "chat 7").append([key], 16)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import Block, Client
+from kvstore.client import Block
 from kvstore.errors import NodeUnavailable
 from kvstore.miss import MissReason
 from kvstore.names import block_key
@@ -22,6 +22,7 @@ from kvstore.top_command import Top, risen, view
 from kvstore.wire.observing_pb2 import ReasonCount, StatisticsResponse
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.test_tenants import HeldClock
 
@@ -43,7 +44,7 @@ def run(node: NodeProcess, command: str, *more: str) -> subprocess.CompletedProc
 
 
 def test_stats_are_shown_and_told(node: NodeProcess) -> None:
-    with Client(node.target) as client, FlagWords.create(1) as flags:
+    with small_client(node.target) as client, FlagWords.create(1) as flags:
         client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:2]])
         client.exists(KEYS)
         client.get_inline(KEYS[3], PAGE)

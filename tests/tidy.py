@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,9 +58,15 @@ def _files(root: Path, *patterns: str) -> Iterator[tuple[str, Path]]:
                 yield name, path
 
 
+@lru_cache(maxsize=1024)
+def _parsed(name: str, text: str) -> ast.Module:
+    """Once for all rules: they look, and change nothing."""
+    return ast.parse(text, name)
+
+
 def _modules(root: Path, *packages: str) -> Iterator[tuple[str, ast.Module]]:
     for name, path in _files(root, *(f"{package}/**/*.py" for package in packages)):
-        yield name, ast.parse(path.read_text(), name)
+        yield name, _parsed(name, path.read_text())
 
 
 def _allowed(name: str, allowed: dict[str, str]) -> bool:

@@ -85,6 +85,7 @@ class KvEvents:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             raise ConfigError(f"Events can't be published on {endpoint}: {error}.") from error
         return socket
 

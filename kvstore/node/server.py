@@ -23,12 +23,10 @@ from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
 from kvstore.node.gate import Gate
-from kvstore.node.http import tls_context
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
 from kvstore.node.observing import ObservingService
-from kvstore.node.pages import http_server
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
     from kvstore.node.standard import Health
@@ -136,6 +135,17 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     node.detach_all(lambda one: not tenants.admits(one.credentials, one.owner.name))
 
 
+def _serve_http(node: Node, gate: Gate, config: NodeConfig, host: str, port: int) -> HttpServer:
+    # These, and what writes the metrics, would be a tenth of the start of a node that serves none of it.
+    from kvstore.node.http import tls_context  # noqa: PLC0415
+    from kvstore.node.pages import http_server  # noqa: PLC0415
+
+    tls = tls_context(config.tls_certificate, config.tls_key, config.tls_clients)
+    http = http_server(node, gate, tls, ui=config.ui)
+    log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(host, port))
+    return http
+
+
 def _drives_shown(store: Store) -> str:
     states = store.drive_states()
     away = [str(state.number) for state in states if state.statistics is None]
@@ -163,6 +173,46 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
     return Collector(endpoint, node, clock)
 
 
+async def _serve_node(config: NodeConfig, node: Node, gate: Gate, stop: asyncio.Event) -> None:
+    """Let it answer until it is to stop, and then end in order."""
+    loop, store = asyncio.get_running_loop(), node.store
+    events = None if config.events is None else _publish(node, config.events, node.clock)
+    tenants = gate.tenants
+    if config.tenants is not None:
+        tenants.load(config.tenants)
+        store.change_quotas(tenants.quotas())
+        loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
+    else:  # by itself it would end the process, and a service manager's reload sends it to every node
+        loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
+    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
+    health = add_services(server, node, gate)
+    await health.begin()
+    address = _listen(server, config)
+    await server.start()
+    statistics = store.statistics()
+    log.info(
+        "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
+        store.name,
+        _drives_shown(store),
+        statistics.blocks,
+        show_size(statistics.free_bytes),
+        show_size(statistics.capacity_bytes),
+        ", an index rebuilt from its drive" if statistics.rebuilt else "",
+        node.fabric.provider,
+    )
+    http = None if config.http is None else _serve_http(node, gate, config, *config.http)
+    print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
+    await stop.wait()
+    log.info("stopping")
+    await health.enter_graceful_shutdown()
+    if http is not None:
+        await http.close()
+    await node.close()
+    if events is not None:
+        events.close()
+    await server.stop(_STOP_GRACE_S)
+
+
 async def _serve(config: NodeConfig) -> None:
     clock = SystemClock()
     stop = asyncio.Event()
@@ -187,48 +237,12 @@ async def _serve(config: NodeConfig) -> None:
         collector = None if config.otel is None else _trace_to(config.otel, store.name, clock)
         spans = None if collector is None else collector.spans
         node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"), spans)
-        events = None if config.events is None else _publish(node, config.events, clock)
-        tenants = Tenants(store.salt, clock)
-        if config.tenants is not None:
-            tenants.load(config.tenants)
-            store.change_quotas(tenants.quotas())
-            loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
-        else:  # by itself it would end the process, and a service manager's reload sends it to every node
-            loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
-        server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
-        gate = Gate(tenants, audit)
-        health = add_services(server, node, gate)
-        await health.begin()
-        address = _listen(server, config)
-        await server.start()
-        statistics = store.statistics()
-        log.info(
-            "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
-            store.name,
-            _drives_shown(store),
-            statistics.blocks,
-            show_size(statistics.free_bytes),
-            show_size(statistics.capacity_bytes),
-            ", an index rebuilt from its drive" if statistics.rebuilt else "",
-            fabric.provider,
-        )
-        http = None
-        if config.http is not None:
-            tls = tls_context(config.tls_certificate, config.tls_key, config.tls_clients)
-            http = http_server(node, gate, tls, ui=config.ui)
-            log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(*config.http))
-        print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
-        await stop.wait()
-        log.info("stopping")
-        await health.enter_graceful_shutdown()
-        if http is not None:
-            await http.close()
-        await node.close()
-        if events is not None:
-            events.close()
-        await server.stop(_STOP_GRACE_S)
-        if collector is not None:
-            await loop.run_in_executor(None, collector.close)
+        try:
+            await _serve_node(config, node, Gate(Tenants(store.salt, clock), audit), stop)
+        finally:  # whatever ended it: its timer must not come upon a drive that is closed
+            await node.close()
+            if collector is not None:
+                await loop.run_in_executor(None, collector.close)
 
 
 def serve(config: NodeConfig) -> int:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
-from numpy.lib.recfunctions import repack_fields
 
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
@@ -66,6 +65,7 @@ _ROW: Final = np.dtype(
     ]
 )
 _LIFE: Final = ["offset", "length", "generation", "expires_ms"]
+_LIFE_ROW: Final = np.dtype([(name, _ROW[name]) for name in _LIFE])
 _LIVES_AT_ONCE: Final = 1 << 16
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
@@ -250,11 +250,11 @@ class Index:
 
     def lives(self) -> NDArray[Any]:
         """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
-        parts = [repack_fields(np.empty(0, _ROW)[_LIFE])]
+        parts = [np.empty(0, _LIFE_ROW)]
         with self._env.begin(buffers=True) as transaction:
             rows = transaction.cursor(self.blocks).iternext(keys=False)
             while part := b"".join(islice(rows, _LIVES_AT_ONCE)):
-                parts.append(repack_fields(np.frombuffer(part, _ROW)[_LIFE]))
+                parts.append(np.frombuffer(part, _ROW)[_LIFE].astype(_LIFE_ROW))
         return np.concatenate(parts)
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvstore import errors
-from kvstore.client import Block, Client
+from kvstore.client import Block
 from kvstore.config import NodeConfig, parse_listen, parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import (
@@ -28,7 +28,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import ERROR_NAME
-from tests.conftest import MIB, SMALL_DRIVE, Rig
+from tests.conftest import MIB, Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
 
 
 def is_one_sentence(error: BaseException) -> bool:
@@ -77,7 +82,7 @@ def test_a_block_that_no_node_would_take_is_refused_at_once(
 def test_memory_that_is_not_registered_is_refused(rig: Rig) -> None:
     block = rig.block(0)
     with (
-        Client(rig.node.target) as other,
+        small_client(rig.node.target) as other,
         pytest.raises(ProtocolError, match="not registered with this client"),
     ):
         other.reserve([block])
@@ -125,36 +130,40 @@ def stub(rig: Rig) -> kvstore_pb2_grpc.KvStoreStub:
     return rig.client._stub
 
 
+def number_of(rig: Rig) -> int:
+    """Of its connection, as the node has it."""
+    assert rig.client._link is not None
+    return rig.client._link.number
+
+
 def name(length: int = 10, key: bytes = b"k" * 32, fingerprint: bytes = b"f" * 16) -> pb.BlockName:
     return pb.BlockName(key=key, fingerprint=fingerprint, length=length)
 
 
-BAD_RESERVES = [
+BAD_RESERVES = [  # of a connection that is there, where none is named
     (pb.ReserveRequest(connection=999, blocks=[pb.ReserveBlock(name=name())]), "no connection 999"),
-    (pb.ReserveRequest(connection=1), "1 to 1024 blocks, not 0"),
-    (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(key=b""))]), "32 bytes, not 0"),
+    (pb.ReserveRequest(), "1 to 1024 blocks, not 0"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(key=b""))]), "32 bytes, not 0"),
     (
-        pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(fingerprint=b"x"))]),
+        pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(fingerprint=b"x"))]),
         "16 bytes, not 1",
     ),
-    (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=0))]), "bytes, not 0"),
-    (pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "bytes, not"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=0))]), "bytes, not 0"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "bytes, not"),
     (
-        pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(length=2 * MIB))]),
+        pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=2 * MIB))]),
         "was attached for",
     ),
     (
-        pb.ReserveRequest(connection=1, blocks=[pb.ReserveBlock(name=name(), ack_word=ACK_WORDS)]),
+        pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(), ack_word=ACK_WORDS)]),
         "not one of the client's",
     ),
     (
-        pb.ReserveRequest(
-            connection=1, lease_ms=LEASE_TIMEOUT_MS_MAX + 1, blocks=[pb.ReserveBlock(name=name())]
-        ),
+        pb.ReserveRequest(lease_ms=LEASE_TIMEOUT_MS_MAX + 1, blocks=[pb.ReserveBlock(name=name())]),
         "A lease lasts",
     ),
     (
-        pb.ReserveRequest(connection=1, durability=9, blocks=[pb.ReserveBlock(name=name())]),  # type: ignore[arg-type]
+        pb.ReserveRequest(durability=9, blocks=[pb.ReserveBlock(name=name())]),  # type: ignore[arg-type]
         "no durability 9",
     ),
 ]
@@ -164,23 +173,31 @@ BAD_RESERVES = [
 def test_the_node_refuses_a_bad_reserve_in_one_sentence(
     rig: Rig, stub: kvstore_pb2_grpc.KvStoreStub, request_: pb.ReserveRequest, says: str
 ) -> None:
+    connection = number_of(rig)
+    asked = pb.ReserveRequest(connection=connection)
+    asked.MergeFrom(request_)
     with pytest.raises(grpc.RpcError, match=says) as caught:
-        stub.Reserve(request_, timeout=WAIT_S)
+        stub.Reserve(asked, timeout=WAIT_S)
     failure = caught.value
     assert isinstance(failure, grpc.Call)
     assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert dict(failure.trailing_metadata() or ())[ERROR_NAME] == "ProtocolError"
-    assert rig.client.status().connections == 1
+    rig.client.reserve([rig.block(14)]).give_back()
+    assert number_of(rig) == connection, "it is the same as before"
 
 
-def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(stub: kvstore_pb2_grpc.KvStoreStub) -> None:
-    request = pb.FetchRequest(connection=1, blocks=[pb.FetchBlock(name=name(), ack_word=ACK_WORDS)])
+def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(
+    rig: Rig, stub: kvstore_pb2_grpc.KvStoreStub
+) -> None:
+    request = pb.FetchRequest(
+        connection=number_of(rig), blocks=[pb.FetchBlock(name=name(), ack_word=ACK_WORDS)]
+    )
     with pytest.raises(grpc.RpcError, match="not one of the client's"):
         stub.Fetch(request, timeout=WAIT_S)
 
 
 def test_a_client_of_another_fabric_is_told_so(node: NodeProcess) -> None:
-    with Client(node.target, provider="sockets") as client:
+    with small_client(node.target, provider="sockets") as client:
         region = client.register(bytearray(10))
         with pytest.raises(ProtocolError, match="the client's is sockets"):
             client.reserve([Block(b"k" * 32, region, 0, 10)])
@@ -209,7 +226,7 @@ def test_an_inline_put_of_another_length_than_announced_is_refused(node: NodePro
 
 
 def test_an_absent_node_is_an_error_for_a_put_and_a_miss_for_a_get(nobody: str) -> None:
-    with Client(nobody) as client:
+    with small_client(nobody) as client:
         region = client.register(bytearray(100))
         block = Block(b"k" * 32, region, 0, 100)
         begun_s = time.monotonic()
@@ -292,7 +309,7 @@ def test_a_client_that_goes_leaves_its_slots_and_its_key_to_nobody(node: NodePro
 
 
 def test_leases_that_a_client_neither_uses_nor_returns_end_its_connection(tmp_path: Path) -> None:
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE) as node:
+    with small_node(tmp_path / "node") as node:
         rig = Rig(node, slots=2)
         rig.client.reserve([rig.block(0)], lease_ms=100)  # neither armed nor given back
         assert rig.client.status().connections == 1
@@ -313,14 +330,14 @@ def _until(holds: Callable[[], bool]) -> None:
 
 
 def test_two_nodes_do_not_share_a_folder(tmp_path: Path) -> None:
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE), pytest.raises(NodeUnavailable, match="folder"):
-        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE)
+    with small_node(tmp_path / "node"), pytest.raises(NodeUnavailable, match="folder"):
+        small_node(tmp_path / "node")
 
 
 def test_a_port_that_is_taken_is_said_to_be(tmp_path: Path, node: NodeProcess) -> None:
     port = int(node.target.rpartition(":")[2])
     with pytest.raises(NodeUnavailable, match="is the port taken"):
-        NodeProcess(tmp_path / "other", capacity=SMALL_DRIVE, port=port)
+        small_node(tmp_path / "other", port=port)
 
 
 def test_a_node_listens_on_loopback_only(tmp_path: Path) -> None:

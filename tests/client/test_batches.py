@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Client
 from kvstore.durability import Durability
 from kvstore.errors import NodeUnavailable, ProtocolError, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
@@ -17,6 +16,7 @@ from kvstore.names import block_key, layout_fingerprint
 from kvstore.node import inline
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import batches_pb2_grpc, kvstore_pb2
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvstore.client import Client
+
 MIB = 1 << 20
 WAIT_S = 20.0
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node", 256 << 20) as process:
+    with NodeInProcess(tmp_path / "node", 256 << 20, hot_bytes=HOT_BYTES_MIN) as process:
         yield process
 
 
 @pytest.fixture
 def client(node: NodeInProcess) -> Iterator[Client]:
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         yield client
 
 
@@ -103,9 +105,9 @@ def test_each_block_has_its_own_answer(client: Client) -> None:
 
 def test_blocks_cold_on_the_drive_come_as_well(tmp_path: Path) -> None:
     blocks = [(key(number), payload(number, 200_000)) for number in range(40)]
-    with NodeInProcess(tmp_path / "again") as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "again") as node, small_client(node.target) as client:
         client.put_many_inline(blocks)
-    with NodeInProcess(tmp_path / "again") as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "again") as node, small_client(node.target) as client:
         wanted = [(one, len(data)) for one, data in blocks]
         assert list(client.get_many_inline(wanted)) == [data for _, data in blocks]
         some = client.get_many_inline(wanted)
@@ -165,7 +167,7 @@ def test_a_stream_that_stands_still_is_ended_and_its_memory_comes_back(
 
 
 def test_a_node_that_is_away_is_an_answer_for_each_block() -> None:
-    with Client("127.0.0.1:1") as client:
+    with small_client("127.0.0.1:1") as client:
         results = client.put_many_inline([(key(0), b"a"), (key(1), b"b")], timeout_s=5)
         assert all(isinstance(one.error, NodeUnavailable) for one in results)
         got = list(client.get_many_inline([(key(0), 1), (key(1), 1)], timeout_s=5))

@@ -17,6 +17,7 @@ from kvstore.names import block_key
 from kvstore.storage.eviction.items import Guard
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -40,9 +41,17 @@ def node_here(tmp_path: Path) -> Iterator[NodeInProcess]:
         yield node
 
 
-def test_exists_says_what_a_get_would(node: NodeProcess) -> None:
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
+
+
+def test_exists_says_what_a_get_would(node: NodeProcess, tenant: str) -> None:
     over_ms = SystemClock().wall_ms() + 60_000
-    with Client(node.target) as client, Client(node.target, layout=b"another") as other:
+    with (
+        small_client(node.target, tenant=tenant) as client,
+        small_client(node.target, tenant=tenant, layout=b"another") as other,
+    ):
         client.put_inline(key(0), b"a" * 1000)
         client.put_inline(key(1), b"b" * 5000, expires_unix_ms=over_ms)
         other.put_inline(key(2), b"c")
@@ -62,8 +71,11 @@ def test_exists_says_what_a_get_would(node: NodeProcess) -> None:
         assert client.exists([]) == []
 
 
-def test_a_prefix_ends_at_the_first_block_that_could_not_be_got(node: NodeProcess) -> None:
-    with Client(node.target) as client, Client(node.target, layout=b"another") as other:
+def test_a_prefix_ends_at_the_first_block_that_could_not_be_got(node: NodeProcess, tenant: str) -> None:
+    with (
+        small_client(node.target, tenant=tenant) as client,
+        small_client(node.target, tenant=tenant, layout=b"another") as other,
+    ):
         for number in range(5):
             client.put_inline(key(number), b"x")
         other.put_inline(key(6), b"x")
@@ -80,8 +92,10 @@ def test_a_prefix_ends_at_the_first_block_that_could_not_be_got(node: NodeProces
 
 
 @pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN, Durability.SYNCED])
-def test_what_is_deleted_is_gone_and_is_explained(node: NodeProcess, durability: Durability) -> None:
-    with Client(node.target) as client:
+def test_what_is_deleted_is_gone_and_is_explained(
+    node: NodeProcess, tenant: str, durability: Durability
+) -> None:
+    with small_client(node.target, tenant=tenant) as client:
         client.put_inline(key(0), b"a" * 1000)
         client.put_inline(key(1), b"b" * 1000)
         assert client.delete([key(0), key(2)], durability=durability) == [True, False]
@@ -100,7 +114,7 @@ def test_what_is_deleted_is_gone_and_is_explained(node: NodeProcess, durability:
 
 
 def test_a_pinned_block_outlives_the_pressure_that_takes_its_neighbours(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         for number in range(4):
             client.put_inline(key(number), bytes([number]) * 300_000)
         with client.pin([key(1), key(99), key(3)]) as pin:
@@ -123,7 +137,7 @@ def leased(node: Node) -> int:
 
 
 def test_a_pin_ends_with_its_time_though_its_client_is_dead(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         client.pin([key(0)], time_to_live_ms=1)
         forgotten = client.pin([key(0)], time_to_live_ms=600_000)
@@ -133,7 +147,7 @@ def test_a_pin_ends_with_its_time_though_its_client_is_dead(node_here: NodeInPro
 
 
 def test_a_pins_time_is_bounded_and_so_is_their_number(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client, grpc.insecure_channel(node_here.target) as channel:
+    with small_client(node_here.target) as client, grpc.insecure_channel(node_here.target) as channel:
         client.put_inline(key(0), b"x")
         stub: Any = blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
         for asked_ms, given_ms in ((0, PIN_TIMEOUT_MS), (2**32 - 1, PIN_TIMEOUT_MS_MAX), (5000, 5000)):
@@ -143,14 +157,14 @@ def test_a_pins_time_is_bounded_and_so_is_their_number(node_here: NodeInProcess)
             client.pin([key(0)])
         with pytest.raises(Overloaded, match="as many pins"):
             client.pin([key(0)])
-        with Client(node_here.target, tenant="another") as another:
+        with small_client(node_here.target, tenant="another") as another:
             another.put_inline(key(0), b"x")
             another.pin([key(0)]).close()
         assert node_here.call(lambda node: node.pins.count) == PINS_OF_TENANT_MAX
 
 
 def test_a_tenant_pins_a_bounded_part_of_the_drives_all_or_none(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         for number in range(5):
             client.put_inline(key(number), b"x" * MIB)
         with pytest.raises(Overloaded, match="at most 4194304 bytes"):
@@ -165,7 +179,10 @@ def test_a_tenant_pins_a_bounded_part_of_the_drives_all_or_none(tmp_path: Path) 
 
 
 def test_a_pin_is_its_tenants_alone(node_here: NodeInProcess) -> None:
-    with Client(node_here.target, tenant="a") as one, Client(node_here.target, tenant="b") as other:
+    with (
+        small_client(node_here.target, tenant="a") as one,
+        small_client(node_here.target, tenant="b") as other,
+    ):
         one.put_inline(key(0), b"x")
         assert other.pin([key(0)]).pinned == [False]
         pin = one.pin([key(0)])
@@ -178,7 +195,7 @@ def test_a_pin_is_its_tenants_alone(node_here: NodeInProcess) -> None:
 
 
 def test_ended_pins_leave_nothing_behind(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         for _ in range(PINS_OF_TENANT_MAX + 50):
             client.pin([key(0)], time_to_live_ms=600_000).close()
@@ -187,7 +204,7 @@ def test_ended_pins_leave_nothing_behind(node_here: NodeInProcess) -> None:
 
 
 def test_a_deleted_block_takes_its_pin_along(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         with client.pin([key(0)]):
             assert client.delete([key(0)]) == [True]
@@ -208,7 +225,7 @@ BAD: list[tuple[str, Callable[[Client], Any], str]] = [
 def test_names_that_cannot_be_are_refused(
     node_here: NodeInProcess, call: Callable[[Client], Any], why: str
 ) -> None:
-    with Client(node_here.target) as client, pytest.raises(ProtocolError, match=why):
+    with small_client(node_here.target) as client, pytest.raises(ProtocolError, match=why):
         call(client)
 
 
@@ -234,7 +251,7 @@ def test_requests_that_cannot_be_are_refused(
 
 def test_without_a_node_each_call_is_one_typed_error(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data") as node:
-        client = Client(node.target)
+        client = small_client(node.target)
         client.put_inline(key(0), b"x")
         pin = client.pin([key(0)])
     with client:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Hit
 from kvstore.client.breaker import Breaker
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
 from kvstore.limits import BREAKER_MS_MAX, BREAKER_MS_MIN
 from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import put
+from tests.conftest import small_client
 from tests.node.test_tenants import HeldClock
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def test_a_stopped_node_costs_one_deadline_and_then_answers_again(node: NodeProc
 
 
 def test_a_node_that_was_never_there_is_not_asked_each_time() -> None:
-    with Client("127.0.0.1:1") as client:
+    with small_client("127.0.0.1:1") as client:
         kv = client.register(bytearray(4096))
         for _ in range(100):
             (miss,) = client.get([Block(bytes(32), kv, 0, 4096)], timeout_s=5)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import Client
-from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import NoSession
 from tests.client.turn import EVERY, PAGE, SLOT_BYTES, TOKEN_BYTES, TOKENS, pieces
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvstore.demo.node_process import NodeProcess
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE) as process:
+    with small_node(tmp_path / "node") as process:
         yield process
 
 
@@ -133,9 +133,9 @@ def a_resumed_turn(seen: list[dict[str, Any]], blocks: int) -> None:
 
 
 def test_a_trace_of_nothing(node: NodeProcess) -> None:
-    with Client(node.target) as client, pytest.raises(NoSession):
+    with small_client(node.target) as client, pytest.raises(NoSession):
         client.session("ada", "chat").trace()
-    with Client(node.target, tenant="acme") as client:
+    with small_client(node.target, tenant="acme") as client:
         client.put_inline(bytes(32), b"x")
         client.session("ada", "chat").append([bytes(32)], 16)
     assert "named as a turn" in traced(node, "ada")
@@ -143,5 +143,5 @@ def test_a_trace_of_nothing(node: NodeProcess) -> None:
     node.start()
     assert traced(node, "ada").startswith("The node has seen nothing of this session")
     assert json.loads(traced(node, "ada", "--json")) == []
-    with Client(node.target) as client, pytest.raises(NoSession):
+    with small_client(node.target) as client, pytest.raises(NoSession):
         client.session("ada", "chat").trace()  # another tenant's is none

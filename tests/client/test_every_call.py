@@ -14,7 +14,6 @@ import grpc
 import pytest
 
 from kvstore.client import Block, Client
-from kvstore.demo.node_process import NodeProcess
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from kvstore.wire import blocks_pb2
@@ -24,12 +23,14 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from tests.client import test_identity
 from tests.client.test_identity import CALLS, KEY, PAGE, Acme, header, stubs
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 30.0
 DEADLINE_S = 0.3
@@ -50,7 +51,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NodeInProc
     """A node that can be made to stand still, and a client that has something there."""
     with (
         NodeInProcess(tmp_path_factory.mktemp("still") / "node") as node,
-        Client(node.target) as client,
+        small_client(node.target) as client,
         FlagWords.create(1) as flags,
     ):
         client.put_inline(KEY, b"a" * PAGE)
@@ -91,7 +92,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     tenants = folder / "tenants.toml"
     tenants.write_text(f'[busy]\ntokens_sha256 = ["{token_digest("busy")}"]\nrequests_per_s = 1\n')
     arguments = ("--tenants", str(tenants))
-    with NodeProcess(folder / "node", capacity=SMALL_DRIVE, arguments=arguments) as node:
+    with small_node(folder / "node", arguments=arguments) as node:
         with grpc.insecure_channel(node.target) as channel:
             request = blocks_pb2.ExplainRequest(keys=[KEY] * 1000)
             stubs(channel).Explain(request, metadata=header("busy"), timeout=WAIT_S)

@@ -21,7 +21,7 @@ from kvstore.wire import fabric_call
 from kvstore.wire import kvstore_pb2 as pb
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from tests.conftest import MIB, SMALL_DRIVE, Rig
+from tests.conftest import MIB, Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -262,7 +262,7 @@ def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: 
         assert get(rig, [block]) == [Hit(block.key)]
     assert served(inside) > 0
     before = served(inside)
-    with Client(inside.target, tenant="zeta") as zeta:
+    with small_client(inside.target, tenant="zeta") as zeta:
         memory = allocate(50_000)
         (miss,) = zeta.get([Block(block.key, zeta.register(memory), 0, 50_000)])
         assert isinstance(miss, Miss)
@@ -295,8 +295,8 @@ def test_a_tenant_with_a_rate_is_counted_each_time(tmp_path: Path) -> None:
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\nrequests_per_s = 4\n')
     arguments = ("--tenants", str(tenants))
     with (
-        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments) as node,
-        Client(node.target, token="acme") as client,
+        small_node(tmp_path / "node", arguments=arguments) as node,
+        small_client(node.target, token="acme") as client,
     ):
         client.put_inline(block_key(b"1"), b"a" * 4096)
         wanted = [Block(block_key(b"1"), client.register(allocate(4096)), 0, 4096)]
@@ -312,9 +312,9 @@ def test_a_token_that_is_taken_away_ends_the_connections_that_it_opened(tmp_path
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{one}", "{two}"]\n')
     arguments = ("--tenants", str(tenants))
     with (
-        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments) as node,
-        Client(node.target, token="one") as stolen,
-        Client(node.target, token="two") as kept,
+        small_node(tmp_path / "node", arguments=arguments) as node,
+        small_client(node.target, token="one") as stolen,
+        small_client(node.target, token="two") as kept,
     ):
         stolen.attach()
         link = link_of(kept)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,6 @@ import pytest
 
 from kvstore.client import Block, Client, Hit, Tls
 from kvstore.config import NodeConfig
-from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import (
     ConfigError,
@@ -46,13 +46,14 @@ from kvstore.wire import (
 from kvstore.wire import kvstore_pb2 as pb
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.demo.node_process import NodeProcess
     from kvstore.wire.fabric_call import Leased
 
 WAIT_S = 20.0
@@ -80,8 +81,22 @@ def tenants(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def guarded(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
+    """A node of the test's own, whose tenants and audit log it may look after."""
     more = ("--tenants", str(tenants), "--audit", str(tmp_path / "audit.jsonl"))
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as node:
+    with small_node(tmp_path / "node", arguments=more) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node with a tenant more for each test: what these do to their own blocks is nothing to the others."""
+    folder = tmp_path_factory.mktemp("shared")
+    own = [
+        f'[acme-{name}]\ntokens_sha256 = ["{token_digest(f"acme-{name}")}"]\n' for name in (*CALLS, "reads")
+    ]
+    (folder / "tenants.toml").write_text(TENANTS + "".join(own))
+    more = ("--tenants", str(folder / "tenants.toml"))
+    with small_node(folder / "node", arguments=more) as node:
         yield node
 
 
@@ -94,9 +109,9 @@ class Acme:
     lease: Leased
 
 
-@pytest.fixture
-def acme(guarded: NodeProcess) -> Iterator[Acme]:
-    with Client(guarded.target, token="acme") as client, FlagWords.create(1) as flags:
+@contextmanager
+def having(node: NodeProcess, token: str) -> Iterator[Acme]:
+    with small_client(node.target, token=token) as client, FlagWords.create(1) as flags:
         client.put_inline(KEY, b"a" * PAGE)
         client.session("user", "chat").append([KEY, KEY], 32)
         kv = client.register(allocate(PAGE))
@@ -104,6 +119,12 @@ def acme(guarded: NodeProcess) -> Iterator[Acme]:
         link = client._link
         assert link is not None
         yield Acme(client, link.number, reservation.arm(flags[0])._puts[0].lease)
+
+
+@pytest.fixture
+def acme(guarded: NodeProcess) -> Iterator[Acme]:
+    with having(guarded, "acme") as acme:
+        yield acme
 
 
 Stubs = Any  # of all services; no two have a call of the same name
@@ -270,16 +291,17 @@ def test_the_table_has_every_call_of_the_service() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_done_for_the_right_tenant_alone(guarded: NodeProcess, acme: Acme, name: str) -> None:
-    with grpc.insecure_channel(guarded.target) as channel:
+def test_a_call_is_done_for_the_right_tenant_alone(shared: NodeProcess, name: str) -> None:
+    owner = f"acme-{name}"
+    with having(shared, owner) as acme, grpc.insecure_channel(shared.target) as channel:
         stub = stubs(channel)
 
         def called(tenant: str, metadata: Any) -> tuple[grpc.StatusCode, str]:
             return code_of(lambda: CALLS[name](stub, acme, tenant, metadata))
 
-        for nobody in ([], header("guess"), header(""), [("authorization", "acme")]):
-            assert called("acme", nobody)[0] is grpc.StatusCode.UNAUTHENTICATED
-        code, why = called("acme", header("zeta"))
+        for nobody in ([], header("guess"), header(""), [("authorization", owner)]):
+            assert called(owner, nobody)[0] is grpc.StatusCode.UNAUTHENTICATED
+        code, why = called(owner, header("zeta"))
         if name in BY_CONNECTION:
             assert (code, why.split(";")[0]) == (
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -287,24 +309,24 @@ def test_a_call_is_done_for_the_right_tenant_alone(guarded: NodeProcess, acme: A
             )
         elif name not in FOR_ANY_TENANT:
             assert code is grpc.StatusCode.PERMISSION_DENIED
-        for claimed in ("acme", ""):
-            code, why = called(claimed, header("acme"))
+        for claimed in (owner, ""):
+            code, why = called(claimed, header(owner))
             assert (code, why) == (grpc.StatusCode.OK, "") or (name in OF_WRONG_PROVIDER and "fabric" in why)
 
 
-def test_one_tenant_gets_nothing_of_anothers(guarded: NodeProcess, acme: Acme) -> None:
-    assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
-    with Client(guarded.target, token="zeta") as zeta:
+def test_one_tenant_gets_nothing_of_anothers(shared: NodeProcess) -> None:
+    with having(shared, "acme-reads") as acme, small_client(shared.target, token="zeta") as zeta:
+        assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
         assert zeta.get_inline(KEY, PAGE) == Miss(MissReason.UNKNOWN)
         zeta.put_inline(KEY, b"z" * PAGE)
         kv = zeta.register(target := allocate(PAGE))
         assert zeta.get([Block(KEY, kv, 0, PAGE)], timeout_s=WAIT_S) == [Hit(KEY)]
         assert target[:] == b"z" * PAGE
-    assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
+        assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
 
 
-def test_a_client_without_a_good_token_is_told_so(guarded: NodeProcess) -> None:
-    with Client(guarded.target) as client:
+def test_a_client_without_a_good_token_is_told_so(shared: NodeProcess) -> None:
+    with small_client(shared.target) as client:
         kv = client.register(allocate(PAGE))
         with pytest.raises(NotAuthenticated, match="give the client one"):
             client.reserve([Block(KEY, kv, 0, PAGE)])
@@ -312,14 +334,14 @@ def test_a_client_without_a_good_token_is_told_so(guarded: NodeProcess) -> None:
         assert isinstance(miss, Miss)
         assert "no token" in miss.detail
     with (
-        Client(guarded.target, token="zeta", tenant="acme") as client,
+        small_client(shared.target, token="zeta", tenant="acme") as client,
         pytest.raises(TenantDenied, match="is zeta"),
     ):
         client.put_inline(KEY, b"x")
 
 
-def test_a_tenants_rate_is_kept(guarded: NodeProcess) -> None:
-    with Client(guarded.target, token="slow") as client:
+def test_a_tenants_rate_is_kept(shared: NodeProcess) -> None:
+    with small_client(shared.target, token="slow") as client:
         kv = client.register(allocate(PAGE))
         blocks = [Block(block_key(bytes([i])), kv, 0, PAGE) for i in range(3)]
         client.reserve(blocks)  # three, and one for attaching
@@ -339,21 +361,21 @@ def test_tenants_read_again_lose_and_gain_without_a_restart(
     wait_until(lambda: acme.client._link is None, "the connection of who is no tenant any more ends")
     with pytest.raises(NotAuthenticated):
         acme.client.put_inline(KEY, b"x")
-    with Client(guarded.target, token="zeta-2") as client:
+    with small_client(guarded.target, token="zeta-2") as client:
         assert client.put_inline(KEY, b"x") is Durability.WRITTEN
     tenants.write_text("[")
     os.kill(guarded.pid, signal.SIGHUP)
     wait_until(
         lambda: "The tenants stay as they were" in guarded.log(), "the node refuses a file that is no TOML"
     )
-    with Client(guarded.target, token="zeta-2") as client:
+    with small_client(guarded.target, token="zeta-2") as client:
         assert client.put_inline(KEY, b"x") is Durability.WRITTEN
 
 
 def test_the_audit_log_has_who_came_and_who_was_turned_away(
     guarded: NodeProcess, acme: Acme, tmp_path: Path
 ) -> None:
-    with Client(guarded.target, token="guess") as client, pytest.raises(NotAuthenticated):
+    with small_client(guarded.target, token="guess") as client, pytest.raises(NotAuthenticated):
         client.put_inline(KEY, b"x")
     acme.client.close()
     path = tmp_path / "audit.jsonl"
@@ -416,9 +438,9 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
     tmp_path: Path, tenants: Path, pki: Path
 ) -> None:
     more = over_tls(pki, "--tenants", str(tenants))
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as node:
+    with small_node(tmp_path / "node", arguments=more) as node:
         with (
-            Client(node.target, token="acme", tls=Tls(pki / "ca.pem")) as client,
+            small_client(node.target, token="acme", tls=Tls(pki / "ca.pem")) as client,
             FlagWords.create(1) as flags,
         ):
             kv = client.register(allocate(PAGE))
@@ -426,11 +448,11 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
             flags[0].store(1)
             assert [result.error for result in puts.wait(WAIT_S)] == [None]
             assert client.get([Block(KEY, kv, 0, PAGE)], timeout_s=WAIT_S) == [Hit(KEY)]
-        with Client(node.target, tls=Tls(pki / "ca.pem")) as client, pytest.raises(NotAuthenticated):
+        with small_client(node.target, tls=Tls(pki / "ca.pem")) as client, pytest.raises(NotAuthenticated):
             client.put_inline(KEY, b"x")
         for client in (
-            Client(node.target, token="acme"),
-            Client(node.target, token="acme", tls=Tls(pki / "other-ca.pem")),
+            small_client(node.target, token="acme"),
+            small_client(node.target, token="acme", tls=Tls(pki / "other-ca.pem")),
         ):
             with client, pytest.raises(NodeUnavailable):
                 client.put_inline(KEY, b"x")
@@ -442,18 +464,21 @@ def test_certificates_of_clients_are_their_tokens(tmp_path: Path, tenants: Path,
     def shown(name: str) -> Tls:
         return Tls(pki / "ca.pem", pki / f"{name}.pem", pki / f"{name}.key")
 
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as node:
-        with Client(node.target, tls=shown("acme")) as client:
+    with small_node(tmp_path / "node", arguments=more) as node:
+        with small_client(node.target, tls=shown("acme")) as client:
             assert client.put_inline(KEY, b"a") is Durability.WRITTEN
-        with Client(node.target, tls=shown("acme"), tenant="zeta") as client, pytest.raises(TenantDenied):
+        with (
+            small_client(node.target, tls=shown("acme"), tenant="zeta") as client,
+            pytest.raises(TenantDenied),
+        ):
             client.put_inline(KEY, b"x")
         with (
-            Client(node.target, tls=shown("stranger")) as client,
+            small_client(node.target, tls=shown("stranger")) as client,
             pytest.raises(NotAuthenticated, match="names"),
         ):
             client.put_inline(KEY, b"x")
         for tls in (shown("impostor"), Tls(pki / "ca.pem")):
-            with Client(node.target, tls=tls, token="acme") as client, pytest.raises(NodeUnavailable):
+            with small_client(node.target, tls=tls, token="acme") as client, pytest.raises(NodeUnavailable):
                 client.put_inline(KEY, b"x")
 
 
@@ -497,17 +522,17 @@ def test_settings_that_cannot_be_used_end_the_node_with_a_sentence(
     tmp_path: Path, more: tuple[str, ...], why: str
 ) -> None:
     with pytest.raises(NodeUnavailable, match=why):
-        NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more)
+        small_node(tmp_path / "node", arguments=more)
 
 
 def test_a_client_whose_files_cannot_be_read_is_told_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere could not be read"):
-        Client("127.0.0.1:1", tls=Tls(tmp_path / "nowhere"))
+        small_client("127.0.0.1:1", tls=Tls(tmp_path / "nowhere"))
 
 
-def test_a_connection_number_is_not_a_key(guarded: NodeProcess, acme: Acme) -> None:
+def test_a_connection_number_is_not_a_key(shared: NodeProcess) -> None:
     """What a thief of numbers could do without the check: fetch acme's blocks into acme's memory, or end its leases."""
-    with Client(guarded.target, token="zeta") as zeta:
+    with having(shared, "acme") as acme, small_client(shared.target, token="zeta") as zeta:
         kv = zeta.register(allocate(PAGE))
         link = zeta._attached(WAIT_S)
         link.number, link.calls = acme.connection, None  # over the fabric there is no number to say

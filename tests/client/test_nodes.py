@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block, Hit, Nodes
-from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, NodeUnavailable
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
 PAGE = 4096
@@ -62,8 +63,8 @@ def test_tenants_users_of_one_name_are_spread_each_by_himself() -> None:
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[list[NodeProcess]]:
     with (
-        NodeProcess(tmp_path / "one", capacity=SMALL_DRIVE) as one,
-        NodeProcess(tmp_path / "two", capacity=SMALL_DRIVE) as two,
+        small_node(tmp_path / "one") as one,
+        small_node(tmp_path / "two") as two,
     ):
         yield [one, two]
 

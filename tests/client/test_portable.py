@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.cli import main
-from kvstore.client import Client
 from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.errors import LayoutError, NoSession, SessionFileError, SessionRefused
 from kvstore.miss import Miss
 from kvstore.names import block_key
 from kvstore.wire.manifest import Turn
+from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.client import Client
 
 SIZE = 3000
 KEYS = [block_key(bytes([number])) for number in range(5)]
@@ -38,7 +40,7 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 @pytest.fixture
 def ada(node: NodeInProcess) -> Iterator[Client]:
     """A tenant's client with a session of five blocks, one of them twice."""
-    with Client(node.target, tenant="acme", layout=b"bf16") as client:
+    with small_client(node.target, tenant="acme", layout=b"bf16") as client:
         for number, key in enumerate(KEYS):
             client.put_inline(key, payload(number))
         chat = client.session("ada", "chat")
@@ -61,7 +63,7 @@ def test_another_tenant_imports_it_as_his_own(node: NodeInProcess, ada: Client) 
     file = exported(ada)
     for name in (b"acme", b"ada", b"chat"):
         assert name not in file
-    with Client(node.target, tenant="zeta", layout=b"bf16") as zeta:
+    with small_client(node.target, tenant="zeta", layout=b"bf16") as zeta:
         assert all(isinstance(one, Miss) for one in zeta.exists(KEYS))
         got = zeta.import_session(io.BytesIO(file), "bob", "mine")
         assert got.keys() == [*KEYS, KEYS[0]]
@@ -116,7 +118,7 @@ def test_bytes_that_were_changed_are_not_even_put(node: NodeInProcess, ada: Clie
     file = bytearray(exported(ada))
     at = bytes(file).index(payload(1))
     file[at + 5] ^= 1
-    with Client(node.target, tenant="zeta", layout=b"bf16") as zeta:
+    with small_client(node.target, tenant="zeta", layout=b"bf16") as zeta:
         with pytest.raises(SessionFileError, match="Block 1"):
             zeta.import_session(io.BytesIO(bytes(file)), "bob", "changed")
         assert [isinstance(one, Miss) for one in zeta.exists(KEYS[:3])] == [False, True, True]
@@ -147,7 +149,7 @@ def test_a_name_that_is_taken_another_layout_and_no_session_are_refused(
     file = exported(ada)
     with pytest.raises(SessionRefused, match="already"):
         ada.import_session(io.BytesIO(file), "ada", "chat")
-    with Client(node.target, layout=b"fp8") as other, pytest.raises(LayoutError):
+    with small_client(node.target, layout=b"fp8") as other, pytest.raises(LayoutError):
         other.import_session(io.BytesIO(file), "ada", "new")
     with pytest.raises(NoSession):
         ada.session("ada", "none").export(io.BytesIO())

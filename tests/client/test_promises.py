@@ -13,14 +13,28 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Hit
 from kvstore.miss import Miss, MissReason
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, Rig, small_client, small_node
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the node of these tests has its drive."""
+    return tmp_path_factory.mktemp("home") / "node"
+
+
+@pytest.fixture(scope="module")
+def node(home: Path) -> Iterator[NodeProcess]:
+    with small_node(home) as process:
+        yield process
 
 
 def put(rig: Rig, blocks: list[Block]) -> None:
@@ -43,28 +57,29 @@ def flip_a_bit_of(drive: Path, content: bytes, at: int) -> None:
 
 @pytest.mark.parametrize("at", [0, 5000, 99_999, -1, -4096])
 def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
-    tmp_path: Path, rig: Rig, at: int
+    home: Path, rig: Rig, at: int
 ) -> None:
     """Offsets below 0 are in the header page."""
     block = rig.block(0, 100_000)
     put(rig, [block])
+    found = rig.client.status().corrupt_found
     at = at if at != -1 else -4096 + 100  # in the fields that the header's tag covers
-    flip_a_bit_of(tmp_path / "node" / "drive-0.kv", rig.source[:100_000], at)
+    flip_a_bit_of(home / "drive-0.kv", rig.source[:100_000], at)
     rig.target[:] = b"\x5a" * len(rig.target)
     (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=WAIT_S)
     assert isinstance(outcome, Miss)
     assert outcome.reason is MissReason.CORRUPT
     assert rig.target[:] == b"\x5a" * len(rig.target)
-    assert rig.client.status().corrupt_found == 1
+    assert rig.client.status().corrupt_found == found + 1
     put(rig, [block])  # it is forgotten, so it can be put again
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
     assert rig.is_exact(block)
 
 
-def test_an_inline_get_sees_the_damage_too(tmp_path: Path, rig: Rig) -> None:
+def test_an_inline_get_sees_the_damage_too(home: Path, rig: Rig) -> None:
     data = rig.source[:100_000]
     rig.client.put_inline(rig.key(0), data)
-    flip_a_bit_of(tmp_path / "node" / "drive-0.kv", data, 77_777)
+    flip_a_bit_of(home / "drive-0.kv", data, 77_777)
     outcome = rig.client.get_inline(rig.key(0), len(data))
     assert isinstance(outcome, Miss)
     assert outcome.reason is MissReason.CORRUPT
@@ -100,7 +115,7 @@ def test_after_a_get_has_given_up_no_late_byte_comes(node: NodeProcess) -> None:
     rig.close()
 
 
-def test_a_landed_block_outlives_its_client(node: NodeProcess) -> None:
+def test_a_landed_block_outlives_its_client(tmp_path: Path) -> None:
     """It is a large one, whose checksum is still being made when its client is gone."""
     size = 60 * MIB
     script = (
@@ -118,17 +133,18 @@ def test_a_landed_block_outlives_its_client(node: NodeProcess) -> None:
         "while not puts.progress()[1]: pass\n"
         "client.close()\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script, node.target, str(size)], check=False, timeout=WAIT_S
-    )
-    assert ended.returncode == 0
-    with Client(node.target) as client:
-        into = bytearray(size)
-        block = Block(b"k" * 32, client.register(into), 0, size)
-        until_s = time.monotonic() + WAIT_S
-        while client.get([block]) != [Hit(block.key)]:
-            assert time.monotonic() < until_s, "the block was acknowledged as landed and is not there"
-        assert into == bytearray(range(256)) * (size // 256)
+    with small_node(tmp_path / "node") as node:
+        ended = subprocess.run(
+            [sys.executable, "-c", script, node.target, str(size)], check=False, timeout=WAIT_S
+        )
+        assert ended.returncode == 0
+        with small_client(node.target) as client:
+            into = bytearray(size)
+            block = Block(b"k" * 32, client.register(into), 0, size)
+            until_s = time.monotonic() + WAIT_S
+            while client.get([block]) != [Hit(block.key)]:
+                assert time.monotonic() < until_s, "the block was acknowledged as landed and is not there"
+            assert into == bytearray(range(256)) * (size // 256)
 
 
 def test_many_clients_put_and_get_at_once(node: NodeProcess) -> None:

@@ -15,12 +15,17 @@ from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, Overloaded
 from kvstore.miss import Miss, MissReason
 from nic_offload.library import load
-from tests.conftest import MIB, SMALL_DRIVE, Rig
+from tests.conftest import MIB, Rig, small_client, small_node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
 
 
 def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WRITTEN) -> list[object]:
@@ -141,7 +146,7 @@ def test_a_get_under_another_layout_or_length_is_a_miss(node: NodeProcess, rig: 
     (outcome,) = rig.client.get([short], timeout_s=WAIT_S)
     assert isinstance(outcome, Miss)
     assert outcome.reason is MissReason.LENGTH
-    with Client(node.target, layout=b"another") as other:
+    with small_client(node.target, layout=b"another") as other:
         region = other.register(bytearray(MIB))
         (outcome,) = other.get([rig.block(0, region=region)], timeout_s=WAIT_S)
         assert isinstance(outcome, Miss)
@@ -150,7 +155,7 @@ def test_a_get_under_another_layout_or_length_is_a_miss(node: NodeProcess, rig: 
 
 def test_another_tenant_does_not_get_the_block(node: NodeProcess, rig: Rig) -> None:
     put_all(rig, [MIB])
-    with Client(node.target, tenant="other") as other:
+    with small_client(node.target, tenant="other") as other:
         region = other.register(bytearray(MIB))
         (outcome,) = other.get([rig.block(0, region=region)], timeout_s=WAIT_S)
         assert isinstance(outcome, Miss)
@@ -191,7 +196,7 @@ def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
 def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> None:
     if provider not in {info.name for info in load().providers() if info.rma}:
         pytest.skip(f"this libfabric offers no {provider}")
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, provider=provider) as node:
+    with small_node(tmp_path / "node", provider=provider) as node:
         rig = Rig(node)
         with Client(node.target, provider=provider, slots=8, block_bytes_max=MIB) as client:
             source, target = client.register(rig.source), client.register(rig.target)
@@ -206,10 +211,11 @@ def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> N
 
 
 def test_a_block_whose_time_is_over_leaves_the_node_though_nobody_asks(rig: Rig) -> None:
+    others = rig.client.status().blocks
     expires_unix_ms = time.time_ns() // 1_000_000 + 300
     assert rig.client.put_inline(rig.key(1), b"short-lived", expires_unix_ms=expires_unix_ms) is not None
     deadline_s = time.monotonic() + WAIT_S
-    while rig.client.status().blocks:
+    while rig.client.status().blocks > others:
         assert time.monotonic() < deadline_s, "the block is still there"
     outcome = rig.client.get_inline(rig.key(1), 11)
     assert isinstance(outcome, Miss)

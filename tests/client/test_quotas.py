@@ -17,7 +17,7 @@ from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import SMALL_DRIVE, small_client
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def put(client: Client, numbers: range) -> None:
 
 
 def test_a_quota_takes_the_tenants_own_blocks_and_says_so(node: NodeProcess) -> None:
-    with Client(node.target, token="small") as small, Client(node.target, token="other") as other:
+    with small_client(node.target, token="small") as small, small_client(node.target, token="other") as other:
         put(other, range(9))
         put(small, range(6))
         assert stored(small) == [2, 3, 4, 5]
@@ -81,7 +81,7 @@ def test_a_quota_takes_the_tenants_own_blocks_and_says_so(node: NodeProcess) -> 
 
 
 def test_a_put_over_the_fabric_that_can_not_fit_says_why(node: NodeProcess) -> None:
-    with Client(node.target, token="small") as small, FlagWords.create(1) as flags:
+    with small_client(node.target, token="small") as small, FlagWords.create(1) as flags:
         kv = small.register(allocate(64 * PAGE_BYTES))
         puts = small.reserve([Block(block_key(b"large"), kv, 0, 64 * PAGE_BYTES)]).arm(flags[0])
         flags[0].store(1)
@@ -90,11 +90,11 @@ def test_a_put_over_the_fabric_that_can_not_fit_says_why(node: NodeProcess) -> N
 
 
 def test_a_quota_holds_over_a_restart_and_changes_with_the_file(node: NodeProcess, tenants: Path) -> None:
-    with Client(node.target, token="small") as small:
+    with small_client(node.target, token="small") as small:
         put(small, range(4))
     node.kill()
     node.start()
-    with Client(node.target, token="small") as small:
+    with small_client(node.target, token="small") as small:
         put(small, range(4, 6))
         assert stored(small) == [2, 3, 4, 5]
         write_tenants(tenants, 2 * 2 * PAGE_BYTES)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Hit
 from kvstore.errors import ProtocolError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from kvstore.steps import Step
+from tests.conftest import small_client
 from tests.node.in_process import HeldDrive, NodeInProcess
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Rig:
 
     def __init__(self, node: NodeInProcess, blocks: int) -> None:
         self.node = node
-        self.client = Client(node.target)
+        self.client = small_client(node.target)
         self.memory = mmap.mmap(-1, blocks * SIZE)
         self.memory[:] = b"\xdd" * len(self.memory)
         self.region = self.client.register(self.memory)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Client
 from kvstore.errors import NoSession, ProtocolError
 from kvstore.limits import PROTECTED_SESSIONS_OF_TENANT_MAX, SESSION_TIME_TO_LIVE_MS_MAX
 from kvstore.names import block_key
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvstore.client import Client
+
 KEY = block_key(b"one")
 HOUR_MS = 3_600_000
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    with NodeInProcess(tmp_path / "node") as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "node") as node, small_client(node.target) as client:
         client.put_inline(KEY, b"x")
         yield client
 

@@ -28,6 +28,7 @@ from kvstore.storage.eviction.items import Guard
 from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc
 from nic_offload.flags import FlagWords
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -67,8 +68,8 @@ class Memory:
 
 
 def put(client: Client, numbers: Sequence[int]) -> None:
-    for number in numbers:
-        client.put_inline(key(number), bytes_of(number))
+    results = client.put_many_inline([(key(number), bytes_of(number)) for number in numbers])
+    assert [result.error for result in results] == [None] * len(numbers)
 
 
 def append(client: Client, numbers: Sequence[int], *, name: str = "chat", user: str = "user") -> None:
@@ -82,6 +83,11 @@ def resume(client: Client, *, name: str = "chat", blocks: int = 300) -> tuple[Re
 
 
 @pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
+
+
+@pytest.fixture
 def node_here(tmp_path: Path) -> Iterator[NodeInProcess]:
     with NodeInProcess(tmp_path / "data") as node:
         yield node
@@ -91,14 +97,16 @@ def guarded(node: Node, guard: Guard) -> int:
     return node.store.statistics().eviction.guarded.get(guard, 0)
 
 
-def test_a_session_resumes_on_another_client_after_the_node_was_killed(node: NodeProcess) -> None:
+def test_a_session_resumes_on_another_client_after_the_node_was_killed(
+    node: NodeProcess, tenant: str
+) -> None:
     blocks = RESUME_BATCH_BLOCKS + 22
-    with Client(node.target) as client:
+    with small_client(node.target, tenant=tenant) as client:
         append(client, range(100))
         append(client, range(100, blocks))
     node.kill()
     node.start()
-    with Client(node.target) as client:
+    with small_client(node.target, tenant=tenant) as client:
         client.status(wait_s=WAIT_S)
         resumed, memory = resume(client)
         assert resumed == Resumed(blocks, 16 * blocks, blocks, 16 * blocks, None)
@@ -111,9 +119,11 @@ def test_a_session_resumes_on_another_client_after_the_node_was_killed(node: Nod
         assert client.session("user", "chat").keys() == [key(number) for number in range(blocks)]
 
 
-def test_a_node_killed_in_a_resume_is_a_miss_and_another_resume_is_whole(node: NodeProcess) -> None:
+def test_a_node_killed_in_a_resume_is_a_miss_and_another_resume_is_whole(
+    node: NodeProcess, tenant: str
+) -> None:
     blocks = 3 * RESUME_BATCH_BLOCKS
-    with Client(node.target) as client:
+    with small_client(node.target, tenant=tenant) as client:
         append(client, range(blocks))
         memory = Memory(client, blocks)
 
@@ -142,7 +152,7 @@ def test_a_node_killed_in_a_resume_is_a_miss_and_another_resume_is_whole(node: N
 def test_a_deleted_block_makes_it_a_miss_with_the_prefix_before_it(
     node_here: NodeInProcess, gone: int
 ) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         append(client, range(10))
         append(client, range(10, 30))
         client.delete([key(gone)])
@@ -155,11 +165,10 @@ def test_a_deleted_block_makes_it_a_miss_with_the_prefix_before_it(
 
 
 def test_an_evicted_block_makes_it_a_miss_with_the_prefix_before_it(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         append(client, range(300))
         client.session("user", "chat").protect(120)
-        for number in range(1000, 2000):
-            client.put_inline(key(number), bytes_of(number))
+        put(client, range(1000, 2000))
         resumed, memory = resume(client)
         assert resumed.miss is not None
         assert resumed.miss.reason is MissReason.EVICTED
@@ -170,14 +179,13 @@ def test_an_evicted_block_makes_it_a_miss_with_the_prefix_before_it(tmp_path: Pa
 
 def test_no_eviction_takes_a_block_of_a_session_that_is_being_resumed(tmp_path: Path) -> None:
     blocks = RESUME_BATCH_BLOCKS + 10
-    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         append(client, range(blocks))
         memory = Memory(client, blocks)
 
         def place(number: int, name: bytes) -> Block:
             if number == RESUME_BATCH_BLOCKS:
-                for other in range(1000, 2000):
-                    client.put_inline(key(other), bytes_of(other))
+                put(client, range(1000, 2000))
                 assert node.call(lambda one: guarded(one, Guard.LEASE)) == blocks
             return memory.place(number, name)
 
@@ -187,7 +195,7 @@ def test_no_eviction_takes_a_block_of_a_session_that_is_being_resumed(tmp_path: 
 
 
 def test_a_session_too_large_to_be_pinned_is_resumed_all_the_same(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, Client(node.target) as client:
+    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         append(client, range(250))
         with pytest.raises(Overloaded):
             client.pin([key(number) for number in range(250)])
@@ -197,7 +205,7 @@ def test_a_session_too_large_to_be_pinned_is_resumed_all_the_same(tmp_path: Path
 
 
 def test_what_is_not_there_and_what_is_empty(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         nothing = resume(client)[0]
         assert nothing == Resumed(0, 0, 0, 0, Miss(MissReason.UNKNOWN, "There is no such session."))
         append(client, [1])
@@ -207,7 +215,7 @@ def test_what_is_not_there_and_what_is_empty(node_here: NodeInProcess) -> None:
 
 
 def test_another_layout_is_a_miss_and_no_bytes(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client, Client(node_here.target, layout=b"another") as other:
+    with small_client(node_here.target) as client, small_client(node_here.target, layout=b"another") as other:
         append(client, range(3))
         resumed, memory = resume(other)
         assert resumed.miss == Miss(MissReason.LAYOUT)
@@ -216,7 +224,7 @@ def test_another_layout_is_a_miss_and_no_bytes(node_here: NodeInProcess) -> None
 
 
 def test_a_turn_cut_by_a_gap_has_tokens_in_proportion_and_no_more(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         put(client, range(5))
         client.session("user", "chat").append([key(number) for number in range(5)], 70)
         client.delete([key(3)])
@@ -224,7 +232,7 @@ def test_a_turn_cut_by_a_gap_has_tokens_in_proportion_and_no_more(node_here: Nod
 
 
 def test_a_place_under_another_key_is_refused(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         append(client, range(3))
         memory = Memory(client, 3)
         with pytest.raises(ProtocolError, match="Block 0 of the session"):
@@ -232,9 +240,12 @@ def test_a_place_under_another_key_is_refused(node_here: NodeInProcess) -> None:
         assert node_here.call(lambda one: one.pins.count) == 0
 
 
-def test_what_is_stored_is_neither_sent_nor_named_again(node: NodeProcess) -> None:
+def test_what_is_stored_is_neither_sent_nor_named_again(node: NodeProcess, tenant: str) -> None:
     """A prompt that was put before costs one call, and an append whose answer was lost is done once."""
-    with Client(node.target, block_bytes_max=SIZE) as client, FlagWords.create(1) as flags:
+    with (
+        small_client(node.target, tenant=tenant, block_bytes_max=SIZE) as client,
+        FlagWords.create(1) as flags,
+    ):
         memory = Memory(client, 8)
         keys = [key(number) for number in range(8)]
         blocks = [memory.place(number, name) for number, name in enumerate(keys)]
@@ -254,7 +265,7 @@ def test_what_is_stored_is_neither_sent_nor_named_again(node: NodeProcess) -> No
 
 
 def test_who_has_not_seen_the_last_turn_is_refused_until_he_looks(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         put(client, range(4))
         one, other = client.session("user", "chat"), client.session("user", "chat")
         one.append([key(0)], 16)
@@ -266,7 +277,7 @@ def test_who_has_not_seen_the_last_turn_is_refused_until_he_looks(node_here: Nod
 
 
 def test_a_turn_of_more_blocks_than_a_call_may_name_is_one_turn(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         session = client.session("user", "long")
         count = 2 * BATCH_BLOCKS_MAX + 5
@@ -278,8 +289,8 @@ def test_a_turn_of_more_blocks_than_a_call_may_name_is_one_turn(node_here: NodeI
 
 
 @pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN, Durability.SYNCED])
-def test_forks_truncations_and_removals(node: NodeProcess, durability: Durability) -> None:
-    with Client(node.target) as client:
+def test_forks_truncations_and_removals(node: NodeProcess, tenant: str, durability: Durability) -> None:
+    with small_client(node.target, tenant=tenant) as client:
         append(client, range(20))
         chat = client.session("user", "chat")
         fork = chat.fork("other try", blocks=15, durability=durability)
@@ -321,7 +332,7 @@ def test_forks_truncations_and_removals(node: NodeProcess, durability: Durabilit
 
 
 def test_a_session_names_only_what_is_stored(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         put(client, [0])
         with pytest.raises(SessionRefused, match="only blocks that are stored"):
             client.session("user", "chat").append([key(0), key(1)], 32)
@@ -331,7 +342,10 @@ def test_a_session_names_only_what_is_stored(node_here: NodeInProcess) -> None:
 
 
 def test_two_tenants_with_the_same_names_share_nothing(node_here: NodeInProcess) -> None:
-    with Client(node_here.target, tenant="a") as one, Client(node_here.target, tenant="b") as other:
+    with (
+        small_client(node_here.target, tenant="a") as one,
+        small_client(node_here.target, tenant="b") as other,
+    ):
         append(one, range(3))
         assert resume(other)[0].miss == Miss(MissReason.UNKNOWN, "There is no such session.")
         assert list(other.sessions("user")) == []
@@ -346,7 +360,7 @@ def test_two_tenants_with_the_same_names_share_nothing(node_here: NodeInProcess)
 
 
 def test_a_users_sessions_are_listed_page_by_page(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         names = [f"chat {number} \N{SNOWMAN}" for number in range(SESSIONS_LISTED_MAX + 10)]
         for name in names:
@@ -364,7 +378,7 @@ def test_a_users_sessions_are_listed_page_by_page(node_here: NodeInProcess) -> N
 
 
 def test_protection_is_counted_and_ends(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         append(client, range(10))
         session = client.session("user", "chat")
         session.protect(4)
@@ -383,7 +397,10 @@ def test_protection_is_counted_and_ends(node_here: NodeInProcess) -> None:
 
 
 def test_a_tenant_protects_a_bounded_number_of_sessions(node_here: NodeInProcess) -> None:
-    with Client(node_here.target, tenant="a") as one, Client(node_here.target, tenant="b") as other:
+    with (
+        small_client(node_here.target, tenant="a") as one,
+        small_client(node_here.target, tenant="b") as other,
+    ):
         for client in (one, other):
             client.put_inline(key(0), b"x")
         for number in range(PROTECTED_SESSIONS_OF_TENANT_MAX + 1):
@@ -406,7 +423,7 @@ def hot(node: NodeInProcess) -> tuple[int, int]:
 
 
 def test_a_prefetched_session_is_resumed_from_memory(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         append(client, range(200))
         assert client.session("user", "chat").prefetch() == 200
         wait_until(lambda: hot(node_here)[0] == 200, "all of it is in the hot memory")
@@ -420,7 +437,10 @@ def test_a_prefetched_session_is_resumed_from_memory(node_here: NodeInProcess) -
 
 
 def test_a_prefetch_ends_at_a_gap_and_at_its_share(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path / "data", 64 * MIB) as node, Client(node.target) as client:
+    with (
+        NodeInProcess(tmp_path / "data", hot_bytes=HOT_BYTES_MIN) as node,
+        small_client(node.target) as client,
+    ):
         share = HOT_BYTES_MIN // SHARES
         for number in range(20):
             client.put_inline(key(number), b"x" * MIB)
@@ -435,7 +455,7 @@ def test_a_prefetch_ends_at_a_gap_and_at_its_share(tmp_path: Path) -> None:
 
 
 def test_no_more_prefetches_wait_than_a_tenants_share_of_them(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         for number in range(20):
             client.session("user", str(number)).append([key(0)], 16)
@@ -457,19 +477,19 @@ def test_no_more_prefetches_wait_than_a_tenants_share_of_them(node_here: NodeInP
     [("", "x"), ("x", ""), ("x" * (SESSION_LABEL_BYTES_MAX + 1), "x"), ("x", "\N{SNOWMAN}" * 43)],
 )
 def test_names_that_cannot_be_are_refused(node_here: NodeInProcess, user: str, name: str) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         session = client.session(user, name)
         calls: list[Callable[[], Any]] = [session.info, session.remove, session.prefetch, session.unprotect]
         for call in calls:
             with pytest.raises(ProtocolError, match="name has 1 to 128 bytes"):
                 call()
     if not user:
-        with Client(node_here.target) as client, pytest.raises(ProtocolError):
+        with small_client(node_here.target) as client, pytest.raises(ProtocolError):
             list(client.sessions(user))
 
 
 def test_the_longest_names_come_back(node_here: NodeInProcess) -> None:
-    with Client(node_here.target) as client:
+    with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         name = "x" * SESSION_LABEL_BYTES_MAX
         client.session(name, name).append([key(0)], 1)
@@ -478,7 +498,7 @@ def test_the_longest_names_come_back(node_here: NodeInProcess) -> None:
 
 def test_without_a_node_a_step_is_one_typed_error(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data") as node:
-        client = Client(node.target)
+        client = small_client(node.target)
         append(client, [0])
     with client:
         session = client.session("user", "chat")

@@ -9,13 +9,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.client import Client
+import pytest
+
 from kvstore.names import block_key
+from tests.conftest import small_client
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "sessions.md"
+
+
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +43,7 @@ def test_the_example_of_the_page_runs_as_printed(node: NodeProcess) -> None:
 
 
 def test_the_command_lists_a_users_sessions_latest_last(node: NodeProcess) -> None:
-    with Client(node.target, tenant="acme") as client:
+    with small_client(node.target, tenant="acme") as client:
         key = block_key(b"x")
         client.put_inline(key, b"x")
         for name in ("old", "new\x1b[31m"):

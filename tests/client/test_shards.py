@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Block, Client, Hit, ShardReader, Wanted
+from kvstore.client import Block, Hit, ShardReader, Wanted
 from kvstore.errors import LayoutError
 from kvstore.layout import Layer, Layout, Order
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.conftest import small_client
 from tests.test_layout import written
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ WAIT_S = 20.0
 BLOCKS = 5
 LAYERS = (Layer(8, 4, 4), Layer(4, 8, 2), Layer(1, 24, 0, split=False), Layer(8, 4, 4, alias_of=0))
 PAGE = 4096
+
+
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
 
 
 def layout_in(order: Order) -> Layout:
@@ -40,11 +46,13 @@ def content(layout: Layout, block: int) -> bytes:
     return bytes(pattern)
 
 
-def put_shards(node: NodeProcess, layout: Layout, shards: int, *, without: int | None = None) -> None:
+def put_shards(
+    node: NodeProcess, tenant: str, layout: Layout, shards: int, *, without: int | None = None
+) -> None:
     """Put the blocks, each shard from an engine of its own; one shard may have none of the last block."""
     for shard in range(shards):
         mine = layout.of_shard(shard, shards)
-        with Client(node.target, layout=mine) as client, FlagWords.create(1) as flags:
+        with small_client(node.target, tenant=tenant, layout=mine) as client, FlagWords.create(1) as flags:
             source = allocate(-(-mine.block_bytes * BLOCKS // PAGE) * PAGE)
             kv = client.register(source)
             blocks = []
@@ -60,13 +68,13 @@ def put_shards(node: NodeProcess, layout: Layout, shards: int, *, without: int |
 @pytest.mark.parametrize("order", [Order.HEADS_FIRST, Order.TOKENS_FIRST])
 @pytest.mark.parametrize("wanted_shards", [1, 2, 4])
 def test_blocks_put_by_two_shards_come_to_one_two_and_four(
-    node: NodeProcess, order: Order, wanted_shards: int
+    node: NodeProcess, tenant: str, order: Order, wanted_shards: int
 ) -> None:
     layout = layout_in(order)
-    put_shards(node, layout, 2)
+    put_shards(node, tenant, layout, 2)
     for shard in range(wanted_shards):
         mine = layout.of_shard(shard, wanted_shards)
-        with Client(node.target, layout=mine) as client:
+        with small_client(node.target, tenant=tenant, layout=mine) as client:
             room = mine.block_bytes + 64
             target = allocate(-(-room * BLOCKS // PAGE) * PAGE)
             target[:] = b"\xee" * len(target)
@@ -83,10 +91,12 @@ def test_blocks_put_by_two_shards_come_to_one_two_and_four(
                 assert target[at + mine.block_bytes : at + room] == b"\xee" * 64
 
 
-def test_a_block_of_which_one_shard_is_missing_is_a_miss_and_touches_nothing(node: NodeProcess) -> None:
+def test_a_block_of_which_one_shard_is_missing_is_a_miss_and_touches_nothing(
+    node: NodeProcess, tenant: str
+) -> None:
     layout = layout_in(Order.HEADS_FIRST)
-    put_shards(node, layout, 2, without=1)
-    with Client(node.target, layout=layout) as client:
+    put_shards(node, tenant, layout, 2, without=1)
+    with small_client(node.target, tenant=tenant, layout=layout) as client:
         target = allocate(-(-layout.block_bytes * BLOCKS // PAGE) * PAGE)
         kv = client.register(target)
         wanted = [Wanted(chained(block), kv, block * layout.block_bytes) for block in range(BLOCKS)]
@@ -98,21 +108,21 @@ def test_a_block_of_which_one_shard_is_missing_is_a_miss_and_touches_nothing(nod
         assert not any(target[end:])
 
 
-def test_the_same_key_under_another_layout_is_a_miss_that_says_so(node: NodeProcess) -> None:
+def test_the_same_key_under_another_layout_is_a_miss_that_says_so(node: NodeProcess, tenant: str) -> None:
     layout = layout_in(Order.HEADS_FIRST)
-    put_shards(node, layout, 1)
+    put_shards(node, tenant, layout, 1)
     other = layout_in(Order.TOKENS_FIRST)
     assert other.key(chained(0)) == layout.key(chained(0))
-    with Client(node.target, layout=other) as client:
+    with small_client(node.target, tenant=tenant, layout=other) as client:
         kv = client.register(allocate(PAGE * 4))
         (miss,) = client.get([Block(other.key(chained(0)), kv, 0, other.block_bytes)], timeout_s=WAIT_S)
     assert isinstance(miss, Miss)
     assert miss.reason is MissReason.LAYOUT
 
 
-def test_a_place_outside_the_region_is_refused(node: NodeProcess) -> None:
+def test_a_place_outside_the_region_is_refused(node: NodeProcess, tenant: str) -> None:
     layout = layout_in(Order.HEADS_FIRST)
-    with Client(node.target, layout=layout) as client:
+    with small_client(node.target, tenant=tenant, layout=layout) as client:
         kv = client.register(allocate(PAGE * 4))
         with (
             ShardReader(client, layout, stored_shards=2) as reader,

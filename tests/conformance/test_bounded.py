@@ -67,7 +67,7 @@ def test_100_000_puts_wait_for_one_counter_in_a_bounded_queue(backend: Backend) 
                 continue
             refused += 1
             gate.raise_to(next_tag)
-            near.wait(partial(more_than, near.events, len(near.events)), "room")
+            near.wait(partial(more_than, near.events, len(near.events) + BATCH - 1), "room for a batch")
         gate.raise_to(PUTS)
         near.wait(lambda: len(near.events) >= PUTS, "all of them", 60)
         each_once(near, range(PUTS))

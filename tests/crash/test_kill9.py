@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block, Hit, PutResult
-from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import KvError
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, Rig, small_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvstore.demo.node_process import NodeProcess
+
 ROUNDS = int(os.environ.get("TRIGGERKV_KILL_ROUNDS", "30"))
 BLOCKS = 12
 WAIT_S = 30.0
-ROOM_BYTES = max(1 << 30, ROUNDS * BLOCKS * (MIB + (1 << 16)))  # for all of them: none is to be evicted
+ROOM_BYTES = max(64 * MIB, ROUNDS * BLOCKS * (MIB + (1 << 16)))  # for all of them: none is to be evicted
 
 
 @pytest.mark.timeout(120 + 10 * ROUNDS)
@@ -33,7 +34,7 @@ def test_every_block_acknowledged_as_written_survives_sigkill(
     seed = int(os.environ.get("TRIGGERKV_SEED", str(secrets.randbits(32))))
     record_property("TRIGGERKV_SEED", seed)
     rng = random.Random(seed)
-    node = NodeProcess(tmp_path / "node", capacity=f"{ROOM_BYTES}")
+    node = small_node(tmp_path / "node", capacity=f"{ROOM_BYTES}")
     try:
         rig = Rig(node)
         acked: dict[bytes, tuple[int, int]] = {}
@@ -107,7 +108,7 @@ def check(rig: Rig, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tup
 
 
 def test_a_node_killed_during_a_get_costs_a_miss_and_nothing_else(tmp_path: Path) -> None:
-    node = NodeProcess(tmp_path / "node", capacity="64MiB")
+    node = small_node(tmp_path / "node")
     try:
         rig = Rig(node)
         blocks = [rig.block(i) for i in range(16)]

@@ -17,21 +17,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Arrivals, Block, Nodes, Resumed
-from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.match_action import Action, ActionKind, Pattern, Request, Rule, Table
-from tests.conftest import SMALL_DRIVE
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from kvstore.client import ArmedPuts, PutResult, Session
+    from kvstore.demo.node_process import NodeProcess
 
 BLOCKS = 6
 SIZE = 50_000
@@ -39,19 +37,16 @@ PAGE = 4096
 CANARY = b"\xc5" * PAGE
 WAIT_S = 20.0
 STOPPED_S = 0.05  # how long a stopped node is left alone before it is killed
-REQUEST = Request.parse(
-    {
-        "tenant": "acme",
-        "user": "ada",
-        "context": "chat",
-        "model": "m",
-        "protocol": "tcp",
-        "source": "10.0.0.1",
-        "destination": "10.0.0.2",
-        "source_port": 1,
-        "destination_port": 2,
-    }
-)
+FROM = {
+    "user": "ada",
+    "context": "chat",
+    "model": "m",
+    "protocol": "tcp",
+    "source": "10.0.0.1",
+    "destination": "10.0.0.2",
+    "source_port": 1,
+    "destination_port": 2,
+}
 
 
 def key(number: int) -> bytes:
@@ -63,14 +58,15 @@ def kv_of(number: int) -> bytes:
 
 
 class Rig:
-    """A node, a client with one buffer between canaries, and a chat that arrivals follow."""
+    """A client of a tenant's own with one buffer between canaries, and a chat that arrivals follow."""
 
-    def __init__(self, folder: Path) -> None:
-        self.node = NodeProcess(folder / "node", capacity=SMALL_DRIVE)
-        self.nodes = Nodes([self.node.target], tenant="acme", slots=BLOCKS, block_bytes_max=SIZE)
+    def __init__(self, node: NodeProcess, tenant: str) -> None:
+        self.node = node
+        self.request = Request.parse({"tenant": tenant, **FROM})
+        self.nodes = Nodes([self.node.target], tenant=tenant, slots=BLOCKS, block_bytes_max=SIZE)
         table = Table()
-        table.add(Rule(Pattern(tenant="acme"), (Action(ActionKind.FETCH),)))
-        self.arrivals = Arrivals(self.nodes, table, tenant="acme")
+        table.add(Rule(Pattern(tenant=tenant), (Action(ActionKind.FETCH),)))
+        self.arrivals = Arrivals(self.nodes, table, tenant=tenant)
         self.client = self.nodes.of("ada")
         self.memory = mmap.mmap(-1, 2 * PAGE + BLOCKS * SIZE)
         self.memory[:PAGE] = self.memory[PAGE + BLOCKS * SIZE :] = CANARY
@@ -122,15 +118,16 @@ class Rig:
         self.chat.append([key(number) for number in range(BLOCKS)], 16 * BLOCKS)
 
     def close(self) -> None:
-        self.node.kill()
         self.arrivals.close()
         self.nodes.close()
         self.flags.close()
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig(shared_node: NodeProcess, tenant: str) -> Iterator[Rig]:
+    if shared_node._process is None:  # the test before this one failed
+        shared_node.start()
+    rig = Rig(shared_node, tenant)
     yield rig
     rig.close()
 
@@ -330,24 +327,24 @@ def behind_the_get(rig: Rig) -> Resumed:
 
 def before_the_arrival(rig: Rig) -> Resumed:
     rig.node.kill()
-    return rig.arrivals.arrived(REQUEST, rig.place, timeout_s=WAIT_S).whole()
+    return rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole()
 
 
 def in_the_prefetch(rig: Rig) -> Resumed:
     with rig.dying():
-        typing = rig.arrivals.arrived(REQUEST)
+        typing = rig.arrivals.arrived(rig.request)
         assert typing.wait(WAIT_S)
-    return rig.arrivals.arrived(REQUEST, rig.place, timeout_s=WAIT_S).whole()
+    return rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole()
 
 
 def behind_the_prefetch(rig: Rig) -> Resumed:
-    assert rig.arrivals.arrived(REQUEST).wait(WAIT_S)
+    assert rig.arrivals.arrived(rig.request).wait(WAIT_S)
     rig.node.kill()
-    return rig.arrivals.arrived(REQUEST, rig.place, timeout_s=WAIT_S).whole()
+    return rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole()
 
 
 def in_the_fetch_of_an_arrival(rig: Rig) -> Resumed:
-    arrival = rig.arrivals.arrived(REQUEST, rig.place, timeout_s=WAIT_S)
+    arrival = rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S)
     rig.node.kill()
     return arrival.whole()
 
@@ -386,5 +383,5 @@ def test_a_node_killed_at_a_step_of_a_get(rig: Rig, killed: Callable[[Rig], Resu
     assert rig.chat.resume(rig.place, timeout_s=WAIT_S).is_whole
     rig.check(BLOCKS)
     rig.clear()
-    assert rig.arrivals.arrived(REQUEST, rig.place, timeout_s=WAIT_S).whole().is_whole
+    assert rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole().is_whole
     rig.check(BLOCKS)

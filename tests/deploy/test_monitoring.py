@@ -11,12 +11,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.client import Client
-from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import Overloaded
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 from tests.node.test_http import ask, bearer, http_url
 
 if TYPE_CHECKING:
@@ -53,8 +51,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\nobserver = true\nbytes = 1_000_000\n'
     )
     more = ("--http", "127.0.0.1:0", "--ui", "--tenants", str(tenants))
-    with NodeProcess(folder / "node", capacity=SMALL_DRIVE, arguments=more) as node:
-        with Client(node.target, token="acme") as client:
+    with small_node(folder / "node", arguments=more) as node:
+        with small_client(node.target, token="acme") as client:
             key = block_key(b"deploy")
             client.put_inline(key, b"abc")
             client.get_inline(key, 3)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc.aio
 
 from kvstore.clock import SystemClock
-from kvstore.limits import HOT_BYTES_MIN
 from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
@@ -28,15 +27,21 @@ if TYPE_CHECKING:
     from kvstore.storage.items import GetItem, GetsDone
 
 WAIT_S = 30.0
+HOT_BYTES = 48 << 20  # fewer than `kvstore serve` takes: enough for the blocks of most tests
 
 
 class NodeInProcess:
     """Its `target` is what a client connects to; `call` runs something on its thread."""
 
     def __init__(
-        self, data: Path, capacity_bytes: int = 64 << 20, tracer_provider: TracerProvider | None = None
+        self,
+        data: Path,
+        capacity_bytes: int = 64 << 20,
+        tracer_provider: TracerProvider | None = None,
+        *,
+        hot_bytes: int = HOT_BYTES,
     ) -> None:
-        self._data, self._capacity_bytes = data, capacity_bytes
+        self._data, self._capacity_bytes, self._hot_bytes = data, capacity_bytes, hot_bytes
         self._provider = tracer_provider
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="node")
@@ -51,7 +56,7 @@ class NodeInProcess:
             Fabric("net", address="127.0.0.1") as fabric,
         ):
             spans = None if self._provider is None else NodeSpans(self._provider, clock)
-            self.node = Node(store, fabric, clock, HOT_BYTES_MIN, spans=spans)
+            self.node = Node(store, fabric, clock, self._hot_bytes, spans=spans)
             server = grpc.aio.server()
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import Overloaded
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import RETRY_AFTER_MS
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def percentile(samples: list[float], percent: int) -> float:
 
 
 def test_who_finds_no_room_is_told_within_ten_milliseconds(node: NodeProcess) -> None:
-    with Client(node.target, tenant="stalled") as client, grpc.insecure_channel(node.target) as channel:
+    with small_client(node.target, tenant="stalled") as client, grpc.insecure_channel(node.target) as channel:
         client.put_inline(LARGE, bytes(8 * MIB))
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
         calls = stalled_readers(stub, STALLED)
@@ -97,7 +97,7 @@ def block_name_of_another(name: pb.BlockName) -> pb.BlockName:
 
 
 def test_pins_beyond_the_bound_are_refused_within_ten_milliseconds(node: NodeProcess) -> None:
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         for number in range(40):
             client.put_inline(block_key(bytes([number])), bytes(MIB))
         keys = [block_key(bytes([number])) for number in range(40)]
@@ -113,8 +113,8 @@ def test_pins_beyond_the_bound_are_refused_within_ten_milliseconds(node: NodePro
 
 def test_a_hundred_stalled_readers_do_not_double_the_p99_of_others(node: NodeProcess) -> None:
     with ExitStack() as held:
-        stalled = held.enter_context(Client(node.target, tenant="stalled"))
-        reader = held.enter_context(Client(node.target, tenant="reads"))
+        stalled = held.enter_context(small_client(node.target, tenant="stalled"))
+        reader = held.enter_context(small_client(node.target, tenant="reads"))
         channels = [
             held.enter_context(
                 grpc.insecure_channel(node.target, options=[("grpc.use_local_subchannel_pool", 1)])

@@ -204,6 +204,7 @@ def test_what_somebody_else_uses_is_not_evicted_and_what_was_forgotten_waits_for
     piece = hot.take(2)
     assert piece is not None
     assert piece.start == second.start, "the other one, though it was read later"
+    assert hot.peek(1) is first
     assert hot.take(2) is None
     hot.forget(first)
     assert not wants(hot, 1)

@@ -25,13 +25,14 @@ from kvstore.node.gate import Gate
 from kvstore.node.http import Answer, HttpServer, _Bad, tls_context
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
-from tests.conftest import SMALL_DRIVE, Rig
+from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterator
     from pathlib import Path
+
 
 WAIT_S = 20.0
 KEY = block_key(b"http")
@@ -91,13 +92,27 @@ def state(url: str, headers: dict[str, str] | None = None, query: str = "") -> A
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
     more = ("--http", "127.0.0.1:0", "--ui")
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+    with small_node(tmp_path / "node", arguments=more) as running:
         yield running
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[NodeProcess]:
-    tenants = tmp_path / "tenants.toml"
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """One for all who only ask, and few things: who asks too often is told so."""
+    more = ("--http", "127.0.0.1:0", "--ui")
+    with small_node(tmp_path_factory.mktemp("untouched") / "node", arguments=more) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def audit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of the guarded one."""
+    return tmp_path_factory.mktemp("guarded") / "audit.jsonl"
+
+
+@pytest.fixture(scope="module")
+def guarded(audit: Path) -> Iterator[NodeProcess]:
+    tenants = audit.parent / "tenants.toml"
     tenants.write_text(TENANTS)
     more = (
         "--http",
@@ -106,9 +121,9 @@ def guarded(tmp_path: Path) -> Iterator[NodeProcess]:
         "--tenants",
         str(tenants),
         "--audit",
-        str(tmp_path / "audit.jsonl"),
+        str(audit),
     )
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+    with small_node(audit.parent / "node", arguments=more) as running:
         yield running
 
 
@@ -159,7 +174,7 @@ def test_a_put_of_a_session_is_shown_from_its_flag_on(node: NodeProcess) -> None
 
 
 def test_what_a_call_ended_with_is_counted(node: NodeProcess) -> None:
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
         with pytest.raises(Overloaded):
             client.pin([KEY] * 1024 * 40)
@@ -185,16 +200,17 @@ def test_without_a_token_nobody_is_told_anything(guarded: NodeProcess, path: str
     assert ask(http_url(guarded) + "/healthz")[::2] == (200, b"serving\n")
 
 
-def test_a_refusal_is_in_the_audit_log(guarded: NodeProcess, tmp_path: Path) -> None:
+def test_a_refusal_is_in_the_audit_log(guarded: NodeProcess, audit: Path) -> None:
+    before = len(audit.read_text().splitlines())
     ask(http_url(guarded) + "/metrics", bearer("stranger"))
-    (line,) = map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines())
+    (line,) = map(json.loads, audit.read_text().splitlines()[before:])
     assert (line["what"], line["outcome"]) == ("http /metrics", "refused")
 
 
 def test_a_tenant_sees_his_own_and_an_observer_all(guarded: NodeProcess) -> None:
     url = http_url(guarded)
     for name in ("acme", "zeta"):
-        with Client(guarded.target, token=name) as client:
+        with small_client(guarded.target, token=name) as client:
             client.put_inline(KEY, b"abc")
             client.session(f"user of {name}", f"of {name}").append([KEY], 16)
     for who, seen in (("acme", ["acme"]), ("zeta", ["zeta"]), ("watch", ["acme", "zeta"])):
@@ -208,7 +224,7 @@ def test_a_tenant_sees_his_own_and_an_observer_all(guarded: NodeProcess) -> None
 
 
 def test_many_sessions_come_in_pages(node: NodeProcess) -> None:
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
         names = {f"chat {number}" for number in range(2 * UI_SESSIONS_MAX + 10)}
         for name in names:
@@ -223,8 +239,8 @@ def test_many_sessions_come_in_pages(node: NodeProcess) -> None:
     assert ask(url + "/ui/state.json?after=abc")[0] == 400
 
 
-def test_a_name_that_leads_to_loopback_is_not_believed(node: NodeProcess) -> None:
-    url = http_url(node)
+def test_a_name_that_leads_to_loopback_is_not_believed(untouched: NodeProcess) -> None:
+    url = http_url(untouched)
     for host, status in (
         ("evil.example", 403),
         ("evil.example:80", 403),
@@ -256,9 +272,9 @@ def raw(url: str, sent: bytes) -> bytes:
         (b"GET /../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"404"),
     ],
 )
-def test_what_is_no_request_is_told_so(node: NodeProcess, sent: bytes, status: bytes) -> None:
-    assert raw(http_url(node), sent).split(b" ")[1] == status
-    assert raw(http_url(node), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
+def test_what_is_no_request_is_told_so(untouched: NodeProcess, sent: bytes, status: bytes) -> None:
+    assert raw(http_url(untouched), sent).split(b" ")[1] == status
+    assert raw(http_url(untouched), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
 
 
 def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> None:
@@ -268,7 +284,7 @@ def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> Non
         socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(HTTP_CONNECTIONS_MAX + 8)
     ]
     assert ask(url + "/healthz")[0] == 200  # within its own deadline, which is that of the test
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
     for connection in silent[:HTTP_CONNECTIONS_MAX]:
         assert connection.recv(1) == b""
@@ -290,7 +306,7 @@ def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Pa
     more = over_tls(
         pki, "--tls-clients", str(pki / "ca.pem"), "--tenants", str(tenants), "--http", "127.0.0.1:0", "--ui"
     )
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+    with small_node(tmp_path / "node", arguments=more) as running:
         url = http_url(running)
         assert url.startswith("https://")
         for name, status in (("acme", 200), ("stranger", 401)):

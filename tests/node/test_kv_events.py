@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,16 @@ import msgspec
 import pytest
 import zmq
 
-from kvstore.client import Client
 from kvstore.config import EventsConfig, NodeConfig
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, NodeUnavailable
-from kvstore.limits import EVENTS_QUEUED_MAX
+from kvstore.limits import EVENTS_QUEUED_MAX, HOT_BYTES_MIN
 from kvstore.names import block_key
+from kvstore.node import server
 from kvstore.node.kv_events import KvEvents
+from kvstore.node.node import Node
 from kvstore.storage.eviction.items import Reason
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def test_a_node_tells_of_what_is_stored_evicted_and_deleted(tmp_path: Path) -> N
     arguments = ["--events", endpoint]
     with (
         NodeProcess(tmp_path / "node", capacity="16MiB", arguments=arguments) as node,
-        Client(node.target) as client,
+        small_client(node.target) as client,
     ):
         subscriber = _Subscriber(endpoint)
         keys = [block_key(bytes([number])) for number in range(40)]
@@ -182,4 +184,28 @@ def test_an_endpoint_that_is_taken_ends_the_node_with_a_sentence(tmp_path: Path)
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         arguments = ["--events", f"tcp://127.0.0.1:{port}"]
         with pytest.raises(NodeUnavailable, match="can't be published"):
-            NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=arguments)
+            small_node(tmp_path / "node", arguments=arguments)
+
+
+def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its timer comes upon a drive that is closed, while the rest of the process ends: a segmentation fault."""
+    made: list[Node] = []
+
+    class Seen(Node):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(server, "Node", Seen)
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        config = NodeConfig(
+            data=tmp_path / "node",
+            capacity_bytes=16 << 20,
+            port=0,
+            hot_bytes=HOT_BYTES_MIN,
+            events=EventsConfig(f"tcp://127.0.0.1:{port}"),
+        )
+        with pytest.raises(ConfigError, match="can't be published"):
+            asyncio.run(server._serve(config))
+    assert made[0]._timer.cancelled()

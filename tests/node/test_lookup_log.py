@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Client, as_request
-from kvstore.demo.node_process import NodeProcess
+from kvstore.client import as_request
 from kvstore.limits import LOOKUP_LOG_FILE_BYTES_MAX, LOOKUP_LOG_FILES, LOOKUP_LOG_WAITING_BYTES_MAX
 from kvstore.names import block_key
 from kvstore.node.lookup_log import Kept, LookupLog
 from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire import lookups_pb2_grpc
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def told(channel: grpc.Channel) -> list[str]:
 
 def test_look_ups_survive_sigkill_of_the_node(tmp_path: Path) -> None:
     data = tmp_path / "node"
-    with NodeProcess(data, capacity=SMALL_DRIVE) as node, Client(node.target, tenant="acme") as client:
+    with small_node(data) as node, small_client(node.target, tenant="acme") as client:
         for number in range(3):
             with as_request(f"before-{number}"):
                 client.prefix([block_key(b"x")])
@@ -164,7 +163,7 @@ def test_look_ups_survive_sigkill_of_the_node(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o600
         assert block_key(b"x") not in path.read_bytes()
         node.kill()
-    with NodeProcess(data, capacity=SMALL_DRIVE) as node, Client(node.target, tenant="acme") as client:
+    with small_node(data) as node, small_client(node.target, tenant="acme") as client:
         with as_request("after"):
             client.prefix([block_key(b"x")])
         assert told(client._channel) == ["before-0", "before-1", "before-2", "after"]

@@ -23,8 +23,8 @@ from kvstore.node.lookups import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
-from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
 from tests.node.test_tenants import HeldClock
@@ -49,7 +49,7 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def client(node: NodeInProcess) -> Iterator[Client]:
-    with Client(node.target, tenant="acme") as client:
+    with small_client(node.target, tenant="acme") as client:
         yield client
 
 
@@ -101,13 +101,13 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:3]])
     client.put_inline(KEYS[3], bytes(PAGE), expires_unix_ms=now_ms + 1)
     client.delete([KEYS[1]])
-    with Client(node.target, tenant="acme", layout=b"another") as other:
+    with small_client(node.target, tenant="acme", layout=b"another") as other:
         other.put_inline(KEYS[4], bytes(PAGE))
         other.put_inline(KEYS[11], bytes(PAGE))
     kv = client.register(allocate(PAGE))
-    with FlagWords.create(1) as flags:
-        puts = client.reserve([Block(KEYS[5], kv, 0, PAGE)], lease_ms=1).arm(flags[0])
-        wait_until(lambda: puts.ended() is not None, "the lease is over")
+    client.reserve([Block(KEYS[5], kv, 0, PAGE)], lease_ms=1)  # neither armed nor given back
+    wait_until(lambda: client.explain([KEYS[3]])[0].gone is not None, "what is over goes")
+    wait_until(lambda: node.call(lambda one: bool(one.lookups._leases_over)), "the lease is over")
     whose = node.call(lambda one: next(iter(one.lookups._leases_over)))[0]
     node.call(lambda one: one.store.change_quotas({whose: 5 * 2 * PAGE}))
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[6:9]])
@@ -118,7 +118,6 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
         one.store.quarantine(whose, KEYS[8], entry.generation)
 
     node.call(spoil)
-    wait_until(lambda: client.explain([KEYS[3]])[0].gone is not None, "what is over goes")
     with as_request("why"):
         client.exists(KEYS[:10])
     (lookup,) = told(node, "why")
@@ -139,14 +138,17 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
         for run in lookup.runs
         if run.outcome not in {Outcome.LAYOUT, Outcome.STORED, Outcome.NEVER}
     )
-    with Client(node.target, tenant="zeta") as zeta, as_request("theirs"):
+    with small_client(node.target, tenant="zeta") as zeta, as_request("theirs"):
         zeta.prefix(KEYS[6:7])
     assert [outcomes(one) for one in told(node, "theirs", "zeta")] == [[(1, Outcome.NEVER)]]
     assert told(node, "theirs") == told(node, "why", "zeta") == [], "a tenant sees his own"
 
 
 def test_an_eviction_is_told_with_when_and_how_idle_it_was(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path / "small", 16 << 20) as node, Client(node.target, tenant="acme") as client:
+    with (
+        NodeInProcess(tmp_path / "small", 16 << 20) as node,
+        small_client(node.target, tenant="acme") as client,
+    ):
         keys = [block_key(bytes([number]), b"large") for number in range(24)]
         for key in keys:
             client.put_inline(key, bytes(1 << 20))
@@ -197,6 +199,7 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     wait_until(lambda: bool(told(node, "slow")), "the node has noticed that its caller is gone")
     held.let_go()
     wait_until(lambda: node.call(lambda one: not one.fetches._under_way), "nothing is under way")
+    wait_until(lambda: not client._breaker.is_open, "the client tries again")
     with as_request("later"):
         client.exists(KEYS[:1])
     from_node, from_caller = sorted(told(node, "slow"), key=lambda one: one.by_caller)
@@ -210,12 +213,12 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
 def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node:
         target = node.target
-    with NodeInProcess(tmp_path / "other") as other, Client(target, tenant="acme") as client:
+    with NodeInProcess(tmp_path / "other") as other, small_client(target, tenant="acme") as client:
         for number in range(LOOKUPS_WAITING_MAX + 8):
             with as_request(f"away-{number}"), pytest.raises(NodeUnavailable):
                 client.prefix(KEYS[:5], timeout_s=0.05)
         assert len(client.lookups) == LOOKUPS_WAITING_MAX
-        with Client(other.target, tenant="acme") as reaches:
+        with small_client(other.target, tenant="acme") as reaches:
             vars(reaches)["lookups"]._waiting.extend(client.lookups._waiting)
             wait_until(
                 lambda: reaches.prefix(KEYS[:5]).blocks == len(reaches.lookups), "all of it has been told"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from kvstore.client import Client, Happened
 from kvstore.errors import Overloaded
 from kvstore.limits import WATCH_EVENTS_MAX, WATCH_EVENTS_SENT_MAX, WATCHERS_OF_TENANT_MAX
 from kvstore.miss import MissReason
@@ -16,12 +15,15 @@ from kvstore.node import observing
 from kvstore.storage.eviction.items import Reason
 from kvstore.wire import observing_pb2 as pb
 from kvstore.wire import observing_pb2_grpc
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.client import Client, Happened
 
 WAIT_S = 20.0
 KEYS = [block_key(bytes([number])) for number in range(8)]
@@ -35,7 +37,7 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def client(node: NodeInProcess) -> Iterator[Client]:
-    with Client(node.target, tenant="acme") as client:
+    with small_client(node.target, tenant="acme") as client:
         yield client
 
 
@@ -76,12 +78,12 @@ def test_a_tenants_quota_is_his_own(node: NodeInProcess, client: Client) -> None
     client.put_inline(KEYS[0], b"abc")
     told = client.statistics()
     assert (told.quota_bytes, told.quota_used_bytes) == (1 << 20, 8192)
-    with Client(node.target, tenant="zeta") as zeta:
+    with small_client(node.target, tenant="zeta") as zeta:
         assert (zeta.statistics().quota_bytes, zeta.statistics().quota_used_bytes) == (0, 0)
 
 
 def test_a_watcher_hears_of_his_own_tenants_events_in_order(node: NodeInProcess, client: Client) -> None:
-    with Client(node.target, tenant="zeta") as zeta:
+    with small_client(node.target, tenant="zeta") as zeta:
         ours, theirs = client.watch(timeout_s=WAIT_S), zeta.watch(timeout_s=WAIT_S)
         assert [next(ours), next(theirs)] == [None, None]
         client.put_inline(KEYS[0], b"abc")
@@ -152,7 +154,7 @@ def test_watchers_are_bounded(node: NodeInProcess, client: Client) -> None:
             next(call)
         with pytest.raises(Overloaded):
             list(client.watch(timeout_s=WAIT_S))
-        with Client(node.target, tenant="zeta") as zeta:
+        with small_client(node.target, tenant="zeta") as zeta:
             assert next(zeta.watch(timeout_s=WAIT_S)) is None
         calls[0].cancel()
         wait_until(lambda: client.statistics().watchers < WATCHERS_OF_TENANT_MAX, "one has gone")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Hit
 from kvstore.miss import Miss
 from kvstore.names import layout_fingerprint
 from kvstore.node import inline
@@ -15,7 +15,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.memory import allocate
 from tests.client.test_promises import put
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, Rig, small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -56,7 +56,7 @@ def test_a_hundred_readers_that_stand_still_leave_room_for_the_others_and_are_en
 ) -> None:
     monkeypatch.setattr(inline, "INLINE_TIMEOUT_MS", 1500)
     put_key = rig.key(99)
-    with Client(node.target, tenant="stalled") as stalled:
+    with small_client(node.target, tenant="stalled") as stalled:
         stalled.put_inline(put_key, bytes(16 * MIB))
     ours = [rig.block(number, MIB) for number in range(1, 4)]
     put(rig, ours)
@@ -108,7 +108,7 @@ def test_a_tenant_who_asks_for_everything_at_once_does_not_stand_before_another(
     """Its thousand fetches are queued, and then comes one of another tenant: that one is among the next to be begun."""
     greedy = [rig.block(number, MIB) for number in range(16)]
     put(rig, greedy)
-    with Client(node.target, tenant="other") as other:
+    with small_client(node.target, tenant="other") as other:
         other.put_inline(rig.key(50), b"o" * MIB)
         kv = other.register(allocate(MIB))
         assert isinstance(other.get([Block(rig.key(51), kv, 0, MIB)], timeout_s=WAIT_S)[0], Miss)  # attached

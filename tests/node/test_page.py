@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Client
-from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import UI_SESSIONS_MAX
 from kvstore.names import block_key
-from tests.conftest import SMALL_DRIVE, Rig
+from tests.conftest import Rig, small_client, small_node
 from tests.node.test_http import ask, http_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
 BROWSER_S = 60.0
@@ -31,7 +31,7 @@ in_a_browser = pytest.mark.skipif(
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
     more = ("--http", "127.0.0.1:0", "--ui")
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=more) as running:
+    with small_node(tmp_path / "node", arguments=more) as running:
         yield running
 
 
@@ -102,7 +102,7 @@ def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, tmp_path:
 
 @in_a_browser
 def test_many_sessions_are_a_page_of_them(node: NodeProcess, tmp_path: Path) -> None:
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         key = block_key(b"page")
         client.put_inline(key, b"abc")
         for number in range(UI_SESSIONS_MAX + 5):
@@ -130,6 +130,6 @@ def test_the_page_needs_nothing_but_itself(node: NodeProcess) -> None:
 
 
 def test_without_ui_there_is_no_page(tmp_path: Path) -> None:
-    with NodeProcess(tmp_path / "node", capacity=SMALL_DRIVE, arguments=("--http", "127.0.0.1:0")) as running:
+    with small_node(tmp_path / "node", arguments=("--http", "127.0.0.1:0")) as running:
         (url,) = re.findall(r"metrics at (http\S+)", running.log())
         assert [ask(url + path)[0] for path in ("/", "/ui/state.json", "/metrics")] == [404, 404, 200]

@@ -9,26 +9,25 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvstore.demo.node_process import NodeProcess
 from kvstore.node.tenants import token_digest
-from tests.conftest import SMALL_DRIVE
+from tests.conftest import small_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
 ACME = (("authorization", "Bearer acme"),)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[NodeProcess]:
-    tenants = tmp_path / "tenants.toml"
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    folder = tmp_path_factory.mktemp("guarded")
+    tenants = folder / "tenants.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
-    with NodeProcess(
-        tmp_path / "node", capacity=SMALL_DRIVE, arguments=("--tenants", str(tenants))
-    ) as running:
+    with small_node(folder / "node", arguments=("--tenants", str(tenants))) as running:
         yield running
 
 

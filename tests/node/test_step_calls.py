@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Client
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
-from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN, PREFETCHES_MAX, SHARES
+from kvstore.limits import BATCH_BLOCKS_MAX, PREFETCHES_MAX, SHARES
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from kvstore.node import step_calls
 from kvstore.steps import Step
 from kvstore.wire import sessions_pb2, steps_pb2_grpc
 from kvstore.wire import steps_pb2 as pb
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
+from tests.node.in_process import HOT_BYTES, NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvstore.client import Client
     from kvstore.demo.node_process import NodeProcess
     from kvstore.node.node import Node
     from kvstore.node.prefetch import Prefetched
@@ -46,7 +47,7 @@ def here(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def client(here: NodeInProcess) -> Iterator[Client]:
-    with Client(here.target, tenant="acme") as client:
+    with small_client(here.target, tenant="acme") as client:
         for number in range(20):
             client.put_inline(key(number), bytes([number]) * SIZE)
         yield client
@@ -71,8 +72,8 @@ def test_a_prefetch_says_what_is_in_memory_what_is_not_and_what_is_gone(
 
 
 def test_a_prefetch_beyond_the_share_says_what_was_left_out(client: Client) -> None:
-    size = 4 << 20
-    count = HOT_BYTES_MIN // SHARES // size + 2
+    size = 1 << 20
+    count = HOT_BYTES // SHARES // size + 2
     keys = [block_key(b"large", bytes([number])) for number in range(count)]
     for name in keys:
         client.put_inline(name, bytes(size))
@@ -166,7 +167,7 @@ def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_n
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.client.step_calls._TIMEOUT_S", 0.2)
-    with Client(node.target) as client:
+    with small_client(node.target) as client:
         chat = client.session("ada", "chat")
         client.put_inline(key(0), b"x")
         chat.append([key(0)], 16)
