@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Block, Client, Hit, asking, fabric_calls
-from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.client.link import Link
+    from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
 KIB = 1 << 10
