@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import crc32c as independent
 
 from kvstore.durability import Durability
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, HEADER_BYTES
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, HEADER_BYTES, TIMER_TICK_MS
 from kvstore.storage.items import (
     DeleteDone,
     DeleteItem,
@@ -81,6 +81,7 @@ class Rig:
         self.boot_id = "0" * 36
         self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
         self.policy = "lru"
+        self.patience_ms = 0  # so long the clock may go on while nothing but time brings an answer
         self.put_done: dict[int, PutDone] = {}
         self.get_done: dict[int, GetDone] = {}
         self.delete_done: dict[int, DeleteDone] = {}
@@ -277,8 +278,15 @@ class Rig:
 
     def settle(self) -> None:
         """Poll until everything is answered."""
+        waited_ms = 0
         while self.is_busy():
-            self.poll()
+            if self.patience_ms and not self.is_ready(0):
+                waited_ms += TIMER_TICK_MS
+                assert waited_ms <= self.patience_ms, "the store does not answer in its own time"
+                self.clock.now_ms += TIMER_TICK_MS
+                self.store.poll()
+            else:
+                self.poll()
 
     def settle_by_polling(self, tag: int) -> None:
         """Poll until a put is answered, though nothing but the time brings that about."""
@@ -293,10 +301,13 @@ class Rig:
         pending = now.puts_pending + now.gets_pending + now.deletes_pending + now.sessions_pending
         return pending + now.wipes_pending > 0
 
-    def poll(self) -> None:
+    def is_ready(self, timeout_ms: int) -> bool:
         ready = select.poll()
         ready.register(self.store.fileno(), select.POLLIN)
-        assert ready.poll(_ANSWER_MS_MAX), "the store neither answers nor asks to be polled"
+        return bool(ready.poll(timeout_ms))
+
+    def poll(self) -> None:
+        assert self.is_ready(_ANSWER_MS_MAX), "the store neither answers nor asks to be polled"
         self.store.poll()
 
     def poll_once(self) -> None:

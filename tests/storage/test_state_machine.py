@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace
-from kvstore.limits import PAGE_BYTES
+from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
 from kvstore.miss import MissReason
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.fsck import check
@@ -58,6 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "s3fifo"]))
     def begin(self, policy: str) -> None:
         self.rig.policy = policy
+        self.rig.patience_ms = ROOM_WAIT_MS_MAX + TIMER_TICK_MS  # a put may wait for what is held
         self.rig.open()
 
     def teardown(self) -> None:
@@ -225,7 +226,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig.kill()
         if loses_index:
             shutil.rmtree(self.folder / "data" / "index-0")
-        self.reopen(self.disk.after_kill(self.seed))
+        killed = self.disk
+        self.reopen(killed.after_kill(self.seed))
+        killed.close()  # or some thousand examples leave no descriptor to open anything with
 
     def note_what_went(self) -> None:
         """Wipes are done, so that what was evicted does not come back; and its reasons will be forgotten."""
