@@ -54,12 +54,14 @@ static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 	return work;
 }
 
-/* Operations of the progress thread's own, linked by `next`; NULL if there is no room for so many. */
+/* Operations of the progress thread's own, linked by `next`; NULL if there is no room for so many. Half of all room
+ * is left to the application, whose own work must not be refused because of what it did not ask for. */
 struct work *take_free_work(struct tk_fabric *fabric, uint32_t count)
 {
 	struct work *first = NULL;
 	pthread_mutex_lock(&fabric->inbox_lock);
-	if (!reserve_work(fabric, count))
+	uint32_t room = fabric->free_count + (fabric->work_max - fabric->work_count);
+	if (room >= count + fabric->work_max / 2 && !reserve_work(fabric, count))
 		for (uint32_t i = 0; i < count; i++) {
 			struct work *work = fabric->free;
 			fabric->free = work->next;

@@ -10,7 +10,8 @@ import random
 import struct
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -308,6 +309,18 @@ def test_a_desk_that_does_not_answer_leaves_all_to_the_application(rig: Rig) -> 
 def test_more_bytes_than_a_desk_may_send_at_a_time_are_the_applications(pair: Pair) -> None:
     rig = Rig(pair, bytes_max=5000)
     rig.left_to_us(Wanted(two(rig)))
+
+
+def test_half_of_the_room_for_operations_is_left_to_the_application(provider: str) -> None:
+    with Pair(provider, work_max=64) as pair:
+        turned = SimpleNamespace(near=pair.far, far=pair.near, there=pair.back, back=pair.there)
+        rig = Rig(cast("Pair", turned))
+        rig.store(1, 0, 1)
+        rig.call(Wanted(tuple(Row(1, 1, 1) for _ in range(20))))
+        assert rig.acked(ANSWER_WORD) == DONE
+        rig.served()
+        rig.call(Wanted(tuple(Row(1, 1, 1) for _ in range(40)), FIRST + 1))
+        assert rig.pair.far.final(TAG).value == FIRST + 1
 
 
 def test_a_block_of_the_same_name_takes_the_others_place(rig: Rig) -> None:
