@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError, Overloaded
@@ -79,6 +79,7 @@ class _Fetch:
     at: int  # among the blocks of that look-up
     tag: int
     queued_ns: int
+    size_bytes: int = field(init=False)  # of memory that it takes
     piece: Piece | None = None
     hot: bool = False  # the piece was there before
     generation: int = 0  # of the record in it
@@ -96,9 +97,8 @@ class _Fetch:
     def flow(self) -> int:
         return self.connection.number
 
-    @property
-    def size_bytes(self) -> int:
-        return pages_of(self.request.length) * PAGE_BYTES
+    def __post_init__(self) -> None:
+        self.size_bytes = pages_of(self.request.length) * PAGE_BYTES
 
 
 class Fetches:
@@ -233,7 +233,7 @@ class Fetches:
             fingerprint=request.fingerprint,
             length=request.length,
             slot_address=0,
-            slot_bytes=pages_of(request.length) * PAGE_BYTES,
+            slot_bytes=fetch.size_bytes,
             tag=fetch.tag,
         )
 

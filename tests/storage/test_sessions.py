@@ -274,3 +274,22 @@ def test_a_block_that_is_stored_is_stored_once(filled: Rig) -> None:
     free = filled.store.statistics().free_bytes
     assert filled.put(5, b"x5").error is None
     assert filled.store.statistics().free_bytes == free
+
+
+def test_what_the_sync_under_way_will_free_is_waited_for(filled: Rig) -> None:
+    """A session's old records come free with a sync; it is not over because that has begun."""
+    filled.append(0, [1, 2])
+    filled.append(0, [3])
+    drive = filled.drive
+    assert drive._writes.waiting_for_sync == 1
+    free_bytes = filled.store.statistics().free_bytes
+    drive._writes.sync_if_awaited(at_once=True)
+    drive._traffic.pump()
+    assert filled.store.statistics().drive_in_flight == 1
+    assert drive._writes.waiting_for_sync == 1
+    assert drive.is_busy
+    filled.poll()
+    assert drive._writes.waiting_for_sync == 0
+    filled.settle()
+    assert filled.store.statistics().free_bytes > free_bytes
+    assert not drive.is_busy
