@@ -104,10 +104,16 @@ class FabricCalls:
             deadline_ns=deadline_ns,
             final_code=AnswerCode.DONE,
         )
-        watch_acks(fabric, [watch])
         link.operations[tag] = link.operations[tag + 1] = under_way
         under_way.tags = (tag, tag + 1)
-        arm(fabric, [self._put(tag, place, generation, self._region.address + at, len(data))])
+        try:
+            watch_acks(fabric, [watch])
+            arm(fabric, [self._put(tag, place, generation, self._region.address + at, len(data))])
+        except FabricError:  # it has as much to do as it takes: nothing went out
+            fabric.cancel([tag + 1])
+            self._next[place] -= 1
+            self.over(under_way)
+            return False
         return True
 
     def _put(self, tag: int, place: int, generation: int, source: int, length: int) -> TriggeredPut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.lookups import Kind
-from kvstore.node.connection import check_block, check_count
+from kvstore.node.connection import check_block, check_count, check_generation
 from kvstore.node.fetching import FetchRequest
 from kvstore.node.traces import SeenGet
 from kvstore.wire.fabric_call import Leased
@@ -70,6 +70,7 @@ def fetch(
     for row, fingerprint in zip(rows, fingerprint_of, strict=True):
         check_block(row.key, fingerprint, row.length)
         connection.acks.target(row.ack_word)
+        check_generation(row.ack_generation)
     trace = node.traces.hear(told, connection.tenant)
     seen = None
     if trace is not None:

@@ -16,6 +16,7 @@ from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
     FINGERPRINT_BYTES,
+    GENERATION_MAX,
     KEY_BYTES,
 )
 from kvstore.node.landing import LandingLayout, Lease, Slots
@@ -37,6 +38,7 @@ __all__ = [
     "check_block",
     "check_count",
     "check_fingerprint",
+    "check_generation",
     "check_key",
 ]
 
@@ -67,6 +69,12 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
     check_fingerprint(fingerprint)
     if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
         raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
+
+
+def check_generation(generation: int) -> None:
+    """Refuse what no acknowledgement word can hold."""
+    if not 0 < generation <= GENERATION_MAX:
+        raise ProtocolError(f"A word's generation is 1 to {GENERATION_MAX}, not {generation}.")
 
 
 @dataclass(frozen=True, slots=True)

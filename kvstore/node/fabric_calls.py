@@ -211,7 +211,10 @@ class FabricCalls:
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, len(served.ids)
-        told = _Told(metadata_of(served.metadata))
+        try:
+            told = _Told(metadata_of(served.metadata))
+        except ProtocolError:
+            told = _Told(())  # his call was answered all the same, and nobody else is to hear of it
         looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
         looking.all_are(Outcome.MEMORY)
         looking.size_bytes = served.size_bytes
@@ -256,6 +259,10 @@ class FabricCalls:
             self._node.counters.refused += isinstance(error, Overloaded)
             failure = status_of(error).name
             data = error_bytes(call.generation, error)
+        except Exception:  # a bug: others' calls are done all the same
+            log.exception("a call over the fabric failed")
+            self._end(area, "Its call failed in the node.")
+            return
         self._answer(area, place, call, data)
         self._node.timings.called(name, began_ns, failure)
 
@@ -290,7 +297,7 @@ class FabricCalls:
                 arm(self._node.fabric, [area.answer(place, number, data, call, tag)])
             else:
                 self._end(area, "It calls again and again and does not wait for answers.")
-        except ProtocolError as error:  # its word is not one that it has
+        except KvError as error:  # its word is not one that it has, or the fabric takes nothing more
             self._end(area, str(error))
 
     def _end(self, area: CallArea, why: str) -> None:

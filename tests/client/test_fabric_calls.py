@@ -9,10 +9,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 
 from kvstore.client import Block, Client, Hit, asking, fabric_calls
-from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, FabricError, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
@@ -99,6 +100,65 @@ def test_with_all_places_in_use_calls_go_by_grpc(rig: Rig) -> None:
     put(rig, blocks)
     assert get(rig, blocks) == [Hit(block.key) for block in blocks]
     assert all(map(rig.is_exact, blocks))
+
+
+def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    link = link_of(rig.client)
+    assert link.calls is not None
+
+    def full(*_: Any) -> None:
+        raise FabricError("Arming 1 operations: no room.")
+
+    monkeypatch.setattr(fabric_calls, "arm", full)
+    before = list(link.calls._next)
+    assert get(rig, [block]) == [Hit(block.key)]
+    assert link.calls._next == before
+    assert len(link.calls._free) == len(before)
+    monkeypatch.undo()
+    forbid_grpc(rig.client, monkeypatch)
+    for _ in range(2 * len(before)):
+        assert get(rig, [block]) == [Hit(block.key)]
+    assert rig.client._link is link
+
+
+def test_a_generation_that_no_word_holds_is_refused(rig: Rig, node: NodeProcess) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    link = link_of(rig.client)
+    wanted = pb.FetchBlock(
+        name=pb.BlockName(key=block.key, fingerprint=rig.client.fingerprint, length=block.length),
+        target=rig.to_region.base,
+        target_key=rig.to_region.key,
+    )
+    for generation in (0, 1 << 56):
+        wanted.ack_generation = generation
+        with pytest.raises(grpc.RpcError) as caught:
+            rig.client._stub.Fetch(pb.FetchRequest(connection=link.number, blocks=[wanted]), timeout=WAIT_S)
+        assert "A word's generation is" in str(caught.value)
+    assert get(rig, [block]) == [Hit(block.key)]
+    assert "Traceback" not in node.log()
+
+
+def test_metadata_that_is_none_costs_nobody_else_anything(
+    inside: NodeInProcess, rig_inside: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C core does not look at it, and the node when it takes note of what was served."""
+    rig, block = rig_inside, rig_inside.block(0, 50_000)
+    put(rig, [block])
+    for _ in range(2):
+        assert get(rig, [block]) == [Hit(block.key)]
+    monkeypatch.setattr(fabric_call, "_header_bytes", lambda _: b"\xff\xff\xff\x01" + b"x" * 12)
+    before = served(inside)
+    assert get(rig, [block]) == [Hit(block.key)]
+    monkeypatch.undo()
+    assert served(inside) == before + 1
+    lookups = len(rig.client.looked_up().lookups)
+    assert lookups >= 3, "it is told of, as nobody's request"
+    assert get(rig, [block]) == [Hit(block.key)]
 
 
 def test_a_client_of_an_earlier_version_is_given_no_place(
