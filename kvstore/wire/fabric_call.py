@@ -301,6 +301,8 @@ def leases_of(data: bytes, generation: int) -> list[Leased]:
     _check(data, generation, _ANSWER.size + _ERROR.size)
     kind = _ANSWER.unpack_from(data)[3]
     if kind == _ROWS:
+        if (len(data) - _ANSWER.size) % _LEASE.size:
+            raise ProtocolError("An answer over the fabric ends in the middle of a lease.")
         rows = _LEASE.iter_unpack(memoryview(data)[_ANSWER.size :])
         return [Leased(slot, bool(stored), *rest) for slot, stored, *rest in rows]
     name_bytes, retry_after_ms = _ERROR.unpack_from(data, _ANSWER.size)

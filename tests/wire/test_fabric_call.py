@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import Overloaded, ProtocolError, QuotaExceeded
+from kvstore.errors import KvError, Overloaded, ProtocolError, QuotaExceeded
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
@@ -143,3 +144,12 @@ def test_an_error_comes_out_as_it_went_in() -> None:
 def test_an_answer_to_another_call_is_none() -> None:
     with pytest.raises(ProtocolError, match="not of this call"):
         leases_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 8)
+
+
+@given(st.binary(min_size=48, max_size=400))
+def test_whatever_stands_behind_a_good_checksum_is_a_call_or_is_refused(rest: bytes) -> None:
+    data = summed(struct.pack("<IIQ", 0, 16 + len(rest), 7) + rest)
+    with suppress(KvError):
+        read_call(data, 7)
+    with suppress(KvError):
+        leases_of(data, 7)
