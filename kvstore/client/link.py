@@ -170,8 +170,9 @@ class Link:
             raise Overloaded(
                 f"The client has {ACK_WORDS} acknowledgement words and all but a few are in use."
             )
-        taken = self._free_words[-count:]
-        del self._free_words[-count:]
+        left = len(self._free_words) - count
+        taken = self._free_words[left:]
+        del self._free_words[left:]
         return taken
 
     def give_back_words(self, words: list[int]) -> None:
