@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #define SPIN_NS 50000u
+#define SPIN_AWAITED_NS 500000u /* while a peer is to answer: he may be making a checksum of what he sends next */
 #define SPINS_A_YIELD 8
 #define TAKEN_NS 2000u /* a yield that takes longer has let somebody else run */
 #define NAP_SHARE 16 /* a nap is this part of the idleness before it */
@@ -353,7 +354,7 @@ static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
 		sched_yield(); /* their time comes soon, and nobody else keeps it */
 		return;
 	}
-	if (idle_ns < (working ? SPIN_WORKING_NS : SPIN_NS)) {
+	if (idle_ns < (working ? SPIN_WORKING_NS : fabric->acks.count ? SPIN_AWAITED_NS : SPIN_NS)) {
 		spin(fabric);
 		return;
 	}
