@@ -152,9 +152,11 @@ def test_a_stream_that_stands_still_is_ended_and_its_memory_comes_back(
 
         def puts() -> Iterator[pb.PutBatchRequest]:
             yield pb.PutBatchRequest(parts=[pb.PutPart(name=name(99, MIB), chunk=b"only this")])
-            wait_until(put.done, "the node ends it")
+            wait_until(lambda: bool(begun) and begun[0].done(), "the node ends it")
 
+        begun: list[Any] = []  # the call asks for its messages before it is given to us
         put = stub(channel).PutBatch(puts(), timeout=WAIT_S)
+        begun.append(put)
         with pytest.raises(grpc.RpcError) as caught:
             list(put)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
