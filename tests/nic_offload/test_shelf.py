@@ -351,28 +351,30 @@ def test_a_block_whose_bytes_changed_is_a_miss_and_leaves_the_shelf(rig: Rig) ->
     assert rig.pair.far.final(TAG).value == FIRST + 1
 
 
-def test_what_is_being_sent_is_not_given_away(pair: Pair) -> None:
-    """Taken in the moment in which the call is answered; when `take` says yes, the bytes are all sent."""
-    rig = Rig(pair)
-    length, words = 256 << 10, range(1, 9)
+def test_what_is_being_sent_is_not_given_away(provider: str) -> None:
+    """Taken while the call is answered, which takes long; when `take` says yes, the bytes are all sent."""
+    length, words, at = 8 << 20, range(1, 9), 1 << 20
     busy = 0
-    for number in range(40):
-        rig.store(number, 0, length)
-        for word in words:
-            pair.near.word(word).store(0)
-        before = pair.far.fabric.statistics().served
-        rig.call(Wanted(tuple(Row(0, length, word, key=key_of(number)) for word in words), FIRST + number))
-        wait_until(partial(rig.has_served_more, before), "the answer")
-        if not rig.shelf.take(1000 + number):
-            busy += 1
-            assert len(rig.shelf) == 1, "it is known until it is over"
-            wait_until(partial(rig.shelf.take, 1000 + number), "its end")
-        pair.far.fill(0, bytes(length))
-        (told,) = rig.served()
-        assert (told.corrupt, told.failed) == (0, 0)
-        assert [rig.acked(word) for word in words] == [SERVED] * 8
-        assert rig.got(0, length) == rig.blocks[number]
-        assert len(rig.shelf) == 0
+    with Pair(provider, at + length) as pair:
+        rig = Rig(pair)
+        for number in range(12):
+            rig.store(number, at, length)
+            for word in words:
+                pair.near.word(word).store(0)
+            before = pair.far.fabric.statistics().served
+            rows = tuple(Row(at // PAGE, length, word, key=key_of(number)) for word in words)
+            rig.call(Wanted(rows, FIRST + number))
+            wait_until(partial(rig.has_served_more, before), "the answer")
+            if not rig.shelf.take(1000 + number):
+                busy += 1
+                assert len(rig.shelf) == 1, "it is known until it is over"
+                wait_until(partial(rig.shelf.take, 1000 + number), "its end")
+            pair.far.fill(at, bytes(length))
+            (told,) = rig.served()
+            assert (told.corrupt, told.failed) == (0, 0)
+            assert [rig.acked(word) for word in words] == [SERVED] * 8
+            assert rig.got(at // PAGE, length) == rig.blocks[number]
+            assert len(rig.shelf) == 0
     assert busy, "never in the middle"
 
 
