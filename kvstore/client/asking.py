@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.watch import metadata_of, within
@@ -33,9 +33,21 @@ if TYPE_CHECKING:
     from kvstore.wire.fabric_call import Metadata
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "Reserving"]
 
 _TIMEOUT_NS = RPC_TIMEOUT_MS * 1_000_000
+
+
+class Reserving(NamedTuple):
+    """What slots are asked for."""
+
+    blocks: Sequence[Block]
+    words: Sequence[int]  # of acknowledgement, one for each block
+    fingerprint: bytes
+    durability: Durability
+    lease_ms: int
+    expires_unix_ms: int
+    watch: Watch | None
 
 
 class Asking:
@@ -62,18 +74,7 @@ class Asking:
 
     # --- slots for blocks
 
-    def reserve(
-        self,
-        link: Link,
-        blocks: Sequence[Block],
-        words: Sequence[int],
-        fingerprint: bytes,
-        durability: Durability,
-        lease_ms: int,
-        expires_unix_ms: int,
-        watch: Watch | None,
-        span: PutSpan | None,
-    ) -> Sequence[Leased]:
+    def reserve(self, link: Link, wanted: Reserving, span: PutSpan | None) -> Sequence[Leased]:
         """Lease a slot for each block; one typed error if that can't be."""
         over = threading.Event()
         answers: list[list[Leased] | KvError] = []
@@ -82,64 +83,53 @@ class Asking:
             answers.append(answer)
             over.set()
 
-        metadata = (*metadata_of(watch), *self._traced(span))
+        metadata = (*metadata_of(wanted.watch), *self._traced(span))
+        rows = [
+            ReserveRow(block.key, block.length, word)
+            for block, word in zip(wanted.blocks, wanted.words, strict=True)
+        ]
         with self._client.lock:
             if link.error is not None:
                 raise link.error
             begun = link.calls is not None and link.calls.begin(
                 CallKind.RESERVE,
-                fingerprint,
+                wanted.fingerprint,
                 metadata,
-                len(blocks),
-                rows_of_reserve(
-                    ReserveRow(block.key, block.length, word)
-                    for block, word in zip(blocks, words, strict=True)
-                ),
+                len(rows),
+                rows_of_reserve(rows),
                 self._clock.monotonic_ns() + _TIMEOUT_NS,
                 answered,
-                durability=durability,
-                lease_ms=lease_ms,
-                expires_unix_ms=expires_unix_ms,
+                durability=wanted.durability,
+                lease_ms=wanted.lease_ms,
+                expires_unix_ms=wanted.expires_unix_ms,
             )
         if not begun:
             with within(span):
-                return self._reserve_by_rpc(
-                    link, blocks, words, fingerprint, durability, lease_ms, expires_unix_ms, watch
-                )
+                return self._reserve_by_rpc(link, wanted)
         over.wait()  # no longer than the call's deadline: its end is told by then
         (answer,) = answers
         if isinstance(answer, KvError):
             raise answer
         return answer
 
-    def _reserve_by_rpc(
-        self,
-        link: Link,
-        blocks: Sequence[Block],
-        words: Sequence[int],
-        fingerprint: bytes,
-        durability: Durability,
-        lease_ms: int,
-        expires_unix_ms: int,
-        watch: Watch | None,
-    ) -> list[Leased]:
+    def _reserve_by_rpc(self, link: Link, wanted: Reserving) -> list[Leased]:
         request = pb.ReserveRequest(
             connection=link.number,
             blocks=[
                 pb.ReserveBlock(
-                    name=pb.BlockName(key=block.key, fingerprint=fingerprint, length=block.length),
+                    name=pb.BlockName(key=block.key, fingerprint=wanted.fingerprint, length=block.length),
                     ack_word=word,
                 )
-                for block, word in zip(blocks, words, strict=True)
+                for block, word in zip(wanted.blocks, wanted.words, strict=True)
             ],
-            durability=durability_message(durability),
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
+            durability=durability_message(wanted.durability),
+            lease_ms=wanted.lease_ms,
+            expires_unix_ms=wanted.expires_unix_ms,
         )
         try:
             with self._calling("Reserving slots"):
                 answer = self._stub.Reserve(
-                    request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(watch)
+                    request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(wanted.watch)
                 )
         except (NodeUnavailable, DeadlineExceeded) as error:
             self._client.lose(link, error)  # leases may stand that we know nothing of

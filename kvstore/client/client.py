@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
-from kvstore.client.asking import Asking
+from kvstore.client.asking import Asking, Reserving
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
@@ -225,9 +225,8 @@ class Client(Handle):
             words = link.take_words(len(blocks))
         asked_ns = time.monotonic_ns()
         try:
-            leases = self._asking.reserve(
-                link, blocks, words, self.fingerprint, durability, lease_ms, expires_unix_ms, watch, span
-            )
+            wanted = Reserving(blocks, words, self.fingerprint, durability, lease_ms, expires_unix_ms, watch)
+            leases = self._asking.reserve(link, wanted, span)
         except KvError:
             with self.lock:
                 link.give_back_words(words)
