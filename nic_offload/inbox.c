@@ -38,7 +38,7 @@ static int reserve_work(struct tk_fabric *fabric, uint32_t count)
 }
 
 /* Under inbox_lock, after reserve_work. */
-static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
+static struct work *take_free(struct tk_fabric *fabric, enum work_kind kind)
 {
 	struct work *work = fabric->free;
 	fabric->free = work->next;
@@ -46,6 +46,13 @@ static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 	memset(work, 0, sizeof *work);
 	work->kind = kind;
 	work->sequence = fabric->sequence++;
+	return work;
+}
+
+/* The same, for the thread to take in. */
+static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
+{
+	struct work *work = take_free(fabric, kind);
 	if (fabric->inbox.tail)
 		fabric->inbox.tail->next = work;
 	else
@@ -63,12 +70,7 @@ struct work *take_free_work(struct tk_fabric *fabric, uint32_t count)
 	uint32_t room = fabric->free_count + (fabric->work_max - fabric->work_count);
 	if (room >= count + fabric->work_max / 2 && !reserve_work(fabric, count))
 		for (uint32_t i = 0; i < count; i++) {
-			struct work *work = fabric->free;
-			fabric->free = work->next;
-			fabric->free_count--;
-			memset(work, 0, sizeof *work);
-			work->kind = WORK_OPERATION;
-			work->sequence = fabric->sequence++;
+			struct work *work = take_free(fabric, WORK_OPERATION);
 			work->next = first;
 			first = work;
 		}

@@ -21,6 +21,7 @@ from kvstore.wire import fabric_call
 from kvstore.wire import kvstore_pb2 as pb
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.client.test_promises import put
 from tests.conftest import MIB, Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
-KIB = 1 << 10
 
 
 @pytest.fixture
@@ -53,13 +53,6 @@ def link_of(client: Client) -> Link:
     client.attach()
     assert client._link is not None
     return client._link
-
-
-def put(rig: Rig, blocks: list[Block]) -> None:
-    rig.flags[0].store(0)
-    puts = rig.client.reserve(blocks).arm(rig.flags[0])
-    rig.flags[0].store(100)
-    assert [one.error for one in puts.wait(WAIT_S)] == [None] * len(blocks)
 
 
 def get(rig: Rig, blocks: list[Block]) -> list[Hit | Miss]:
