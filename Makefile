@@ -3,6 +3,7 @@
 #   PYTHON=/path/to/python3    the interpreter for .venv (3.11 or newer)
 #   PYTEST_ARGS='-k lease -x'  handed on to pytest
 #   DEMO_ARGS='...'            handed on to `kvstore demo`
+#   MUTANTS='name ...'         only planted bugs whose name holds one of these words
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
@@ -55,6 +56,10 @@ crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1
 .PHONY: soak
 soak: setup ## an hour of puts into a drive that is too small: exact bytes, and memory that stays bounded
 	@TRIGGERKV_SOAK_S=$(or $(TRIGGERKV_SOAK_S),3600) $(py) -m pytest tests/crash/test_soak.py $(PYTEST_ARGS)
+
+.PHONY: mutants
+mutants: setup setup-engines ## plants the bugs of tools/mutants/ one by one: a test must die of each (minutes)
+	@$(py) -m tools.mutants $(MUTANTS)
 
 .PHONY: sanitize
 sanitize: setup ## the C core's tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer

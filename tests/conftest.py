@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,14 @@ def rig(node: NodeProcess) -> Iterator[Rig]:
     rig = Rig(node)
     yield rig
     rig.close()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """List each failure, with whether the test may be run again alone, where `tools/test.sh` asks for it."""
+    if report.failed and (listed := os.environ.get("TRIGGERKV_FAILURES")):
+        kind = "timed" if "timed" in report.keywords else "plain"
+        with open(listed, "a") as failures:  # noqa: PTH123 - a name from the environment
+            failures.write(f"{kind}\t{report.nodeid}\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

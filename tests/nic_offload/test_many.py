@@ -90,6 +90,7 @@ def test_an_idle_fabric_sleeps(provider: str) -> None:
         assert not pair.near.of(1)
 
 
+@pytest.mark.timed
 def test_a_sleeping_fabric_wakes_for_new_work(pair: Pair) -> None:
     pair.there.fence()
     took_ns = []
