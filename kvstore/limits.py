@@ -83,6 +83,7 @@ __all__ = [
     "RESUME_BATCH_BLOCKS",
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
+    "RPC_TIMEOUT_MS_MAX",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SECTOR_BYTES",
     "SESSIONS_EXPIRED_AT_ONCE",
@@ -289,7 +290,8 @@ HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out
 UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
-RPC_TIMEOUT_MS = 10_000
+RPC_TIMEOUT_MS = 10_000  # by default
+RPC_TIMEOUT_MS_MAX = 600_000
 FETCH_TIMEOUT_MS = 30_000
 
 assert HEADER_BYTES % PAGE_BYTES == 0

@@ -12,7 +12,10 @@ from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
+    from kvstore.client import Client
+    from kvstore.reach import Reach
     from kvstore.sessions_command import Asked
 
 __all__ = ["add_node_commands"]
@@ -21,32 +24,62 @@ _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 
 def _reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
-    """What every command takes that asks a node."""
-    parser.add_argument("--node", required=True, metavar="HOST:PORT", help="the node that is asked")
+    """What every command takes that asks a node. What is not said is taken from where `kvstore.reach` looks."""
+    parser.add_argument("--node", metavar="HOST:PORT", help="the node that is asked, or several, with commas")
     if whose_user:
         parser.add_argument(
             "--user", required=True, help="whose sessions; a node knows users by digests only"
         )
     else:
         parser.set_defaults(user="")
-    parser.add_argument("--tenant", default="", help="for which tenant, on a node that asks for no token")
+    parser.add_argument("--tenant", help="for which tenant, on a node that asks for no token")
     parser.add_argument("--token-file", type=Path, help="a file with the tenant's token")
     parser.add_argument(
-        "--tls-authorities", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
+        "--tls", action="store_true", default=None, help="over TLS, to a node the system trusts"
     )
+    parser.add_argument(
+        "--ca", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
+    )
+    parser.add_argument("--certificate", type=Path, help="a certificate to show, PEM")
+    parser.add_argument("--key", type=Path, help="its key, PEM")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
+def _reach(arguments: argparse.Namespace) -> Reach:
+    from kvstore.reach import Reach
+
+    names = ("tenant", "token_file", "tls", "ca", "certificate", "key")
+    given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
+    return Reach.of(given, where="the command")
+
+
 def _asked(arguments: argparse.Namespace) -> Asked:
+    """Whom to ask: one node, and of several the home of the user."""
     from kvstore.sessions_command import Asked
 
-    return Asked(
-        arguments.node,
-        arguments.user,
-        tenant=arguments.tenant,
-        token_file=arguments.token_file,
-        authorities=arguments.tls_authorities,
-    )
+    reach = _reach(arguments)
+    if arguments.user and len(reach.nodes) > 1:
+        from kvstore.client import Nodes
+
+        with Nodes(reach) as nodes:
+            reach = reach.at(nodes.home(arguments.user))
+    return Asked(reach, arguments.user)
+
+
+def _of_each(arguments: argparse.Namespace, show: Callable[[Client], int]) -> int:
+    """Ask each of the nodes in turn; the worst of their exit statuses."""
+    from kvstore.client import Client
+
+    reach = _reach(arguments)
+    if arguments.json and len(reach.nodes) > 1:
+        raise ConfigError("--json shows one node at a time.")
+    worst = 0
+    for node in reach.nodes:
+        if len(reach.nodes) > 1:
+            print(f"{node}:")  # noqa: T201 - a command prints
+        with Client(reach.at(node)) as client:
+            worst = max(worst, show(client))
+    return worst
 
 
 def _sessions(arguments: argparse.Namespace) -> int:
@@ -76,22 +109,24 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ConfigError("Say which request, or --session USER/NAME, or --last N.")
     if arguments.last < 0:
         raise ConfigError(f"--last takes a number of look-ups, not {arguments.last}.")
-    with _asked(arguments).client() as client:
-        return explain(client, arguments.request, (user, name), arguments.last, as_json=arguments.json)
+    return _of_each(
+        arguments,
+        lambda client: explain(
+            client, arguments.request, (user, name), arguments.last, as_json=arguments.json
+        ),
+    )
 
 
 def _stats(arguments: argparse.Namespace) -> int:
     from kvstore.show_commands import stats
 
-    with _asked(arguments).client() as client:
-        return stats(client, as_json=arguments.json)
+    return _of_each(arguments, lambda client: stats(client, as_json=arguments.json))
 
 
 def _drives(arguments: argparse.Namespace) -> int:
     from kvstore.show_commands import drives
 
-    with _asked(arguments).client() as client:
-        return drives(client, as_json=arguments.json)
+    return _of_each(arguments, lambda client: drives(client, as_json=arguments.json))
 
 
 def _top(arguments: argparse.Namespace) -> int:
@@ -104,7 +139,7 @@ def _top(arguments: argparse.Namespace) -> int:
     if not _INTERVAL_S_MIN <= arguments.interval <= _INTERVAL_S_MAX:
         raise ConfigError(f"--interval takes {_INTERVAL_S_MIN} to {_INTERVAL_S_MAX} seconds.")
     with _asked(arguments).client() as client:
-        top = Top(client, arguments.node, SystemClock(), Event().wait, sys.stdout)
+        top = Top(client, client.target, SystemClock(), Event().wait, sys.stdout)
         return top.run(arguments.interval, once=arguments.once, as_json=arguments.json)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.client import Client, Tls
+from kvstore.client import Client
 from kvstore.client.session_file import Reader
 from kvstore.config import printable
 from kvstore.errors import ConfigError, SessionFileError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvstore.client import ListedSession
     from kvstore.client.client import HasFingerprint
+    from kvstore.reach import Reach
 
 __all__ = ["Asked", "export_one", "import_one", "list_all"]
 
@@ -33,17 +34,12 @@ _HEADS = ("session", "turns", "blocks", "tokens", "last turn (UTC)")
 class Asked(NamedTuple):
     """Which node is asked, for whose sessions."""
 
-    node: str
+    reach: Reach
     user: str
-    tenant: str = ""
-    token_file: Path | None = None
-    authorities: Path | None = None
 
     def client(self, layout: HasFingerprint | bytes = b"") -> Client:
         """Give a client of that node."""
-        tls = None if self.authorities is None else Tls(self.authorities)
-        token = None if self.token_file is None else _read(self.token_file)
-        return Client(self.node, tenant=self.tenant, token=token, tls=tls, layout=layout)
+        return Client(self.reach, layout=layout)
 
 
 class _Known(NamedTuple):
@@ -97,13 +93,6 @@ def import_one(asked: Asked, session: str, path: Path) -> int:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     print(f"{blocks} blocks imported")  # noqa: T201
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The token in {path} could not be read.") from error
 
 
 def _table(sessions: Sequence[ListedSession]) -> str:

@@ -101,7 +101,7 @@ def test_what_is_not_remembered_and_what_is_wrong_is_said_in_a_sentence(
         (["--session", "ada"], "USER/NAME"),
         (["--last", "-1"], "--last takes"),
         (["no-such", "--last", "99999999999"], "remembers no look-up of no-such"),
-        (["--last", "1", "--tls-authorities", "none.pem"], "none.pem"),
+        (["--last", "1", "--ca", "none.pem"], "none.pem"),
     ):
         done = run(node, *more)
         assert (done.returncode, done.stdout) == (1, "")

@@ -3,7 +3,6 @@
 from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
-from kvstore.client.channel import Tls
 from kvstore.client.client import Client
 from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
@@ -13,6 +12,7 @@ from kvstore.client.resuming import Resumed, Resuming
 from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
 from kvstore.client.shards import ShardReader, Wanted
 from kvstore.client.trace import Trace
+from kvstore.reach import Reach
 
 __all__ = [
     "ArmedPuts",
@@ -29,6 +29,7 @@ __all__ = [
     "Pin",
     "Prefix",
     "PutResult",
+    "Reach",
     "Reservation",
     "Resumed",
     "Resuming",
@@ -36,7 +37,6 @@ __all__ = [
     "SessionInfo",
     "ShardReader",
     "Stored",
-    "Tls",
     "Trace",
     "TurnInfo",
     "Wanted",

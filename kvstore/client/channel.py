@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvstore.errors import ConfigError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-__all__ = ["Tls", "open_channel"]
+    from kvstore.reach import Reach
+
+__all__ = ["open_channel"]
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -23,41 +21,15 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """How a client knows its node and, if the node asks for that, shows itself. All files are PEM."""
-
-    authorities: Path | None = (
-        None  # who may have signed the node's certificate; None: whom the system trusts
-    )
-    certificate: Path | None = None
-    key: Path | None = None
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files."""
-        try:
-            parts = [
-                None if path is None else path.read_bytes()
-                for path in (self.authorities, self.key, self.certificate)
-            ]
-        except OSError as error:
-            raise ConfigError(f"{error.filename} could not be read: {error.strerror}.") from error
-        return grpc.ssl_channel_credentials(*parts)
-
-
-def open_channel(
-    target: str,
-    token: str | None,
-    tls: Tls | None,
-    header: Callable[[], tuple[str, str] | None] | None = None,
-) -> grpc.Channel:
+def open_channel(reach: Reach, header: Callable[[], tuple[str, str] | None] | None = None) -> grpc.Channel:
     """Open a channel; no call is made yet. `header` is asked for each call what else it shall carry."""
-    if tls is None:
-        channel = grpc.insecure_channel(target, options=_OPTIONS)
+    credentials = reach.credentials()
+    if credentials is None:
+        channel = grpc.insecure_channel(reach.node, options=_OPTIONS)
     else:
-        channel = grpc.secure_channel(target, tls.credentials(), options=_OPTIONS)
+        channel = grpc.secure_channel(reach.node, credentials, options=_OPTIONS)
     said: list[Callable[[], tuple[str, str] | None]] = []
-    if token is not None:
+    if (token := reach.bearer()) is not None:
         bearer = ("authorization", f"Bearer {token}")
         said.append(lambda: bearer)
     if header is not None:

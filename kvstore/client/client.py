@@ -60,6 +60,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import layout_fingerprint
+from kvstore.reach import Reach
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
@@ -68,12 +69,12 @@ from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit
-    from kvstore.client.channel import Tls
     from kvstore.client.gets import Ended
     from kvstore.client.spans import ClientSpans, PutSpan
     from kvstore.client.watch import Watch
@@ -108,34 +109,48 @@ class Client(Handle):
 
     def __init__(
         self,
-        target: str,
+        node: str | Reach | None = None,
         *,
-        tenant: str = "",
+        tenant: str | None = None,
         token: str | None = None,
-        tls: Tls | None = None,
-        address: str = "127.0.0.1",
+        token_file: Path | str | None = None,
+        tls: bool | None = None,
+        ca: Path | str | None = None,
+        certificate: Path | str | None = None,
+        key: Path | str | None = None,
+        fabric_address: str | None = None,
+        provider: str | None = None,
         layout: HasFingerprint | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
-        provider: str | None = None,
         tracer_provider: TracerProvider | None = None,
     ) -> None:
         """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
 
-        A node beyond this machine learns who calls from `token`, or from a certificate (`tls`); a `tenant` need only be
-        named to a node that asks for neither. `address` is this machine's own, for the fabric.
+        How the node is reached stands in `kvstore.reach`: what is not given here is taken from the environment or the
+        file of the client's settings. Or a `Reach` says all of it.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
         With a `tracer_provider`, of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
         """
-        self.target = target
-        self.tenant = tenant
-        self.spans = None if tracer_provider is None else _spans(tracer_provider, target)
-        self._channel = open_channel(target, token, tls, None if self.spans is None else self.spans.header)
+        given = {
+            "tenant": tenant,
+            "token": token,
+            "token_file": token_file,
+            "tls": tls,
+            "ca": ca,
+            "certificate": certificate,
+            "key": key,
+            "fabric_address": fabric_address,
+            "provider": provider,
+        }
+        self.reach = Reach.given(node, given)
+        self.target, self.tenant = self.reach.node, self.reach.tenant
+        self.spans = None if tracer_provider is None else _spans(tracer_provider, self.target)
+        self._channel = open_channel(self.reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
         self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
-        self._provider, self._address = provider, address
         self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self.fingerprint = _fingerprint(layout)
@@ -149,16 +164,18 @@ class Client(Handle):
         # What is asked and told without moving a block stands in modules of its own.
         self.lookups = ClientLookups(SystemClock())
         self._asking = Asking(self, self._stub, self._calling, self.lookups)
-        calls = BlockCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups)
+        calls = BlockCalls(self._channel, self._calling, self.tenant, self.fingerprint, self.lookups)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
-        inline = InlineCalls(self._channel, self._calling, tenant, self.fingerprint, self.lookups, self.spans)
+        inline = InlineCalls(
+            self._channel, self._calling, self.tenant, self.fingerprint, self.lookups, self.spans
+        )
         self.put_inline, self.get_inline = inline.put, inline.get
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
-        observing = ObservingCalls(self._channel, self._calling, tenant)
+        observing = ObservingCalls(self._channel, self._calling, self.tenant)
         self.statistics, self.watch = observing.statistics, observing.watch
         self.looked_up = observing.looked_up
-        self.steps = StepCalls(self._channel, self._calling, tenant)
+        self.steps = StepCalls(self._channel, self._calling, self.tenant)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self.import_session = sessions.import_one
@@ -174,7 +191,7 @@ class Client(Handle):
             if self._fabric is None:
                 if self._closed:
                     raise ProtocolError("The client is closed.")
-                self._fabric = Fabric(self._provider, address=self._address)
+                self._fabric = Fabric(self.reach.provider, address=self.reach.fabric_address or "127.0.0.1")
                 self._pump = threading.Thread(
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client
 from kvstore.errors import ConfigError
-from kvstore.limits import NODES_MAX
 from kvstore.placement import Placement
+from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -41,12 +41,19 @@ class Nodes(Handle):
     """A client of each of several nodes. Any thread."""
 
     def __init__(
-        self, targets: Sequence[str], *, weights: Mapping[str, int] | None = None, **of_clients: Any
+        self,
+        nodes: Sequence[str] | Reach | None = None,
+        *,
+        weights: Mapping[str, int] | None = None,
+        **of_clients: Any,
     ) -> None:
         """`of_clients` is what each `Client` is made with; a node without a weight has 1."""
-        self.targets = sorted(set(targets))
-        if not 1 <= len(self.targets) <= NODES_MAX:
-            raise ConfigError(f"There are 1 to {NODES_MAX} nodes, not {len(self.targets)}.")
+        known = {name: of_clients.pop(name) for name in Reach.settings() & of_clients.keys()}
+        if isinstance(nodes, Reach):
+            self.reach = Reach.given(nodes, known)
+        else:
+            self.reach = Reach.of({"nodes": None if nodes is None else sorted(set(nodes)), **known})
+        self.targets = sorted(self.reach.nodes)
         weight_of = dict(weights or {})
         for target, weight in weight_of.items():
             if target not in self.targets or weight < 1:
@@ -59,8 +66,7 @@ class Nodes(Handle):
 
     def home(self, user: str) -> str:
         """Where a user's KV is kept."""
-        tenant = str(self._of_clients.get("tenant", ""))
-        return self.targets[self._placement.order(tenant.encode(), user.encode())[0]]
+        return self.targets[self._placement.order(self.reach.tenant.encode(), user.encode())[0]]
 
     def of(self, user: str) -> Client:
         """The client of a user's home."""
@@ -75,7 +81,7 @@ class Nodes(Handle):
                 raise ConfigError("The nodes' clients are closed.")
             client = self._clients.get(target)
             if client is None:
-                client = self._clients[target] = Client(target, **self._of_clients)
+                client = self._clients[target] = Client(self.reach.at(target), **self._of_clients)
             return client
 
     def register(self, memory: Buffer) -> Everywhere:

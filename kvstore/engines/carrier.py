@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstore.client import Pin
-    from kvstore.engines.reaching import Reaching
+    from kvstore.engines.settings import EngineSettings
     from nic_offload.fabric import Region
 
 __all__ = ["PART_BYTES", "Carrier", "Place", "part_keys"]
@@ -72,24 +72,20 @@ def part_keys(key: bytes, length: int) -> list[bytes]:
 class Carrier(Handle):
     """A client of one node, and an engine's memory."""
 
-    def __init__(self, reaching: Reaching, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
+    def __init__(self, settings: EngineSettings, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
         """Open the client; the node is not called yet. Larger blocks than said are sent inside gRPC."""
         self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
         self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // self._slot_bytes))
         self._client = Client(
-            reaching.node,
-            tenant=reaching.tenant,
-            token=reaching.token,
-            address=reaching.address,
-            provider=reaching.provider,
+            settings.reach,
             layout=layout,
             slots=self._slots,
             block_bytes_max=self._slot_bytes,
         )
-        self._transport = reaching.transport
+        self._transport = settings.transport
         self._lookup_s, self._load_s, self._save_s = (
             ms / 1000
-            for ms in (reaching.lookup_timeout_ms, reaching.load_timeout_ms, reaching.save_timeout_ms)
+            for ms in (settings.lookup_timeout_ms, settings.load_timeout_ms, settings.save_timeout_ms)
         )
         self._clock = SystemClock()
         self._areas: list[_Area] = []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import pytest
 
-from kvstore.client import Block, Client, Hit, Tls
+from kvstore.client import Block, Client, Hit
 from kvstore.config import NodeConfig
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -440,7 +440,7 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
     more = over_tls(pki, "--tenants", str(tenants))
     with small_node(tmp_path / "node", arguments=more) as node:
         with (
-            small_client(node.target, token="acme", tls=Tls(pki / "ca.pem")) as client,
+            small_client(node.target, token="acme", ca=pki / "ca.pem") as client,
             FlagWords.create(1) as flags,
         ):
             kv = client.register(allocate(PAGE))
@@ -448,11 +448,11 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
             flags[0].store(1)
             assert [result.error for result in puts.wait(WAIT_S)] == [None]
             assert client.get([Block(KEY, kv, 0, PAGE)], timeout_s=WAIT_S) == [Hit(KEY)]
-        with small_client(node.target, tls=Tls(pki / "ca.pem")) as client, pytest.raises(NotAuthenticated):
+        with small_client(node.target, ca=pki / "ca.pem") as client, pytest.raises(NotAuthenticated):
             client.put_inline(KEY, b"x")
         for client in (
             small_client(node.target, token="acme"),
-            small_client(node.target, token="acme", tls=Tls(pki / "other-ca.pem")),
+            small_client(node.target, token="acme", ca=pki / "other-ca.pem"),
         ):
             with client, pytest.raises(NodeUnavailable):
                 client.put_inline(KEY, b"x")
@@ -461,24 +461,24 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
 def test_certificates_of_clients_are_their_tokens(tmp_path: Path, tenants: Path, pki: Path) -> None:
     more = over_tls(pki, "--tls-clients", str(pki / "ca.pem"), "--tenants", str(tenants))
 
-    def shown(name: str) -> Tls:
-        return Tls(pki / "ca.pem", pki / f"{name}.pem", pki / f"{name}.key")
+    def shown(name: str) -> dict[str, Path]:
+        return {"ca": pki / "ca.pem", "certificate": pki / f"{name}.pem", "key": pki / f"{name}.key"}
 
     with small_node(tmp_path / "node", arguments=more) as node:
-        with small_client(node.target, tls=shown("acme")) as client:
+        with small_client(node.target, **shown("acme")) as client:
             assert client.put_inline(KEY, b"a") is Durability.WRITTEN
         with (
-            small_client(node.target, tls=shown("acme"), tenant="zeta") as client,
+            small_client(node.target, **shown("acme"), tenant="zeta") as client,
             pytest.raises(TenantDenied),
         ):
             client.put_inline(KEY, b"x")
         with (
-            small_client(node.target, tls=shown("stranger")) as client,
+            small_client(node.target, **shown("stranger")) as client,
             pytest.raises(NotAuthenticated, match="names"),
         ):
             client.put_inline(KEY, b"x")
-        for tls in (shown("impostor"), Tls(pki / "ca.pem")):
-            with small_client(node.target, tls=tls, token="acme") as client, pytest.raises(NodeUnavailable):
+        for tls in (shown("impostor"), {"ca": pki / "ca.pem"}):
+            with small_client(node.target, **tls, token="acme") as client, pytest.raises(NodeUnavailable):
                 client.put_inline(KEY, b"x")
 
 
@@ -527,7 +527,7 @@ def test_settings_that_cannot_be_used_end_the_node_with_a_sentence(
 
 def test_a_client_whose_files_cannot_be_read_is_told_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere could not be read"):
-        small_client("127.0.0.1:1", tls=Tls(tmp_path / "nowhere"))
+        small_client("127.0.0.1:1", ca=tmp_path / "nowhere")
 
 
 def test_a_connection_number_is_not_a_key(shared: NodeProcess) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.client import Client, Tls
+from kvstore.client import Client
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, NodeUnavailable, Overloaded
@@ -345,7 +345,7 @@ def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
         refused = [json.loads(line) for line in audit.read_text().splitlines()]
         assert {line["outcome"] for line in refused if line["what"] == "http /metrics"} == {"refused"}
         with (
-            Client(running.target, token="acme", tls=Tls(authorities=pki / "ca.pem")) as client,
+            Client(running.target, token="acme", ca=pki / "ca.pem") as client,
             pytest.raises(NodeUnavailable),  # gRPC asks for it in the handshake, as before
         ):
             client.status()

@@ -32,7 +32,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.engines.carrier import Carrier, part_keys
 from kvstore.engines.lmcache.objects import chunk_key, place
-from kvstore.engines.reaching import Reaching
+from kvstore.engines.settings import EngineSettings
 from kvstore.errors import FabricError
 
 if TYPE_CHECKING:
@@ -71,20 +71,20 @@ class TriggerKvConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # lmca
         if context.url.startswith(_SCHEME):
             where = parse_remote_url(context.url)
             settings["node"] = f"{where.host}:{where.port}"
-        return TriggerKvConnector(context, Reaching.of(settings, where=_WHERE))
+        return TriggerKvConnector(context, EngineSettings.of(settings, where=_WHERE))
 
 
 class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
     """A node, for one worker."""
 
-    def __init__(self, context: ConnectorContext, reaching: Reaching) -> None:
+    def __init__(self, context: ConnectorContext, settings: EngineSettings) -> None:
         super().__init__(context.config, context.metadata)
         self._loop = context.loop
         self._memory = context.local_cpu_backend
-        self._reaching = reaching
+        self._settings = settings
         shapes = [list(one) for one in self.meta_shapes]
-        layout = f"lmcache {self.meta_fmt} {shapes} {self.meta_dtypes} {reaching.weights}"
-        self._carrier = Carrier(reaching, layout.encode(), self.full_chunk_size_bytes)
+        layout = f"lmcache {self.meta_fmt} {shapes} {self.meta_dtypes} {settings.weights}"
+        self._carrier = Carrier(settings, layout.encode(), self.full_chunk_size_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lmcache")
         self._register()
 
@@ -134,7 +134,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return self._carrier.prefix(names) * len(keys) // len(names) if names else 0
 
     def _parts(self, key: CacheEngineKey) -> list[bytes]:
-        return part_keys(chunk_key(key, self._reaching.weights), self.full_chunk_size_bytes)
+        return part_keys(chunk_key(key, self._settings.weights), self.full_chunk_size_bytes)
 
     # --- getting
 
@@ -173,7 +173,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
                     break  # there is no room for more
                 mine.append(one)
             places = [
-                place(chunk_key(key, self._reaching.weights), one)
+                place(chunk_key(key, self._settings.weights), one)
                 for key, one in zip(keys, mine, strict=False)
             ]
             for number, is_here in enumerate(self._carrier.get(places)):
@@ -201,7 +201,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
 
     def _put(self, keys: Sequence[CacheEngineKey], chunks: Sequence[MemoryObj]) -> None:
         places = [
-            place(chunk_key(key, self._reaching.weights), one)
+            place(chunk_key(key, self._settings.weights), one)
             for key, one in zip(keys, chunks, strict=True)
             if one.get_size() == self.full_chunk_size_bytes
         ]

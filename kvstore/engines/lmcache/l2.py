@@ -28,7 +28,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from kvstore.engines.carrier import Carrier, part_keys
 from kvstore.engines.lmcache.locks import LOCK_MS, Locks
 from kvstore.engines.lmcache.objects import formats, formats_of, object_key, place
-from kvstore.engines.reaching import Reaching
+from kvstore.engines.settings import EngineSettings
 from kvstore.errors import FabricError, LayoutError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
         super().__init__()
-        self._reaching = Reaching.of(config, where="adapter_params")
-        self._carrier = Carrier(self._reaching, b"lmcache mp")
+        self._settings = EngineSettings.of(config, where="adapter_params")
+        self._carrier = Carrier(self._settings, b"lmcache mp")
         if l1_memory_desc is not None:
             stable = l1_memory_desc.stable_registration_size
             try:
@@ -127,7 +127,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         for number, key in enumerate(keys):
             desc = descs.get(key.object_group_id)
             said = {_BYTES} | ({formats(desc.dtypes)} if desc is not None else self._seen())
-            asked += [(number, object_key(key, one, self._reaching.weights)) for one in said]
+            asked += [(number, object_key(key, one, self._settings.weights)) for one in said]
         here = self._carrier.present([(name, 0) for _, name in asked])
         found = {number for (number, _), is_here in zip(asked, here, strict=True) if is_here}
         names = [name for (_, name), is_here in zip(asked, here, strict=True) if is_here]
@@ -170,7 +170,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
             sizes = []
             gone = []
             for key in keys:
-                names = [object_key(key, one, self._reaching.weights) for one in self._seen()]
+                names = [object_key(key, one, self._settings.weights) for one in self._seen()]
                 lengths = self._carrier.lengths(names)
                 if any(lengths) and self._carrier.delete(
                     [
@@ -196,7 +196,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         return {
             "is_healthy": not self._closed,
             "type": "triggerkv",
-            "node": self._reaching.node,
+            "node": self._settings.reach.node,
             "waiting": waiting,
             "locks": len(self._locks),
         }
@@ -221,7 +221,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         with self._lock:
             if len(self._formats) < _FORMATS_MAX:
                 self._formats.add(written)
-        return object_key(key, written, self._reaching.weights)
+        return object_key(key, written, self._settings.weights)
 
     def _seen(self) -> set[str]:
         with self._lock:

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvstore.engines.carrier import Carrier, Place, part_keys
-from kvstore.engines.reaching import Reaching
+from kvstore.engines.settings import EngineSettings
 from kvstore.engines.sglang.hits import Found, usable
 from kvstore.engines.sglang.pools import Pool, anchor_layout
 from kvstore.engines.sglang.stats import Moved
@@ -70,7 +70,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         del kwargs  # what SGLang might add one day
         extra = dict(storage_config.extra_config or {})
-        self._reaching = Reaching.of(
+        self._settings = EngineSettings.of(
             extra, where="--hicache-storage-backend-extra-config", of_engine=_OF_SGLANG
         )
         self._config = storage_config
@@ -97,7 +97,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
 
     def _register(self, name: str, host: Any) -> None:
         try:
-            pool = Pool.of(name, host, self._config, self._reaching.weights)
+            pool = Pool.of(name, host, self._config, self._settings.weights)
             carrier = self._open(max(pool.sizes, default=0))
             if pool.pieces and (self._in_pieces or name != _KV):
                 for buffer in pool.buffers():
@@ -115,8 +115,8 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
             if self._closed:
                 raise LayoutError("The storage is closed.")
             if self._carrier is None:
-                layout = anchor_layout(self._config, self._reaching.weights)
-                self._carrier = Carrier(self._reaching, layout, *([piece_bytes] if piece_bytes else []))
+                layout = anchor_layout(self._config, self._settings.weights)
+                self._carrier = Carrier(self._settings, layout, *([piece_bytes] if piece_bytes else []))
             return self._carrier
 
     # --- pages in the pool

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvstore.client import Tls
     from kvstore.client.sessions import Session
     from kvstore.engines.transformers.shapes import LayerShape
+    from kvstore.reach import Reach
 
 __all__ = ["CacheStore", "ChatSession", "Resumed", "Saved"]
 
@@ -76,17 +76,14 @@ class CacheStore:
 
     def __init__(
         self,
-        node: str,
+        node: str | Reach | None,
         model: Any,
         *,
-        tenant: str = "",
-        token: str | None = None,
-        tls: Tls | None = None,
         weights: str | None = None,
         layers: Sequence[LayerShape] | None = None,
         block_tokens: int = _BLOCK_TOKENS,
     ) -> None:
-        """Open it; the node is not called yet.
+        """Open it; the node is not called yet. How it is reached stands in `kvstore.reach`.
 
         `weights` names the model's weights beyond doubt; by default all of them are digested, a second or so for each
         gigabyte. `layers` say what each layer keeps where the model's configuration doesn't.
@@ -101,9 +98,6 @@ class CacheStore:
         slots = max(1, min(_SLOTS_MAX, MEMORY_BYTES // block_bytes))
         client = Client(
             node,
-            tenant=tenant,
-            token=token,
-            tls=tls,
             layout=self.shapes.canonical,
             slots=slots,
             block_bytes_max=block_bytes,

@@ -70,7 +70,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = Settings.of_vllm(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduling: Scheduling | None = None
         self._working: Working | Absent | None = None
         self._identity: Identity | None = None

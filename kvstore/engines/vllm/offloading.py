@@ -73,7 +73,7 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._settings = Settings.of(self.extra_config)
+        self._settings = Settings.of_vllm(self.extra_config)
         if self.blocks_per_chunk != 1:
             raise ConfigError("A chunk is one block here: leave out block_size and blocks_per_chunk.")
         self._rank_bytes = config.worker_kv_bytes_per_block
@@ -92,11 +92,7 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """Make the scheduler's side."""
         if self._manager is None:
             client = Client(
-                self._settings.node,
-                tenant=self._settings.tenant,
-                token=self._settings.token,
-                address=self._settings.address,
-                provider=self._settings.provider,
+                self._settings.reach,
                 layout=self._layout(),
                 block_bytes_max=self._slot_bytes,
             )

@@ -1,15 +1,11 @@
-"""What `kv_connector_extra_config` may say, and what holds where it says nothing.
-
-What always holds: a name that is not known, or a value that can't be, is a ConfigError when the engine starts; that is
-the only moment at which anything here raises.
-"""
+"""What `kv_connector_extra_config` may say, and what holds where it says nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvstore.errors import ConfigError
+from kvstore.engines.settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,45 +14,23 @@ __all__ = ["Settings"]
 
 # What vLLM itself reads from the same place.
 _OF_VLLM = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events", "offload_prompt_only"})
-_CHOICES = {"transport": ("auto", "fabric", "inline"), "load": ("async", "sync")}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Times are bounds on what the engine may wait, not on how long a block is kept."""
+class Settings(EngineSettings):
+    """A scheduler waits for look-ups, so its bounds are tighter than other engines'."""
 
-    node: str  # host:port
-    tenant: str = ""
-    token: str | None = None
-    address: str = "127.0.0.1"  # this machine's own, for the fabric
-    provider: str | None = None  # of libfabric; the best there is
-    transport: str = "auto"  # the fabric where it opens, else inside gRPC
-    load: str = "async"  # or "sync": the step waits for it
-    weights: str = ""  # what tells these weights from others; "": found out, see `identity`
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **EngineSettings.choices,
+        "load": ("async", "sync"),
+    }
+
     lookup_timeout_ms: int = 200
-    load_timeout_ms: int = 5_000
     save_timeout_ms: int = 1_000
+    load: str = "async"  # or "sync": the step waits for it
     host_bytes: int = 256 << 20  # of an OffloadingSpec's memory between engine and node
 
-    def __post_init__(self) -> None:
-        """Refuse what can't be."""
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {' or '.join(choices)}, not {getattr(self, name)!r}.")
-        for name in ("lookup_timeout_ms", "load_timeout_ms", "save_timeout_ms", "host_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is a whole number above 0, not {value!r}.")
-
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Settings:
+    def of_vllm(cls, extra: Mapping[str, Any]) -> Self:
         """Read an engine's `kv_connector_extra_config`."""
-        given = {name: value for name, value in extra.items() if name not in _OF_VLLM}
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ConfigError(
-                f"kv_connector_extra_config has no {', '.join(unknown)}; it has {', '.join(sorted(known))}."
-            )
-        if not given.get("node"):
-            raise ConfigError('kv_connector_extra_config must name the node: {"node": "host:port"}.')
-        return cls(**given)
+        return cls.of(extra, where="kv_connector_extra_config", of_engine=_OF_VLLM)

@@ -68,11 +68,7 @@ class Transport(Protocol):
 def open_client(settings: Settings, identity: Identity, page_bytes: int, slots: int = 1) -> Client:
     """Make a client of the node under the engine's fingerprint; nothing is called yet."""
     return Client(
-        settings.node,
-        tenant=settings.tenant,
-        token=settings.token,
-        address=settings.address,
-        provider=settings.provider,
+        settings.reach,
         layout=identity.layout,
         slots=slots,
         block_bytes_max=page_bytes,

@@ -49,7 +49,10 @@ class Working:
         self._stored: dict[tuple[int, bytes], int] = {}
         self.stats = Stats()
         log.info(
-            "KV of %d groups is kept on %s, over %s.", len(identity.groups), settings.node, transport.name
+            "KV of %d groups is kept on %s, over %s.",
+            len(identity.groups),
+            settings.reach.node,
+            transport.name,
         )
 
     def begin_step(self, plan: Plan) -> None:

@@ -1,0 +1,282 @@
+"""How a node is reached: one frozen record, and the one place that reads it from wherever people write it.
+
+Five places may say it, the first that does counts, setting by setting:
+
+1. arguments: of `Client(...)`, of a command, or an engine's own configuration;
+2. environment variables, `TRIGGERKV_NODE`, `TRIGGERKV_TOKEN_FILE` and so on;
+3. the file that `TRIGGERKV_CONFIG` names, or else `~/.config/triggerkv/client.toml`;
+4. what holds by default.
+
+What always holds: a setting that is not known, or a value that can't be, is a ConfigError in one sentence that says
+where it stands. Settings that say one thing in two ways (`node` and `nodes`, `token` and `token_file`) are taken from
+one place together, so a token of the environment never goes along with a token file of an argument. A token is in no
+`repr`, and is sent over TLS or to this machine only.
+
+What it doesn't do: call anybody. Reading a token or a certificate happens when a client is opened.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import grpc
+
+from kvstore.errors import ConfigError
+from kvstore.limits import NODES_MAX, RPC_TIMEOUT_MS, RPC_TIMEOUT_MS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Reach", "split_target"]
+
+_FILE: Final = Path("~/.config/triggerkv/client.toml")
+_VARIABLE: Final = "TRIGGERKV_"
+_PORT_MAX: Final = 65_535
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
+# Settings that say the same in two ways: whoever says one of them says all of them.
+_TOGETHER: Final = (("node", "nodes"), ("token", "token_file"))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which nodes, as whom, and how. All files are PEM but that of the token."""
+
+    nodes: tuple[str, ...]  # HOST:PORT each, brackets around IPv6
+    tenant: str = ""  # to a node that asks for no token
+    token: str | None = field(default=None, repr=False)
+    token_file: Path | None = None
+    tls: bool = False  # on by itself where one of the following is given
+    ca: Path | None = None  # who may have signed the node's certificate; None: whom the system trusts
+    certificate: Path | None = None  # the client's own, for a node that asks for one
+    key: Path | None = None
+    fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
+    provider: str | None = None  # of libfabric; the best there is
+    timeout_ms: int = RPC_TIMEOUT_MS  # of a call that has no deadline of its own
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be."""
+        if not 1 <= len(self.nodes) <= NODES_MAX:
+            raise ConfigError(f"There are 1 to {NODES_MAX} nodes, not {len(self.nodes)}.")
+        if len(set(self.nodes)) < len(self.nodes):
+            raise ConfigError(f"A node is named twice in {', '.join(self.nodes)}.")
+        hosts = [split_target(node)[0] for node in self.nodes]
+        if self.token is not None and self.token_file is not None:
+            raise ConfigError("A token is given as it is or in a file, not both.")
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("A client's certificate and its key come together.")
+        if not 1 <= self.timeout_ms <= RPC_TIMEOUT_MS_MAX:
+            raise ConfigError(
+                f"timeout_ms lies between 1 and {RPC_TIMEOUT_MS_MAX}; {self.timeout_ms} does not."
+            )
+        if not self.uses_tls and (self.token is not None or self.token_file is not None):
+            for host in hosts:
+                if not _is_this_machine(host):
+                    raise ConfigError(
+                        f"A token is not sent to {host} in the clear: say who signed the node's certificate (ca),"
+                        " or tls = true if it is somebody whom this system trusts."
+                    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None = None, *, where: str = "the call") -> Reach:
+        """By what is given (as `where` says, to a person), the environment, the file and the defaults.
+
+        `node` names one node and stands for `nodes`; what is None is not given.
+        """
+        settings: dict[str, Any] = {}
+        stated = {name: value for name, value in (given or {}).items() if value is not None}
+        for level in (_read(stated, where, Path()), _of_environment(), _of_file()):
+            said = {name for group in _TOGETHER if settings.keys() & set(group) for name in group}
+            settings |= {
+                name: value for name, value in level.items() if name not in settings and name not in said
+            }
+        if "node" in settings:
+            settings["nodes"] = settings.pop("node")
+        if "nodes" not in settings:
+            raise ConfigError(
+                f"No node is named: say node, HOST:PORT, in {where}, {_VARIABLE}NODE or {_FILE}."
+            )
+        return cls(**settings)
+
+    @classmethod
+    def given(cls, node: str | Reach | None, more: Mapping[str, Any]) -> Reach:
+        """What a caller of ours gave: all of it as a `Reach`, or a node and more."""
+        if not isinstance(node, Reach):
+            return cls.of({"node": node, **more})
+        if twice := [name for name, value in more.items() if value is not None]:
+            raise ConfigError(f"A Reach says all of it; {', '.join(twice)} can't be given beside it.")
+        return node
+
+    @classmethod
+    def split_from(cls, given: Mapping[str, Any], *, where: str) -> tuple[Reach, dict[str, Any]]:
+        """Take it out of an engine's configuration; the second is what that says besides."""
+        ours = {name: value for name, value in given.items() if name in _KINDS}
+        others = {name: value for name, value in given.items() if name not in _KINDS}
+        return cls.of(ours, where=where), others
+
+    @property
+    def node(self) -> str:
+        """The node, where there is one; who talks to one only can't have several."""
+        if len(self.nodes) > 1:
+            raise ConfigError(
+                f"One node is wanted here, not {', '.join(self.nodes)}; `Nodes` talks to several."
+            )
+        return self.nodes[0]
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether calls go over TLS."""
+        return self.tls or self.ca is not None or self.certificate is not None
+
+    @staticmethod
+    def settings() -> frozenset[str]:
+        """The names under which `of` takes them."""
+        return frozenset(_KINDS)
+
+    def at(self, node: str) -> Reach:
+        """The same for one of the nodes alone."""
+        return replace(self, nodes=(node,))
+
+    def bearer(self) -> str | None:
+        """The token, read from its file if it is in one."""
+        if self.token_file is None:
+            return self.token
+        try:
+            text = self.token_file.read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise ConfigError(
+                f"The token in {self.token_file} could not be read: {error.strerror}."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"What is in {self.token_file} is no token.") from error
+        if not text or not text.isprintable():
+            raise ConfigError(f"What is in {self.token_file} is no token.")
+        return text
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """What a channel is opened with, its files read; None where there is no TLS."""
+        if not self.uses_tls:
+            return None
+        try:
+            parts = [
+                None if path is None else path.read_bytes() for path in (self.ca, self.key, self.certificate)
+            ]
+        except OSError as error:
+            raise ConfigError(f"{error.filename} could not be read: {error.strerror}.") from error
+        return grpc.ssl_channel_credentials(*parts)
+
+
+def split_target(target: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, the host without the brackets that IPv6 needs."""
+    host, colon, port = target.rpartition(":")
+    if colon and port.isascii() and port.isdigit() and 1 <= int(port) <= _PORT_MAX:
+        if host.startswith("[") and host.endswith("]"):
+            try:
+                return str(ipaddress.IPv6Address(host[1:-1])), int(port)
+            except ValueError:
+                host = ""
+        if _HOST.fullmatch(host):
+            return host, int(port)
+    raise ConfigError(f"{target!r} is not where a node is; write HOST:PORT, with brackets around IPv6.")
+
+
+def _is_this_machine(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Kind(NamedTuple):
+    """How a setting is read."""
+
+    types: tuple[type, ...]  # as which TOML, JSON and Python may give it
+    read: Callable[[Any, Path], Any]  # of a value, and the folder from which paths go
+    word: str  # for what it is, to a person
+
+
+def _path(value: Any, folder: Path) -> Path:
+    return folder / Path(value).expanduser()
+
+
+def _several(value: Any, _: Path) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(str(part).strip() for part in parts)
+
+
+_TEXT = _Kind((str,), lambda value, _: value, "a text")
+_FILE_KIND = _Kind((str, Path), _path, "a path")
+_KINDS: Final = {
+    "node": _Kind((str,), _several, "HOST:PORT"),
+    "nodes": _Kind((list, tuple, str), _several, "a list of HOST:PORT"),
+    "tenant": _TEXT,
+    "token": _TEXT,
+    "token_file": _FILE_KIND,
+    "tls": _Kind((bool,), lambda value, _: value, "true or false"),
+    "ca": _FILE_KIND,
+    "certificate": _FILE_KIND,
+    "key": _FILE_KIND,
+    "fabric_address": _TEXT,
+    "provider": _TEXT,
+    "timeout_ms": _Kind((int,), lambda value, _: value, "a whole number"),
+}
+assert set(_KINDS) == {one.name for one in fields(Reach)} | {"node"}
+
+
+def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
+    """Settings as they are written in one place, read."""
+    if unknown := sorted(set(given) - set(_KINDS)):
+        raise ConfigError(f"{where} has no {', '.join(unknown)}; it has {', '.join(_KINDS)}.")
+    if "node" in given and "nodes" in given:
+        raise ConfigError(f"{where} names node or nodes, not both.")
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        kind = _KINDS[name]
+        if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
+            raise ConfigError(f"{name} in {where} is {kind.word}, not {type(value).__name__}.")
+        settings[name] = kind.read(value, folder)
+    return settings
+
+
+def _of_environment() -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, kind in _KINDS.items():
+        text = os.environ.get(variable := _VARIABLE + name.upper(), "")
+        if not text:
+            continue
+        if kind.types == (bool,):
+            if text.lower() not in {"true", "false", "1", "0"}:
+                raise ConfigError(f"{variable} is true or false, not {text!r}.")
+            given[name] = text.lower() in {"true", "1"}
+        elif kind.types == (int,):
+            if not (text.isascii() and text.isdigit()):
+                raise ConfigError(f"{variable} is a whole number, not {text!r}.")
+            given[name] = int(text)
+        else:
+            given[name] = text
+    if "node" in given and "nodes" in given:
+        raise ConfigError(f"{_VARIABLE}NODE or {_VARIABLE}NODES is set, not both.")
+    return _read(given, "the environment", Path())
+
+
+def _of_file() -> dict[str, Any]:
+    named = os.environ.get(f"{_VARIABLE}CONFIG", "")
+    path = (Path(named) if named else _FILE).expanduser()
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if named:
+            raise ConfigError(f"{path}, which {_VARIABLE}CONFIG names, is not there.") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    return _read(given, str(path), path.parent)

@@ -1,0 +1,183 @@
+"""How a node is reached: each setting from the first place that says it; what can't be is refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Client, Nodes
+from kvstore.errors import ConfigError
+from kvstore.reach import Reach, split_target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NODE = "127.0.0.1:7070"
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the settings, empty; and no variable of whoever runs the tests."""
+    for name in Reach.settings():
+        monkeypatch.delenv(f"TRIGGERKV_{name.upper()}", raising=False)
+    path = tmp_path / "client.toml"
+    path.touch()
+    monkeypatch.setenv("TRIGGERKV_CONFIG", str(path))
+    return path
+
+
+def test_each_setting_comes_from_the_first_place_that_says_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text('node = "file:1"\ntenant = "of the file"\nprovider = "net"\nca = "ca.pem"\n')
+    monkeypatch.setenv("TRIGGERKV_NODE", "variable:2")
+    monkeypatch.setenv("TRIGGERKV_TENANT", "of the environment")
+    told = Reach.of({"nodes": ["argument:3"]})
+    assert told.nodes == ("argument:3",)
+    assert told.tenant == "of the environment"
+    assert told.provider == "net"
+    assert told.ca == file.parent / "ca.pem"  # beside the file, wherever the process runs
+    assert told.timeout_ms == Reach((NODE,)).timeout_ms
+
+
+def test_a_token_and_its_file_are_one_setting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text(f'node = "{NODE}"\ntoken_file = "token"\n')
+    (file.parent / "token").write_text("secret of the file\n")
+    assert Reach.of().bearer() == "secret of the file"
+    monkeypatch.setenv("TRIGGERKV_TOKEN", "secret of the environment")
+    assert Reach.of().bearer() == "secret of the environment"
+    assert Reach.of({"token_file": str(file.parent / "token")}).bearer() == "secret of the file"
+    with pytest.raises(ConfigError, match="not both"):
+        Reach.of({"token": "a", "token_file": "b"})
+
+
+def test_where_nobody_wrote_a_file_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TRIGGERKV_CONFIG")
+    assert Reach.of({"node": NODE}).nodes == (NODE,)
+    (tmp_path / ".config" / "triggerkv").mkdir(parents=True)
+    (tmp_path / ".config" / "triggerkv" / "client.toml").write_text('node = "home:7070"\n')
+    assert Reach.of().nodes == ("home:7070",)
+
+
+def test_a_token_is_never_shown(file: Path) -> None:
+    (file.parent / "token").write_text("s3cret")
+    for told in (Reach((NODE,), token="s3cret"), Reach((NODE,), token_file=file.parent / "token")):
+        assert told.bearer() == "s3cret"
+        assert "s3cret" not in f"{told!r}{told}"
+
+
+@pytest.mark.parametrize("node", ["10.0.0.5:7070", "node.example:7070", "[fd00::1]:7070"])
+def test_a_token_goes_beyond_this_machine_over_tls_only(node: str) -> None:
+    with pytest.raises(ConfigError, match="in the clear"):
+        Reach.of({"node": node, "token": "t"})
+    assert Reach.of({"node": node, "token": "t", "ca": "ca.pem"}).uses_tls
+    assert Reach.of({"node": node, "token": "t", "tls": True}).uses_tls
+    assert not Reach.of({"node": node}).uses_tls
+
+
+@pytest.mark.parametrize("node", ["127.0.0.1:7070", "localhost:7070", "[::1]:7070"])
+def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
+    assert not Reach.of({"node": node, "token": "t"}).uses_tls
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "No node is named"),
+        ({"node": NODE, "nod": 1}, "the call has no nod; it has node, nodes"),
+        ({"node": NODE, "nodes": [NODE]}, "node or nodes, not both"),
+        ({"nodes": []}, "1 to 64 nodes, not 0"),
+        ({"nodes": [NODE, NODE]}, "named twice"),
+        ({"node": NODE, "timeout_ms": 0}, "timeout_ms lies between"),
+        ({"node": NODE, "timeout_ms": True}, "timeout_ms in the call is a whole number, not bool"),
+        ({"node": NODE, "tls": "yes"}, "tls in the call is true or false, not str"),
+        ({"node": NODE, "certificate": "c.pem"}, "come together"),
+        ({"node": 7070}, "node in the call is HOST:PORT, not int"),
+        ({"node": "no port"}, "'no port' is not where a node is"),
+        ({"node": "::1:7070"}, "brackets around IPv6"),
+        ({"node": "a b:1"}, "not where a node is"),
+        ({"node": "host:0"}, "not where a node is"),
+        ({"node": "host:65536"}, "not where a node is"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Reach.of(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("node = ", "is not TOML"),
+        ("nod = 1", r"client\.toml has no nod"),
+        ("tls = 1", r"in .*client\.toml is true or"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(file: Path, text: str, why: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        Reach.of({"node": NODE})
+
+
+def test_a_file_that_is_named_and_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIGGERKV_CONFIG", "/nowhere/client.toml")
+    with pytest.raises(ConfigError, match="TRIGGERKV_CONFIG names, is not there"):
+        Reach.of({"node": NODE})
+
+
+@pytest.mark.parametrize(("name", "text"), [("TLS", "perhaps"), ("TIMEOUT_MS", "1s")])
+def test_a_variable_that_cannot_be_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"TRIGGERKV_{name}", text)
+    with pytest.raises(ConfigError, match=f"TRIGGERKV_{name} is"):
+        Reach.of({"node": NODE})
+
+
+def test_variables_say_all_that_a_call_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (
+        ("NODES", "a:1, b:2"),
+        ("TLS", "true"),
+        ("TIMEOUT_MS", "250"),
+        ("FABRIC_ADDRESS", "::1"),
+    ):
+        monkeypatch.setenv(f"TRIGGERKV_{name}", text)
+    told = Reach.of()
+    assert told.nodes == ("a:1", "b:2")
+    assert (told.tls, told.timeout_ms, told.fabric_address) == (True, 250, "::1")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "two\nlines"], ids=["empty", "blank", "lines"])
+def test_a_file_without_a_token_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(ConfigError, match="is no token"):
+        Reach.of({"node": NODE, "token_file": tmp_path / "token"}).bearer()
+    with pytest.raises(ConfigError, match="could not be read: No such file"):
+        Reach.of({"node": NODE, "token_file": tmp_path / "none"}).bearer()
+
+
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [("a-b.c:1", ("a-b.c", 1)), ("[::1]:7070", ("::1", 7070)), ("10.0.0.1:65535", ("10.0.0.1", 65535))],
+)
+def test_a_target_has_a_host_and_a_port(target: str, parts: tuple[str, int]) -> None:
+    assert split_target(target) == parts
+
+
+def test_a_client_takes_a_reach_or_its_settings_and_not_both(file: Path) -> None:
+    file.write_text('node = "127.0.0.1:1"\ntenant = "ada"\n')
+    with Client() as client:
+        assert (client.target, client.tenant) == ("127.0.0.1:1", "ada")
+    with Client(Reach((NODE,), tenant="bob")) as client:
+        assert (client.target, client.tenant) == (NODE, "bob")
+    with pytest.raises(ConfigError, match="tenant can't be given beside it"):
+        Client(Reach((NODE,)), tenant="bob")
+    with pytest.raises(ConfigError, match="One node is wanted here"):
+        Client(Reach(("a:1", "b:1")))
+
+
+def test_several_nodes_share_their_settings(file: Path) -> None:
+    file.write_text('nodes = ["127.0.0.1:2", "127.0.0.1:1"]\ntenant = "ada"\n')
+    with Nodes() as nodes:
+        assert nodes.targets == ["127.0.0.1:1", "127.0.0.1:2"]
+        assert nodes.of("user").tenant == "ada"
