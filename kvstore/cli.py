@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import KvError
 from kvstore.node_commands import add_node_commands
+from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,35 +18,21 @@ __all__ = ["main"]
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from kvstore.config import EventsConfig, NodeConfig, parse_drive, parse_listen, parse_size
     from kvstore.node.server import serve
+    from kvstore.serve_options import settings
 
-    host, port = parse_listen(arguments.listen)
-    return serve(
-        NodeConfig(
-            data=arguments.data,
-            drives=tuple(map(parse_drive, arguments.drive)),
-            without=tuple(arguments.without_drive),
-            host=host,
-            port=port,
-            capacity_bytes=parse_size(arguments.capacity),
-            hot_bytes=parse_size(arguments.hot),
-            eviction=arguments.eviction,
-            provider=arguments.provider,
-            tied=arguments.tied,
-            tenants=arguments.tenants,
-            tls_certificate=arguments.tls_cert,
-            tls_key=arguments.tls_key,
-            tls_clients=arguments.tls_clients,
-            audit=arguments.audit,
-            events=None
-            if arguments.events is None
-            else EventsConfig(arguments.events, arguments.events_replay, arguments.events_as == "arrays"),
-            http=None if arguments.http is None else parse_listen(arguments.http),
-            ui=arguments.ui,
-            otel=arguments.otel,
-        )
-    )
+    return serve(settings(arguments), lambda: settings(arguments))
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from kvstore.serve_options import check_file, defaults_shown
+
+    if arguments.print_defaults:
+        print(defaults_shown(), end="")
+    else:
+        check_file(arguments.check)
+        print(f"{arguments.check}: nothing is wrong with it")
+    return 0
 
 
 def _token(_: argparse.Namespace) -> int:
@@ -143,70 +130,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="run a storage node", description="Run a storage node.")
-    serve.add_argument("--data", type=Path, required=True, help="the node's folder")
-    serve.add_argument(
-        "--drive",
-        action="append",
-        default=[],
-        metavar="PATH[:SIZE]",
-        help="a file, made with this size if it is not there, or a raw block device; again for each further one",
-    )
-    serve.add_argument(
-        "--without-drive",
-        action="append",
-        default=[],
-        type=int,
-        metavar="NUMBER",
-        help="go on without this drive of the folder; what is on it is forgotten when it comes back",
-    )
-    serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
-    serve.add_argument(
-        "--capacity", default="1GiB", help="size of a new folder's only drive, a file (%(default)s)"
-    )
-    serve.add_argument(
-        "--hot", default="256MiB", help="memory in which blocks that are read stay (%(default)s)"
-    )
-    serve.add_argument(
-        "--eviction",
-        metavar="POLICY",
-        default="lru",
-        help="which blocks go when room is needed: lru or s3fifo (%(default)s)",
-    )
-    serve.add_argument("--provider", help="libfabric provider; by default the best there is")
-    serve.add_argument(
-        "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"
-    )
-    serve.add_argument(
-        "--tenants", type=Path, help="a file of tenants and their tokens; SIGHUP reads it again"
-    )
-    serve.add_argument("--tls-cert", type=Path, help="the node's certificate and its chain, PEM")
-    serve.add_argument("--tls-key", type=Path, help="its key, PEM")
-    serve.add_argument(
-        "--tls-clients", type=Path, help="authorities, PEM; clients need a certificate of theirs"
-    )
-    serve.add_argument("--audit", type=Path, help="a file for who came and who was turned away")
-    serve.add_argument(
-        "--events",
-        metavar="ENDPOINT",
-        help="publish KV events over ZeroMQ on tcp://127.0.0.1:PORT or ipc://PATH",
-    )
-    serve.add_argument("--events-replay", metavar="ENDPOINT", help="where events can be asked for again")
-    serve.add_argument(
-        "--events-as",
-        choices=("maps", "arrays"),
-        default="maps",
-        help="how an event is written (%(default)s)",
-    )
-    serve.add_argument(
-        "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, and /healthz there"
-    )
-    serve.add_argument("--ui", action="store_true", help="and a web page of the node")
-    serve.add_argument(
-        "--otel",
-        metavar="ENDPOINT",
-        help="send OpenTelemetry spans over OTLP/gRPC to http://HOST:PORT or https://HOST:PORT",
-    )
+    add_options(serve)
     serve.set_defaults(run=_serve)
+
+    config = commands.add_parser(
+        "config",
+        help="check a file of a node's settings, or print one",
+        description="Check a file of settings for `kvstore serve --config`, or print one with what holds by default.",
+    )
+    action = config.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with a file")
+    action.add_argument("--print-defaults", action="store_true", help="print a file to begin with")
+    config.set_defaults(run=_config)
 
     token = commands.add_parser(
         "token",

@@ -6,6 +6,7 @@ Nothing else in the store reads an environment variable or a configuration file.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "DriveSpec",
     "EventsConfig",
     "NodeConfig",
+    "environment",
     "parse_drive",
     "parse_listen",
     "parse_size",
@@ -76,6 +78,8 @@ class NodeConfig:
     http: tuple[str, int] | None = None  # where metrics and health are served
     ui: bool = False  # and the web page
     otel: str | None = None  # the collector that is sent spans
+    log_level: str = "info"  # the least that is logged
+    log_format: str = "text"  # or "json"
 
     def __post_init__(self) -> None:
         """Refuse what can't be served."""
@@ -139,6 +143,11 @@ def _check_stays_here(endpoint: str) -> None:
     raise ConfigError(
         f"Events are published on tcp://127.0.0.1:PORT or ipc://PATH, not on {endpoint}: ZeroMQ asks nobody who he is."
     )
+
+
+def environment(name: str) -> str:
+    """What a variable says; nothing if it is not set."""
+    return os.environ.get(name, "")
 
 
 def parse_size(text: str) -> int:

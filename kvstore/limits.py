@@ -51,6 +51,8 @@ __all__ = [
     "LEASE_MARGIN_MS",
     "LEASE_TIMEOUT_MS",
     "LEASE_TIMEOUT_MS_MAX",
+    "LOG_KINDS_MAX",
+    "LOG_LINES_PER_S",
     "LOOKUPS_BYTES_MAX",
     "LOOKUPS_LISTED_MAX",
     "LOOKUPS_MAX",
@@ -290,6 +292,8 @@ HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out
 UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
+LOG_LINES_PER_S = 20  # of one kind of message
+LOG_KINDS_MAX = 1024
 RPC_TIMEOUT_MS = 10_000  # by default
 RPC_TIMEOUT_MS_MAX = 600_000
 FETCH_TIMEOUT_MS = 30_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ProtocolError
 from kvstore.limits import (
@@ -20,6 +20,7 @@ from kvstore.limits import (
     KEY_BYTES,
 )
 from kvstore.node.landing import LandingLayout, Lease, Slots
+from kvstore.node.logs import about
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.trigger import Landing, WordPut, watch_landings
 
@@ -131,6 +132,10 @@ class Connection:
         self._memory = memory
         self._region = fabric.register(self._memory, endpoint=self.endpoint)
         self.landing_key = self._region.key
+
+    def about(self) -> dict[str, Any]:
+        """What a line of the log says about it."""
+        return about(connection=self.number, tenant=self.owner.name)
 
     def remote(self, offset: int) -> int:
         """An offset in the landing area as the client's fabric addresses it."""

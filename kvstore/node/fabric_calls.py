@@ -301,5 +301,5 @@ class FabricCalls:
             self._end(area, str(error))
 
     def _end(self, area: CallArea, why: str) -> None:
-        log.warning("client %d: %s Its connection is closed.", area.connection.number, why)
+        log.warning("%s The connection is closed.", why, extra=area.connection.about())
         self._node.detach(area.connection)

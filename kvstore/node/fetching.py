@@ -331,9 +331,8 @@ class Fetches:
 
     def _failed(self, fetch: _Fetch, status: int) -> None:
         if status != -errno.EBADMSG:
-            log.warning(
-                "%s", FabricError.from_code(f"Sending a block to client {fetch.connection.number}", status)
-            )
+            failure = FabricError.from_code("Sending a block", status)
+            log.warning("%s", failure, extra=fetch.connection.about())
             fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
             return
         assert fetch.piece is not None

@@ -179,7 +179,7 @@ class Node:
             self._landing_bytes -= layout.total_bytes
             raise  # the memory, if there is any, goes with its last reference
         self._connections[connection.number] = connection
-        log.info("client %d attached with %d slots", connection.number, layout.slots)
+        log.info("attached with %d slots", layout.slots, extra=connection.about())
         return connection
 
     def _layout(self, block_bytes_max: int, slots: int) -> LandingLayout:
@@ -201,7 +201,7 @@ class Node:
         self.fabric_calls.close(connection)
         self._closing.add(connection)
         self._free_if_idle(connection)
-        log.info("client %d detached", connection.number)
+        log.info("detached", extra=connection.about())
 
     def _free_if_idle(self, connection: Connection) -> None:
         # Every leased slot still ends in an event: its block had landed, or its watch was withdrawn.
@@ -375,7 +375,7 @@ class Node:
             if connection.closed:
                 self._free_if_idle(connection)
             elif done.error is not None:
-                log.warning("a block could not be kept: %s", done.error)
+                log.warning("a block could not be kept: %s", done.error, extra=connection.about())
                 words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
             elif lease.durability > Durability.LANDED:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
@@ -413,7 +413,9 @@ class Node:
 
     def _end_if_quarantined(self, connection: Connection, generation: int) -> None:
         if not connection.closed and connection.slots.is_quarantined(generation):
-            log.warning("client %d did not give an expired lease back; closing it", connection.number)
+            log.warning(
+                "an expired lease was not given back; the connection is closed", extra=connection.about()
+            )
             self.detach(connection)
 
     # --- the end

@@ -23,6 +23,7 @@ from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
 from kvstore.node.gate import Gate
+from kvstore.node.logs import begin_logging
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
@@ -44,6 +45,7 @@ from kvstore.wire import (
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
     from kvstore.node.standard import Health
+    from kvstore.serve_options import Settings
     from kvstore.storage.disk import Progress
 
 __all__ = ["add_services", "serve"]
@@ -123,8 +126,28 @@ def _listen(server: grpc.aio.Server, config: NodeConfig) -> str:
     return f"{host}:{port}"
 
 
+def _reload(told: Settings, read_again: Callable[[], Settings], node: Node, tenants: Tenants) -> Settings:
+    """Read the settings and the file of tenants again. What can't be used, or needs a start, changes nothing."""
+    try:
+        later = read_again()
+        config = later.node()
+    except ConfigError as error:
+        log.warning("%s The settings stay as they were.", error)
+        return told
+    now, at_a_start = told.changed(later)
+    if at_a_start:
+        log.warning("%s changed, and will count from the node's next start on.", ", ".join(at_a_start))
+    if "tenants" in now and (config.tenants is None) != (told.values["tenants"] is None):
+        log.warning("That a node has tenants, or has none, changes when it starts.")
+        now.remove("tenants")
+    logging.getLogger().setLevel(config.log_level.upper())
+    log.info("The settings were read again: %s changed.", ", ".join(now) or "nothing")
+    if config.tenants is not None:
+        _reload_tenants(node, tenants, config.tenants)
+    return later
+
+
 def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
-    """Read the file of tenants again; one that can't be used changes nothing."""
     try:
         log.info("%d tenants", tenants.load(path))
         node.store.change_quotas(tenants.quotas())
@@ -173,17 +196,23 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
     return Collector(endpoint, node, clock)
 
 
-async def _serve_node(config: NodeConfig, node: Node, gate: Gate, stop: asyncio.Event) -> None:
+async def _serve_node(
+    told: Settings, read_again: Callable[[], Settings], node: Node, gate: Gate, stop: asyncio.Event
+) -> None:
     """Let it answer until it is to stop, and then end in order."""
+    config = told.node()
     loop, store = asyncio.get_running_loop(), node.store
     events = None if config.events is None else _publish(node, config.events, node.clock)
     tenants = gate.tenants
     if config.tenants is not None:
         tenants.load(config.tenants)
         store.change_quotas(tenants.quotas())
-        loop.add_signal_handler(signal.SIGHUP, _reload_tenants, node, tenants, config.tenants)
-    else:  # by itself it would end the process, and a service manager's reload sends it to every node
-        loop.add_signal_handler(signal.SIGHUP, log.info, "There is no file of tenants to read again.")
+
+    def reload() -> None:
+        nonlocal told
+        told = _reload(told, read_again, node, tenants)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
     health = add_services(server, node, gate)
     await health.begin()
@@ -213,8 +242,10 @@ async def _serve_node(config: NodeConfig, node: Node, gate: Gate, stop: asyncio.
     await server.stop(_STOP_GRACE_S)
 
 
-async def _serve(config: NodeConfig) -> None:
+async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     clock = SystemClock()
+    config = told.node()
+    begin_logging(clock, config.log_level, config.log_format)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -238,15 +269,14 @@ async def _serve(config: NodeConfig) -> None:
         spans = None if collector is None else collector.spans
         node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"), spans)
         try:
-            await _serve_node(config, node, Gate(Tenants(store.salt, clock), audit), stop)
+            await _serve_node(told, read_again, node, Gate(Tenants(store.salt, clock), audit), stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed
             await node.close()
             if collector is not None:
                 await loop.run_in_executor(None, collector.close)
 
 
-def serve(config: NodeConfig) -> int:
-    """Run a node until a signal; the exit status."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="kvstore: %(message)s")
-    asyncio.run(_serve(config))
+def serve(told: Settings, read_again: Callable[[], Settings]) -> int:
+    """Run a node until a signal; the exit status. `read_again` gives the settings as they are then, for SIGHUP."""
+    asyncio.run(_serve(told, read_again))
     return 0

@@ -16,10 +16,11 @@ import pytest
 import yaml
 
 from kvstore.cli import _parser
-from kvstore.config import parse_listen, parse_size
+from kvstore.serve_options import settings
 from tests.readme import clean_copy, environment
 
 if TYPE_CHECKING:
+    from kvstore.config import NodeConfig
     from kvstore.demo.node_process import NodeProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,14 +75,16 @@ def _commands() -> dict[str, list[str]]:
     }
 
 
+def _config(name: str) -> NodeConfig:
+    """What a node takes of one of them; ConfigError if it would not begin."""
+    return settings(_parser().parse_args(_commands()[name][1:])).node()
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_every_flag_is_one_that_a_node_takes(name: str) -> None:
-    arguments = _parser().parse_args(_commands()[name][1:])
-    assert parse_size(arguments.capacity) > 0
-    assert parse_size(arguments.hot) > 0
-    host, port = parse_listen(arguments.listen)
-    assert port == 7070
-    assert host == "127.0.0.1" or (arguments.tls_cert and arguments.tls_key and arguments.tenants)
+    config = _config(name)
+    assert config.port == 7070
+    assert config.host == "127.0.0.1" or (config.tls_certificate and config.tls_key and config.tenants)
 
 
 def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
@@ -102,13 +105,15 @@ def test_a_manifest_with_a_slip_would_be_seen() -> None:
 def test_ports_probes_and_volumes_belong_together() -> None:
     spec = _stateful_set()["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    arguments = _parser().parse_args(_commands()["kubernetes"][1:])
+    config = _config("kubernetes")
+    assert config.http is not None
+    assert config.tls_certificate is not None
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"grpc": parse_listen(arguments.listen)[1], "http": parse_listen(arguments.http)[1]}
+    assert ports == {"grpc": config.port, "http": config.http[1]}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTPS"}
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounted == {str(arguments.data), str(arguments.tls_cert.parent)}
+    assert mounted == {str(config.data), str(config.tls_certificate.parent)}
     assert spec["securityContext"]["runAsUser"] == int(
         re.findall(r"^USER (\d+)$", CONTAINERFILE, re.MULTILINE)[0]
     )
@@ -133,9 +138,10 @@ def test_compose_names_files_that_are_there_and_two_nodes() -> None:
 def test_prometheus_scrapes_the_nodes_of_compose() -> None:
     document = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
     (job,) = document["scrape_configs"]
-    port = parse_listen(_parser().parse_args(_commands()["compose"][1:]).http)[1]
+    http = _config("compose").http
+    assert http is not None
     nodes = [name for name, one in _compose()["services"].items() if one.get("image") == "triggerkv"]
-    assert job["static_configs"][0]["targets"] == [f"{name}:{port}" for name in nodes]
+    assert job["static_configs"][0]["targets"] == [f"{name}:{http[1]}" for name in nodes]
     assert (job["scheme"], job["authorization"]["type"]) == ("https", "Bearer")
 
 
@@ -166,7 +172,7 @@ def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
 def test_a_reload_leaves_a_node_without_tenants_alive(node: NodeProcess) -> None:
     assert node._process is not None
     node._process.send_signal(signal.SIGHUP)
-    while "no file of tenants" not in node.log():
+    while "settings were read again" not in node.log():
         assert node._process.poll() is None
     assert node._process.poll() is None
 

@@ -18,6 +18,7 @@ from kvstore.names import block_key
 from kvstore.node import server
 from kvstore.node.kv_events import KvEvents
 from kvstore.node.node import Node
+from kvstore.serve_options import Settings
 from kvstore.storage.eviction.items import Reason
 from tests.conftest import small_client, small_node
 from tests.storage.fakes import FakeClock
@@ -199,13 +200,15 @@ def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(server, "Node", Seen)
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        config = NodeConfig(
-            data=tmp_path / "node",
-            capacity_bytes=16 << 20,
-            port=0,
-            hot_bytes=HOT_BYTES_MIN,
-            events=EventsConfig(f"tcp://127.0.0.1:{port}"),
+        told = Settings.of(
+            {
+                "data": tmp_path / "node",
+                "capacity": 16 << 20,
+                "listen": ("127.0.0.1", 0),
+                "hot": HOT_BYTES_MIN,
+                "events": f"tcp://127.0.0.1:{port}",
+            }
         )
         with pytest.raises(ConfigError, match="can't be published"):
-            asyncio.run(server._serve(config))
+            asyncio.run(server._serve(told, lambda: told))
     assert made[0]._timer.cancelled()

@@ -1,0 +1,319 @@
+"""What `kvstore serve` can be told: one table, from which come the flags, the file's settings and the variables.
+
+An option of the table is `--some-option` on the command line, `TRIGGERKV_SERVE_SOME_OPTION` in the environment and
+`some_option` in the file of `--config`. The first of these that says it counts, then what holds by default.
+
+What always holds: a value is read in one way, wherever it is written; a setting that is not known, or a value that
+can't be, is a ConfigError in one sentence that says where it stands; paths in the file go from the file's folder.
+
+What it doesn't do: look for a file that nobody named, or open anything that a setting names.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvstore.config import (
+    EventsConfig,
+    NodeConfig,
+    environment,
+    parse_drive,
+    parse_listen,
+    parse_size,
+)
+from kvstore.errors import ConfigError, KvError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping
+
+__all__ = [
+    "OPTIONS",
+    "Option",
+    "Settings",
+    "add_options",
+    "check_file",
+    "defaults_shown",
+    "read_file",
+    "settings",
+]
+
+_VARIABLE: Final = "TRIGGERKV_SERVE_"
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ConfigError(f"it is {' or '.join(choices)}, not {text!r}")
+        return text
+
+    return read
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"it is a whole number, not {text!r}")
+    return int(text)
+
+
+class Option(NamedTuple):
+    """One thing that a node can be told. `read` makes of a text what the node takes."""
+
+    name: str
+    help: str
+    read: Callable[[str], Any] = str
+    default: str | None = None
+    metavar: str | None = None
+    is_switch: bool = False
+    is_many: bool = False
+    is_path: bool = False
+    reloads: bool = False  # whether SIGHUP makes a new value count
+
+    @property
+    def flag(self) -> str:
+        """On the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """In the environment; several values have commas between them."""
+        return _VARIABLE + self.name.upper()
+
+
+def _path(name: str, help_: str, **more: Any) -> Option:
+    return Option(name, help_, Path, metavar="PATH", is_path=True, **more)
+
+
+OPTIONS: Final = (
+    _path("data", "the node's folder"),
+    Option(
+        "drive",
+        "a file, made with this size if it is not there, or a raw block device; again for each further one",
+        parse_drive,
+        metavar="PATH[:SIZE]",
+        is_many=True,
+        is_path=True,
+    ),
+    Option(
+        "without_drive",
+        "go on without this drive of the folder; what is on it is forgotten when it comes back",
+        _number,
+        metavar="NUMBER",
+        is_many=True,
+    ),
+    Option("listen", "where calls are taken; port 0 takes any", parse_listen, "127.0.0.1:7070", "HOST:PORT"),
+    Option("capacity", "size of a new folder's only drive, a file", parse_size, "1GiB", "SIZE"),
+    Option("hot", "memory in which blocks that are read stay", parse_size, "256MiB", "SIZE"),
+    Option("eviction", "which blocks go when room is needed: lru or s3fifo", str, "lru", "POLICY"),
+    Option("provider", "libfabric provider; by default the best there is", metavar="NAME"),
+    Option("tied", "stop when standard input ends, as it does when the starter dies", is_switch=True),
+    _path("tenants", "a file of tenants and their tokens", reloads=True),
+    _path("tls_cert", "the node's certificate and its chain, PEM"),
+    _path("tls_key", "its key, PEM"),
+    _path("tls_clients", "authorities, PEM; clients need a certificate of theirs"),
+    _path("audit", "a file for who came and who was turned away"),
+    Option(
+        "events", "publish KV events over ZeroMQ on tcp://127.0.0.1:PORT or ipc://PATH", metavar="ENDPOINT"
+    ),
+    Option("events_replay", "where events can be asked for again", metavar="ENDPOINT"),
+    Option("events_as", "how an event is written: maps or arrays", _choice("maps", "arrays"), "maps", "FORM"),
+    Option("http", "serve /metrics, for Prometheus, and /healthz there", parse_listen, metavar="HOST:PORT"),
+    Option("ui", "and a web page of the node", is_switch=True),
+    Option(
+        "otel",
+        "send OpenTelemetry spans over OTLP/gRPC to http://HOST:PORT or https://HOST:PORT",
+        metavar="ENDPOINT",
+    ),
+    Option(
+        "log_level",
+        "the least that is logged: debug, info, warning or error",
+        _choice("debug", "info", "warning", "error"),
+        "info",
+        "LEVEL",
+        reloads=True,
+    ),
+    Option(
+        "log_format",
+        "how a line of the log is written: text, or json for programs",
+        _choice("text", "json"),
+        "text",
+        "FORMAT",
+    ),
+)
+_BY_NAME: Final = {option.name: option for option in OPTIONS}
+
+
+class Settings(NamedTuple):
+    """What a node was told, and by which file, which SIGHUP reads again."""
+
+    values: dict[str, Any]
+    file: Path | None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], file: Path | None = None) -> Settings:
+        """These, and what holds where they say nothing."""
+        return cls({option.name: _default(option) for option in OPTIONS} | dict(values), file)
+
+    def changed(self, later: Settings) -> tuple[list[str], list[str]]:
+        """Which options another reading says otherwise: those that count at once, and those that wait for a start."""
+        names = [name for name, value in self.values.items() if later.values[name] != value]
+        return [n for n in names if _BY_NAME[n].reloads], [n for n in names if not _BY_NAME[n].reloads]
+
+    def node(self) -> NodeConfig:
+        """The same as the node takes it."""
+        told = dict(self.values)
+        if told["data"] is None:
+            raise ConfigError(
+                f"Say where the node's folder is: --data, {_BY_NAME['data'].variable}, or data in a file."
+            )
+        host, port = told.pop("listen")
+        events, replay = told.pop("events"), told.pop("events_replay")
+        as_arrays = told.pop("events_as") == "arrays"
+        for short, name in (
+            ("drive", "drives"),
+            ("without_drive", "without"),
+            ("capacity", "capacity_bytes"),
+            ("hot", "hot_bytes"),
+            ("tls_cert", "tls_certificate"),
+        ):
+            told[name] = told.pop(short)
+        return NodeConfig(
+            host=host,
+            port=port,
+            events=None if events is None else EventsConfig(events, replay, as_arrays),
+            **told,
+        )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a command."""
+    for option in OPTIONS:
+        shown = option.help + (f" ({option.default})" if option.default else "")
+        more: dict[str, Any] = {"default": None, "help": shown.replace("%", "%%")}
+        if option.is_switch:
+            parser.add_argument(option.flag, action="store_true", **more)
+        else:
+            more |= {"action": "append"} if option.is_many else {}
+            parser.add_argument(option.flag, metavar=option.metavar, **more)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file of these settings, as `kvstore config --print-defaults` shows it; SIGHUP reads it again",
+    )
+
+
+def _read(option: Option, text: str, where: str) -> Any:
+    try:
+        return option.read(text)
+    except KvError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _of_command(arguments: argparse.Namespace) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for option in OPTIONS:
+        value = getattr(arguments, option.name)
+        if value is None:
+            continue
+        if option.is_switch:
+            told[option.name] = value
+        elif option.is_many:
+            told[option.name] = tuple(_read(option, text, option.flag) for text in value)
+        else:
+            told[option.name] = _read(option, value, option.flag)
+    return told
+
+
+def _of_environment() -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for option in OPTIONS:
+        text = environment(option.variable)
+        if not text:
+            continue
+        if option.is_switch:
+            if text.lower() not in {"true", "false"}:
+                raise ConfigError(f"{option.variable} is true or false, not {text!r}.")
+            told[option.name] = text.lower() == "true"
+        elif option.is_many:
+            told[option.name] = tuple(
+                _read(option, part.strip(), option.variable) for part in text.split(",")
+            )
+        else:
+            told[option.name] = _read(option, text, option.variable)
+    return told
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a file says, read; not checked against what other settings say."""
+    try:
+        given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    if unknown := sorted(set(given) - set(_BY_NAME)):
+        raise ConfigError(f"{path} has a setting that there is not: {', '.join(unknown)}.")
+    return {name: _of_file(_BY_NAME[name], value, path) for name, value in given.items()}
+
+
+def _of_file(option: Option, value: Any, path: Path) -> Any:
+    where = f"{option.name} in {path}"
+    if option.is_switch:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} is true or false.")
+        return value
+    if option.is_many:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} is a list.")
+        return tuple(_one_of_file(option, one, where, path.parent) for one in value)
+    return _one_of_file(option, value, where, path.parent)
+
+
+def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(f"{where} is a text or a whole number, not {type(value).__name__}.")
+    text = str(value)
+    if option.is_path:
+        text = str(folder / Path(text).expanduser())
+    return _read(option, text, where)
+
+
+def settings(arguments: argparse.Namespace) -> Settings:
+    """What the command line, the environment and the file say, and by default."""
+    named = arguments.config or environment(f"{_VARIABLE}CONFIG")
+    file = Path(named) if named else None
+    of_file = {} if file is None else read_file(file)
+    return Settings.of(of_file | _of_environment() | _of_command(arguments), file)
+
+
+def check_file(path: Path) -> None:
+    """ConfigError with what is wrong with a file by itself; what it leaves open, a command may say."""
+    Settings.of({"data": path.parent} | read_file(path)).node()
+
+
+def _default(option: Option) -> Any:
+    if option.default is not None:
+        return option.read(option.default)
+    return () if option.is_many else False if option.is_switch else None
+
+
+def defaults_shown() -> str:
+    """A file that says what holds without it, with what each setting means."""
+    lines = [
+        "# Settings of `kvstore serve --config FILE`. What begins with # stands for what holds without it."
+    ]
+    for option in OPTIONS:
+        when = "; SIGHUP makes a new value count" if option.reloads else ""
+        lines += ["", f"# {option.help}{when}"]
+        if option.is_many:
+            lines.append(f"#{option.name} = []")
+        elif option.is_switch:
+            lines.append(f"{option.name} = false")
+        elif option.default is not None:
+            lines.append(f'{option.name} = "{option.default}"')
+        else:
+            lines.append(f'#{option.name} = "{option.metavar}"')
+    return "\n".join(lines) + "\n"

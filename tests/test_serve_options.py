@@ -1,0 +1,168 @@
+"""What a node is told: one table behind the flags, the variables and the file; the first that says it counts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.errors import ConfigError
+from kvstore.serve_options import OPTIONS, Settings, add_options, defaults_shown, read_file, settings
+from tests.conftest import small_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """Settings of a command line, with no variable of whoever runs the tests."""
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
+    monkeypatch.delenv("TRIGGERKV_SERVE_CONFIG", raising=False)
+
+    def read(*arguments: str) -> Settings:
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        return settings(parser.parse_args(arguments))
+
+    return read
+
+
+def test_the_first_that_says_it_counts(
+    told: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('data = "kept"\nhot = "1GiB"\ncapacity = "2GiB"\nlisten = "127.0.0.1:1"\nui = true\n')
+    monkeypatch.setenv("TRIGGERKV_SERVE_HOT", "2GiB")
+    monkeypatch.setenv("TRIGGERKV_SERVE_LISTEN", "127.0.0.1:2")
+    values = told("--config", str(file), "--listen", "127.0.0.1:3").values
+    assert values["listen"] == ("127.0.0.1", 3)
+    assert values["hot"] == 2 << 30
+    assert values["capacity"] == 2 << 30
+    assert values["data"] == tmp_path / "kept"  # beside the file, wherever the process runs
+    assert values["ui"] is True
+    assert values["eviction"] == "lru"
+
+
+def test_each_option_can_be_said_in_each_place(
+    told: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "data": "d", "drive": "a:1GiB", "without_drive": "2", "listen": "[::1]:5", "capacity": "3GiB", "hot": "4GiB",
+        "eviction": "s3fifo", "provider": "net", "tenants": "t", "tls_cert": "c", "tls_key": "k", "tls_clients": "ca",
+        "audit": "log", "events": "ipc://x", "events_replay": "ipc://y", "events_as": "arrays", "http": "127.0.0.1:9",
+        "otel": "http://h:1", "log_level": "debug", "log_format": "json",
+    }  # fmt: skip
+    switches = {option.name for option in OPTIONS if option.is_switch}
+    assert texts.keys() | switches == {option.name for option in OPTIONS}
+    flags: list[str] = [_flag(name) for name in switches]
+    for name, text in texts.items():
+        flags += [_flag(name), text]
+    by_flags = told(*flags).values
+    for name in switches:
+        monkeypatch.setenv(f"TRIGGERKV_SERVE_{name.upper()}", "true")
+    for name, text in texts.items():
+        monkeypatch.setenv(f"TRIGGERKV_SERVE_{name.upper()}", text)
+    assert told().values == by_flags
+    for name in texts.keys() | switches:
+        monkeypatch.delenv(f"TRIGGERKV_SERVE_{name.upper()}")
+    many = {option.name for option in OPTIONS if option.is_many}
+    lines = [f"{name} = true" for name in switches]
+    lines += [
+        f'{name} = ["{text}"]' if name in many else f'{name} = "{text}"' for name, text in texts.items()
+    ]
+    (tmp_path / "node.toml").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    assert told("--config", "node.toml").values == by_flags
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def test_what_is_printed_is_what_holds_by_default(
+    told: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--print-defaults"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == defaults_shown()
+    (tmp_path / "node.toml").write_text(printed)
+    assert Settings.of(read_file(tmp_path / "node.toml")).values == told().values
+    everything = "\n".join(line.removeprefix("#") if " = " in line else line for line in printed.splitlines())
+    assert tomllib.loads(everything).keys() == {option.name for option in OPTIONS}
+    assert main(["config", "--check", str(tmp_path / "node.toml")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("data = ", "is not TOML"),
+        ("dat = 1", "a setting that there is not: dat"),
+        ("ui = 1", "ui in .* is true or false"),
+        ('drive = "x"', "drive in .* is a list"),
+        ("hot = true", "hot in .* is a text or a whole number, not bool"),
+        ('hot = "much"', "hot in .*'much' is not a size"),
+        ('hot = "1MiB"', "hot memory is at least"),
+        ('listen = "0.0.0.0:7070"', "does not listen on 0.0.0.0 without --tls-cert"),
+        ('log_level = "loud"', "log_level in .* debug or info"),
+        ('tls_cert = "c.pem"', "come together"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_in_a_sentence(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(text + "\n")
+    assert main(["config", "--check", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kvstore: ")
+    assert len(said.splitlines()) == 1
+    with pytest.raises(ConfigError, match=why):
+        Settings.of({"data": tmp_path} | read_file(file)).node()
+
+
+@pytest.mark.parametrize(("name", "text"), [("UI", "perhaps"), ("WITHOUT_DRIVE", "1,x"), ("HOT", "much")])
+def test_a_variable_that_cannot_be_is_named(
+    told: Callable[..., Settings], name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"TRIGGERKV_SERVE_{name}", text)
+    with pytest.raises(ConfigError, match=f"TRIGGERKV_SERVE_{name}"):
+        told()
+
+
+def test_a_node_without_a_folder_is_refused(told: Callable[..., Settings]) -> None:
+    with pytest.raises(ConfigError, match="where the node's folder is"):
+        told().node()
+
+
+def test_what_changed_is_told_apart_by_when_it_counts() -> None:
+    before: Any = Settings.of({"data": Path("x"), "hot": 1})
+    after = Settings.of({"data": Path("x"), "hot": 2, "log_level": "debug"})
+    assert before.changed(after) == (["log_level"], ["hot"])
+
+
+def test_a_node_reads_its_file_again(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('log_level = "warning"\n')
+    with small_node(tmp_path / "node", arguments=("--config", str(file))) as node:
+        for text, said in (
+            ('log_level = "info"\n', "log_level changed"),
+            (
+                'log_level = "info"\neviction = "s3fifo"\n',
+                "eviction changed, and will count from",
+            ),
+            ("log_level = 1\n", "The settings stay as they were"),
+        ):
+            file.write_text(text)
+            os.kill(node.pid, signal.SIGHUP)
+            until_s = time.monotonic() + 20
+            while said not in node.log():
+                assert time.monotonic() < until_s, node.log()
