@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KvError
-from kvstore.node_commands import add_node_commands
+from kvstore.node_commands import add_node_commands, reach, reach_node
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main"]
+
+_DAYS_MAX = 3650
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -45,6 +47,15 @@ def _token(_: argparse.Namespace) -> int:
     return 0
 
 
+def _certificates(arguments: argparse.Namespace) -> int:
+    from kvstore.certificates_command import make
+    from kvstore.errors import ConfigError
+
+    if not 1 <= arguments.days <= _DAYS_MAX:
+        raise ConfigError(f"--days takes 1 to {_DAYS_MAX}.")
+    return make(arguments.folder, arguments.node, arguments.client, arguments.days)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from kvstore.demo.demo import run
 
@@ -58,9 +69,14 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from kvstore.doctor import run
+    from kvstore.doctor import run, show
 
-    return run(arguments.data, as_json=arguments.json)
+    if arguments.node is None:
+        return run(arguments.data, as_json=arguments.json)
+    from kvstore.doctor_node import check_node
+
+    told = reach(arguments)
+    return max(show(list(check_node(told.at(node))), as_json=arguments.json) for node in told.nodes)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -100,11 +116,16 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     chat.add_argument("--json", action="store_true", help="for programs")
     chat.set_defaults(run=_chat)
 
-    doctor = commands.add_parser("doctor", help="say what this machine can do, and what to do about the rest")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can do, or why a node can't be reached",
+        description="Say what this machine offers a node and what to do about the rest. With --node, walk the steps"
+        " towards a node: name, connection, TLS, tenant, fabric.",
+    )
     doctor.add_argument(
         "--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)"
     )
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    reach_node(doctor)
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
@@ -149,6 +170,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Make a token, and the digest of it that stands in the node's file of tenants.",
     )
     token.set_defaults(run=_token)
+
+    certificates = commands.add_parser(
+        "certificates",
+        help="make an authority, and certificates of nodes and clients",
+        description="Make an authority unless the folder has one, and certificates that it signs: of nodes, by the"
+        " names and addresses that clients reach them at, and of clients, by the names in a node's file of tenants.",
+    )
+    certificates.add_argument("folder", type=Path, metavar="FOLDER", help="where they are, each with its key")
+    certificates.add_argument(
+        "--node", action="append", default=[], metavar="HOST[,HOST...]", help="again for each further node"
+    )
+    certificates.add_argument(
+        "--client", action="append", default=[], metavar="NAME", help="again for each further client"
+    )
+    certificates.add_argument("--days", type=int, default=365, help="for how long (%(default)s)")
+    certificates.set_defaults(run=_certificates)
 
     _add_trials(commands)
 

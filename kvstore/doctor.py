@@ -45,6 +45,7 @@ __all__ = [
     "examine",
     "main",
     "run",
+    "show",
     "table",
 ]
 
@@ -298,7 +299,11 @@ def table(results: Sequence[Result], *, colour: bool) -> str:
 
 def run(data: Path, *, as_json: bool) -> int:
     """Examine this machine, print, and give the exit status."""
-    results = examine(data)
+    return show(examine(data), as_json=as_json)
+
+
+def show(results: Sequence[Result], *, as_json: bool) -> int:
+    """Print results; the exit status."""
     if as_json:
         text = json.dumps([asdict(result) for result in results], indent=2)
     else:

@@ -17,6 +17,8 @@ __all__ = [
     "BREAKER_MS_MAX",
     "BREAKER_MS_MIN",
     "CLIENTS_MAX",
+    "CONTACT_HURRIED_MS",
+    "CONTACT_TIMEOUT_MS",
     "DELETES_QUEUED_MAX",
     "DRIVES_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
@@ -292,6 +294,8 @@ HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out
 UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
+CONTACT_TIMEOUT_MS = 2_000  # of each step towards a node, for somebody who asks which one fails
+CONTACT_HURRIED_MS = 250  # the same beside a call that has failed
 LOG_LINES_PER_S = 20  # of one kind of message
 LOG_KINDS_MAX = 1024
 RPC_TIMEOUT_MS = 10_000  # by default

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from kvstore.reach import Reach
     from kvstore.sessions_command import Asked
 
-__all__ = ["add_node_commands"]
+__all__ = ["add_node_commands", "reach", "reach_node"]
 
 _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 
-def _reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
+def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
     """What every command takes that asks a node. What is not said is taken from where `kvstore.reach` looks."""
     parser.add_argument("--node", metavar="HOST:PORT", help="the node that is asked, or several, with commas")
     if whose_user:
@@ -45,7 +45,8 @@ def _reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) ->
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
-def _reach(arguments: argparse.Namespace) -> Reach:
+def reach(arguments: argparse.Namespace) -> Reach:
+    """How a command was told to reach its node."""
     from kvstore.reach import Reach
 
     names = ("tenant", "token_file", "tls", "ca", "certificate", "key")
@@ -57,27 +58,27 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     """Whom to ask: one node, and of several the home of the user."""
     from kvstore.sessions_command import Asked
 
-    reach = _reach(arguments)
-    if arguments.user and len(reach.nodes) > 1:
+    told = reach(arguments)
+    if arguments.user and len(told.nodes) > 1:
         from kvstore.client import Nodes
 
-        with Nodes(reach) as nodes:
-            reach = reach.at(nodes.home(arguments.user))
-    return Asked(reach, arguments.user)
+        with Nodes(told) as nodes:
+            told = told.at(nodes.home(arguments.user))
+    return Asked(told, arguments.user)
 
 
 def _of_each(arguments: argparse.Namespace, show: Callable[[Client], int]) -> int:
     """Ask each of the nodes in turn; the worst of their exit statuses."""
     from kvstore.client import Client
 
-    reach = _reach(arguments)
-    if arguments.json and len(reach.nodes) > 1:
+    told = reach(arguments)
+    if arguments.json and len(told.nodes) > 1:
         raise ConfigError("--json shows one node at a time.")
     worst = 0
-    for node in reach.nodes:
-        if len(reach.nodes) > 1:
+    for node in told.nodes:
+        if len(told.nodes) > 1:
             print(f"{node}:")  # noqa: T201 - a command prints
-        with Client(reach.at(node)) as client:
+        with Client(told.at(node)) as client:
             worst = max(worst, show(client))
     return worst
 
@@ -154,7 +155,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
     sessions.add_argument("--session", help="the one that is exported, or the name of the one imported")
     sessions.add_argument("--file", type=Path, help="where it is written, or read")
-    _reach_node(sessions, whose_user=True)
+    reach_node(sessions, whose_user=True)
     sessions.set_defaults(run=_sessions)
 
     trace = commands.add_parser(
@@ -164,7 +165,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         " from the registered buffer to the resume, as docs/eight-steps.md says.",
     )
     trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
-    _reach_node(trace, whose_user=True)
+    reach_node(trace, whose_user=True)
     trace.set_defaults(run=_trace)
 
     explain = commands.add_parser(
@@ -178,7 +179,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     explain.add_argument("--session", metavar="USER/NAME", help="look-ups of this session only")
     explain.add_argument("--last", type=int, default=0, metavar="N", help="the last N look-ups only")
-    _reach_node(explain)
+    reach_node(explain)
     explain.set_defaults(run=_explain)
 
     stats = commands.add_parser(
@@ -186,7 +187,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         help="show what a node has done and where it stands",
         description="Show a node's counters since it began, its gauges now, and the tenant's own quota.",
     )
-    _reach_node(stats)
+    reach_node(stats)
     stats.set_defaults(run=_stats)
 
     drives = commands.add_parser(
@@ -194,7 +195,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         help="show a node's drives: how full they are, and what is wrong with them",
         description="Show a node's drives: how full they are, whether they take puts, and why not.",
     )
-    _reach_node(drives)
+    reach_node(drives)
     drives.set_defaults(run=_drives)
 
     top = commands.add_parser(
@@ -205,5 +206,5 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (%(default)s)")
     top.add_argument("--once", action="store_true", help="one interval, then end")
-    _reach_node(top)
+    reach_node(top)
     top.set_defaults(run=_top)

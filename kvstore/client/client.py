@@ -33,6 +33,7 @@ from kvstore.client.asking import Asking, Reserving
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
+from kvstore.client.contact import broken_step
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
@@ -342,8 +343,13 @@ class Client(Handle):
             self.calls += 1
             try:
                 yield
-            except grpc.RpcError as failure:
-                raise error_from_rpc(doing, failure) from failure
+            except (grpc.RpcError, NodeUnavailable) as failure:
+                error = error_from_rpc(doing, failure) if isinstance(failure, grpc.RpcError) else failure
+                # gRPC does not say which step towards the node failed. This is asked once for each failure that
+                # the breaker lets through, and a node that can be reached answers at once.
+                if isinstance(error, NodeUnavailable) and (step := broken_step(self.reach)) is not None:
+                    error = NodeUnavailable(f"{doing} found no node at {self.target}: {step}")
+                raise error from failure
 
     # --- the link
 

@@ -34,13 +34,12 @@ from kvstore.node.rates import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
-    from pathlib import Path
 
     from kvstore.clock import Clock
     from kvstore.node.gate import Gate
     from kvstore.node.tenants import Tenant
 
-__all__ = ["Answer", "HttpServer", "Question", "tls_context"]
+__all__ = ["Answer", "HttpServer", "Question"]
 
 log = logging.getLogger(__name__)
 
@@ -88,22 +87,6 @@ class _Bad(Exception):
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
-
-
-def tls_context(certificate: Path | None, key: Path | None, clients: Path | None) -> ssl.SSLContext | None:
-    """The node's own certificate for this port too; None without one."""
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key)
-        if clients is not None:
-            # Health is asked by those who have none, such as a kubelet; `_admit` turns all others away.
-            context.verify_mode = ssl.CERT_OPTIONAL
-            context.load_verify_locations(clients)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"The certificates for --http could not be used: {error}.") from error
-    return context
 
 
 class HttpServer:

@@ -23,6 +23,7 @@ from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
 from kvstore.node.gate import Gate
+from kvstore.node.listening import listen, tls_context
 from kvstore.node.logs import begin_logging
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
@@ -45,6 +46,7 @@ from kvstore.wire import (
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
     from pathlib import Path
 
@@ -98,34 +100,6 @@ def _progress_shown_by(clock: Clock) -> Progress:
     return show
 
 
-def _read_pem(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-
-
-def _listen(server: grpc.aio.Server, config: NodeConfig) -> str:
-    """Take the port, over TLS if there is a certificate; returns HOST:PORT."""
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    address = f"{host}:{config.port}"
-    try:
-        if config.tls_certificate is None or config.tls_key is None:
-            port = server.add_insecure_port(address)
-        else:
-            clients = None if config.tls_clients is None else _read_pem(config.tls_clients)
-            pair = (_read_pem(config.tls_key), _read_pem(config.tls_certificate))
-            credentials = grpc.ssl_server_credentials(
-                [pair], clients, require_client_auth=clients is not None
-            )
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"The node could not listen on {address}; is the port taken, or a certificate no PEM?"
-        ) from error
-    return f"{host}:{port}"
-
-
 def _reload(told: Settings, read_again: Callable[[], Settings], node: Node, tenants: Tenants) -> Settings:
     """Read the settings and the file of tenants again. What can't be used, or needs a start, changes nothing."""
     try:
@@ -158,12 +132,12 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
     node.detach_all(lambda one: not tenants.admits(one.credentials, one.owner.name))
 
 
-def _serve_http(node: Node, gate: Gate, config: NodeConfig, host: str, port: int) -> HttpServer:
+def _serve_http(
+    node: Node, gate: Gate, config: NodeConfig, tls: ssl.SSLContext | None, host: str, port: int
+) -> HttpServer:
     # These, and what writes the metrics, would be a tenth of the start of a node that serves none of it.
-    from kvstore.node.http import tls_context  # noqa: PLC0415
     from kvstore.node.pages import http_server  # noqa: PLC0415
 
-    tls = tls_context(config.tls_certificate, config.tls_key, config.tls_clients)
     http = http_server(node, gate, tls, ui=config.ui)
     log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(host, port))
     return http
@@ -197,7 +171,12 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
 
 
 async def _serve_node(
-    told: Settings, read_again: Callable[[], Settings], node: Node, gate: Gate, stop: asyncio.Event
+    told: Settings,
+    read_again: Callable[[], Settings],
+    node: Node,
+    gate: Gate,
+    tls: ssl.SSLContext | None,
+    stop: asyncio.Event,
 ) -> None:
     """Let it answer until it is to stop, and then end in order."""
     config = told.node()
@@ -216,7 +195,7 @@ async def _serve_node(
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
     health = add_services(server, node, gate)
     await health.begin()
-    address = _listen(server, config)
+    address = listen(server, config)
     await server.start()
     statistics = store.statistics()
     log.info(
@@ -229,7 +208,7 @@ async def _serve_node(
         ", an index rebuilt from its drive" if statistics.rebuilt else "",
         node.fabric.provider,
     )
-    http = None if config.http is None else _serve_http(node, gate, config, *config.http)
+    http = None if config.http is None else _serve_http(node, gate, config, tls, *config.http)
     print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
     await stop.wait()
     log.info("stopping")
@@ -246,6 +225,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     clock = SystemClock()
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
+    tls = tls_context(config)  # before a drive is opened; gRPC would fail at the first handshake only
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -269,7 +249,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         spans = None if collector is None else collector.spans
         node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"), spans)
         try:
-            await _serve_node(told, read_again, node, Gate(Tenants(store.salt, clock), audit), stop)
+            await _serve_node(told, read_again, node, Gate(Tenants(store.salt, clock), audit), tls, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed
             await node.close()
             if collector is not None:

@@ -513,7 +513,10 @@ def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
         (("--tls-cert", "x"), "come together"),
         (("--tls-clients", "x"), "only over TLS"),
         (("--tls-cert", "/nowhere", "--tls-key", "/nowhere"), "/nowhere could not be read"),
-        (("--tls-cert", "/etc/passwd", "--tls-key", "/etc/passwd"), "no PEM"),
+        (
+            ("--tls-cert", "/etc/passwd", "--tls-key", "/etc/passwd"),
+            "/etc/passwd holds no certificate in PEM",
+        ),
         (("--tenants", "/nowhere"), "/nowhere could not be read"),
         (("--audit", "/"), "audit log / can't be written"),
     ],
@@ -523,6 +526,30 @@ def test_settings_that_cannot_be_used_end_the_node_with_a_sentence(
 ) -> None:
     with pytest.raises(NodeUnavailable, match=why):
         small_node(tmp_path / "node", arguments=more)
+
+
+def test_each_mistake_in_the_certificates_has_a_sentence_of_its_own(tmp_path: Path, pki: Path) -> None:
+    def refused(certificate: str, key: str, *more: str) -> str:
+        arguments = ("--tls-cert", str(pki / certificate), "--tls-key", str(pki / key), *more)
+        with pytest.raises(NodeUnavailable) as raised:
+            small_node(tmp_path / "node", arguments=arguments)
+        assert "Traceback" not in str(raised.value)
+        return str(raised.value)
+
+    assert "acme.key is not the key of" in refused("node.pem", "acme.key")
+    assert "node.pem holds no key in PEM" in refused("node.pem", "node.pem")
+    assert "node.key holds no certificate in PEM" in refused("node.key", "node.key")
+    assert "node.key holds no certificate" in refused(
+        "node.pem", "node.key", "--tls-clients", str(pki / "node.key")
+    )
+    (pki / "cut.pem").write_text((pki / "node.pem").read_text()[:200])
+    assert "can't be used" in refused("cut.pem", "node.key")
+
+
+def test_a_port_that_cannot_be_taken_is_told_by_its_reason(shared: NodeProcess, tmp_path: Path) -> None:
+    taken = shared.target.rpartition(":")[2]
+    with pytest.raises(NodeUnavailable, match=f"Port {taken} on 127.0.0.1 is taken by another process"):
+        small_node(tmp_path / "node", port=int(taken))
 
 
 def test_a_client_whose_files_cannot_be_read_is_told_which(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from kvstore.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_BYTES_MAX, HTTP_RE
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
-from kvstore.node.http import Answer, HttpServer, _Bad, tls_context
+from kvstore.node.http import Answer, HttpServer, _Bad
+from kvstore.node.listening import tls_context
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
@@ -358,7 +359,14 @@ def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Pa
 
     clock, nobody = FakeClock(), cast("asyncio.StreamWriter", Nobody())
     gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
-    tls = tls_context(pki / "node.pem", pki / "node.key", pki / "ca.pem")
+    tls = tls_context(
+        NodeConfig(
+            pki,
+            tls_certificate=pki / "node.pem",
+            tls_key=pki / "node.key",
+            tls_clients=pki / "ca.pem",
+        )
+    )
     server = HttpServer(gate, clock, lambda: Answer(b""), {}, tls)
     for _ in range(4 * HTTP_REQUESTS_PER_S):
         with pytest.raises(_Bad, match="without a certificate"):

@@ -1,0 +1,131 @@
+"""`kvstore certificates`: an authority of one's own, and certificates of nodes and clients that it signs.
+
+    kvstore certificates certs --node storage-1,10.0.0.5 --client engine-1.acme
+
+makes `certs/ca.pem` with its key unless they are there, `storage-1.pem` for a node that is reached as `storage-1` or
+10.0.0.5, and `engine-1.acme.pem`, which names a client to a node's file of tenants; each with its key beside it.
+
+What always holds: a file that is there is not written over; keys can be read by their owner alone; a certificate of a
+node can't be shown by a client, nor the other way round. The command `openssl` does the signing.
+
+What it doesn't do: renew by itself, or revoke. A certificate holds for as long as `--days` says.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["make"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,62})", re.ASCII)
+_KEY: Final = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_TIMEOUT_S: Final = 60
+_USAGE: Final = {"node": "serverAuth", "client": "clientAuth"}
+
+
+def _openssl(*arguments: str | Path) -> None:
+    try:
+        ran = subprocess.run(
+            ["openssl", *map(str, arguments)],  # noqa: S607 - the machine's own
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=_TIMEOUT_S,
+            umask=0o077,
+        )
+    except FileNotFoundError:
+        raise ConfigError("There is no openssl on this machine; apt-get install openssl.") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"openssl {arguments[0]} did not end within {_TIMEOUT_S} s.") from None
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(f"openssl {arguments[0]} failed: {last}")
+
+
+def _alternative(name: str) -> str:
+    try:
+        return f"IP:{ipaddress.ip_address(name)}"
+    except ValueError:
+        return f"DNS:{name}"
+
+
+def _file_name(name: str) -> str:
+    return name.replace(":", "_")  # of IPv6
+
+
+def _checked(names: str) -> list[str]:
+    """The names of one certificate, the first of which its files have."""
+    parts = [part.strip() for part in names.split(",")]
+    for part in parts:
+        if _alternative(part).startswith("DNS:") and not _NAME.fullmatch(part):
+            raise ConfigError(f"{part!r} is no name and no address that a certificate could have.")
+    return parts
+
+
+def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) -> int:
+    """Make what is asked for; the exit status."""
+    wanted = [("node", _checked(one)) for one in nodes] + [("client", _checked(one)) for one in clients]
+    stems = ["ca", *(_file_name(names[0]) for _, names in wanted)]
+    if len(set(stems)) < len(stems):
+        raise ConfigError("Two certificates would have one file name.")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} could not be made: {error.strerror}.") from error
+    for stem in stems[1:]:
+        for path in (folder / f"{stem}.pem", folder / f"{stem}.key"):
+            if path.exists():
+                raise ConfigError(f"{path} is there already, and is not written over.")
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        _authority(folder, Path(unfinished), days)
+        for kind, names in wanted:
+            _sign(folder, Path(unfinished), kind, names, days)
+    return 0
+
+
+def _authority(folder: Path, unfinished: Path, days: int) -> None:
+    certificate, key = folder / "ca.pem", folder / "ca.key"
+    if certificate.exists() and key.exists():
+        return
+    if certificate.exists() or key.exists():
+        raise ConfigError(f"Of {certificate} and {key} one is there and the other is not.")
+    _openssl(
+        "req", "-x509", *_KEY, "-sha256", "-days", str(days), "-subj", "/CN=triggerkv authority",
+        "-addext", "basicConstraints=critical,CA:TRUE,pathlen:0", "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+        "-keyout", unfinished / "ca.key", "-out", unfinished / "ca.pem",
+    )  # fmt: skip
+    _put_in_place(unfinished, folder, "ca")
+
+
+def _sign(folder: Path, unfinished: Path, kind: str, names: Sequence[str], days: int) -> None:
+    stem = _file_name(names[0])
+    request, says = unfinished / "request", unfinished / "says"
+    says.write_text(
+        f"basicConstraints=critical,CA:FALSE\nextendedKeyUsage={_USAGE[kind]}\n"
+        f"subjectAltName={','.join(map(_alternative, names))}\n"
+    )
+    _openssl("req", *_KEY, "-subj", f"/CN={names[0]}", "-keyout", unfinished / f"{stem}.key", "-out", request)
+    _openssl(
+        "x509", "-req", "-sha256", "-in", request, "-CA", folder / "ca.pem", "-CAkey", folder / "ca.key",
+        "-set_serial", str(int.from_bytes(os.urandom(16)) >> 1), "-days", str(days), "-extfile", says,
+        "-out", unfinished / f"{stem}.pem",
+    )  # fmt: skip
+    _put_in_place(unfinished, folder, stem)
+
+
+def _put_in_place(unfinished: Path, folder: Path, stem: str) -> None:
+    for end, mode in ((".key", 0o600), (".pem", 0o644)):
+        (unfinished / f"{stem}{end}").chmod(mode)
+        (unfinished / f"{stem}{end}").rename(folder / f"{stem}{end}")
+        print(folder / f"{stem}{end}")  # noqa: T201 - its output

@@ -1,0 +1,160 @@
+"""What gRPC does not say of a node that can't be reached: whether it was the name, the connection, or TLS.
+
+`steps` makes the first steps towards a node by itself, beside gRPC: looks its name up, connects, and shakes hands. A
+client asks it why a call found no node; `kvstore doctor --node` shows all of them.
+
+What always holds: each step ends within its time; a step that failed is the last; no token and no call is sent.
+
+What it doesn't do: decide anything. A client goes by what its calls say.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.config import printable
+from kvstore.errors import ConfigError
+from kvstore.limits import CONTACT_HURRIED_MS, CONTACT_TIMEOUT_MS
+from kvstore.reach import split_target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.reach import Reach
+
+__all__ = ["Step", "broken_step", "steps"]
+
+_TIMEOUT_S: Final = CONTACT_TIMEOUT_MS / 1000
+_HURRIED_S: Final = CONTACT_HURRIED_MS / 1000
+_PREFACE: Final = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and empty settings
+)
+_TLS_ALERT: Final = 0x15
+_ASKS = ("the node asks for a certificate", "Say which: certificate and key.")
+_FOREIGN = ("the node does not take this client's certificate", "Has one of its authorities signed it?")
+_NO_TLS = ("the node speaks no TLS", "Leave out tls, ca and certificate.")
+_REFUSALS: Final = {  # by what OpenSSL calls them
+    "CERTIFICATE_REQUIRED": _ASKS,
+    "HANDSHAKE_FAILURE": _ASKS,
+    "UNKNOWN_CA": _FOREIGN,
+    "BAD_CERTIFICATE": _FOREIGN,
+    "WRONG_VERSION": _NO_TLS,
+    "RECORD_LAYER_FAILURE": _NO_TLS,
+}
+
+
+class Step(NamedTuple):
+    """One of them: what was done, what came of it, and if it failed what to try."""
+
+    name: str
+    is_done: bool
+    said: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.said}. {self.advice}".strip()
+
+
+def broken_step(reach: Reach) -> Step | None:
+    """The step that fails; None if none does, so that it is nothing of these."""
+    return next((step for step in steps(reach, _HURRIED_S) if not step.is_done), None)
+
+
+def steps(reach: Reach, timeout_s: float = _TIMEOUT_S) -> Iterator[Step]:
+    """Name, connection and TLS, each as it ends."""
+    host, port = split_target(reach.node)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        why = error.strerror or str(error)
+        yield Step(
+            "name", False, f"{host} has no address ({why})", "Is the name right, and known to this machine?"
+        )
+        return
+    addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+    yield Step("name", True, f"{host} is {', '.join(addresses)}")
+    connected, failed = _connect(addresses, port, timeout_s)
+    if connected is None:
+        yield failed
+        return
+    with connected:
+        peer = connected.getpeername()[0]
+        yield Step("connection", True, f"somebody listens on {peer} port {port}")
+        yield _shake_hands(connected, host, reach) if reach.uses_tls else _speak_plainly(connected)
+
+
+def _connect(addresses: list[str], port: int, timeout_s: float) -> tuple[socket.socket | None, Step]:
+    failures: dict[str, str] = {}
+    advice = "Is the node running, and this its port?"
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), timeout=timeout_s), Step("connection", True, "")
+        except TimeoutError:
+            failures[address] = f"nothing came back in {timeout_s:.0f} s"
+            advice = "A firewall may drop it, or the machine is away."
+        except OSError as error:
+            failures[address] = error.strerror or str(error)
+    said = "; ".join(f"{address} port {port}: {why}" for address, why in failures.items())
+    return None, Step("connection", False, f"no connection to {said}", advice)
+
+
+def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
+    try:
+        context = ssl.create_default_context(cafile=None if reach.ca is None else str(reach.ca))
+        context.set_alpn_protocols(["h2"])
+        if reach.certificate is not None:
+            context.load_cert_chain(reach.certificate, reach.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The certificates of this client can't be used: {error}.") from error
+    try:
+        with context.wrap_socket(connected, server_hostname=host) as secure:
+            version = secure.version()
+            secure.sendall(_PREFACE)
+            refused = not secure.recv(1)  # a node that asks for a certificate refuses only now
+    except ssl.SSLCertVerificationError as error:
+        return Step(
+            "TLS", False, f"the node's certificate does not hold: {error.verify_message}", _advice(error)
+        )
+    except OSError as error:  # of which those of TLS are some
+        reason = getattr(error, "reason", None) or error.strerror or "it did not end in time"
+        said, advice = f"the handshake failed ({reason})", "Is it the port for calls?"
+        for part, known in _REFUSALS.items():
+            if part in reason:
+                said, advice = known
+        return Step("TLS", False, said, advice)
+    if refused:  # without a word; gRPC does so
+        said, advice = _ASKS if reach.certificate is None else _FOREIGN
+        return Step("TLS", False, said, advice)
+    return Step("TLS", True, f"{version}, and the node's certificate is for {host}")
+
+
+def _advice(error: ssl.SSLCertVerificationError) -> str:
+    if "mismatch" in error.verify_message.lower() or "not valid for" in error.verify_message.lower():
+        return "Reach the node by a name that stands in its certificate."
+    if "expired" in error.verify_message or "not yet valid" in error.verify_message:
+        return "Renew it, or look at this machine's clock."
+    return "Say who signed it: ca."
+
+
+def _speak_plainly(connected: socket.socket) -> Step:
+    try:
+        connected.sendall(_PREFACE)
+        first = connected.recv(9)
+    except OSError as error:
+        return Step(
+            "protocol", False, f"the connection broke off ({error.strerror or error})", "Does it want TLS?"
+        )
+    if first[:1] == bytes([_TLS_ALERT]) or not first:
+        return Step(
+            "protocol",
+            False,
+            "the node speaks TLS, and this client does not",
+            "Say who signed its certificate: ca.",
+        )
+    if first.startswith(b"HTTP/1"):
+        return Step("protocol", False, "it is a web server's port", "Is it the port for calls?")
+    if len(first) < len(_PREFACE) and first[3:4] != b"\x04":
+        return Step("protocol", False, f"it answered {printable(repr(first))}", "Is it the port for calls?")
+    return Step("protocol", True, "it takes calls, without TLS")

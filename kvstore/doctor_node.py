@@ -1,0 +1,75 @@
+"""`kvstore doctor --node`: walks the first contact with a node, and says which step fails and what to try.
+
+What always holds: each step ends in time; nothing is stored on the node; the step that failed is the last.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+from typing import TYPE_CHECKING
+
+from kvstore.client.blocks import Block
+from kvstore.client.client import Client
+from kvstore.client.contact import steps
+from kvstore.doctor import Result
+from kvstore.errors import ConfigError, FabricError, KvError
+from kvstore.limits import CONTACT_TIMEOUT_MS, PAGE_BYTES
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.reach import Reach
+
+__all__ = ["check_node"]
+
+_MEANS = {
+    "name": "Where the node is.",
+    "connection": "Packets come and go.",
+    "TLS": "Both ends know who the other is.",
+    "protocol": "It is a node, or something like one.",
+}
+
+
+def check_node(reach: Reach) -> Iterator[Result]:
+    """Walk the steps towards one node."""
+    try:
+        for step in steps(reach):
+            status = "ok" if step.is_done else "fail"
+            yield Result(step.name, status, step.said, _MEANS[step.name], step.advice)  # type: ignore[arg-type]
+            if not step.is_done:
+                return
+    except ConfigError as error:
+        yield Result("TLS", "fail", str(error), _MEANS["TLS"], "Look at ca, certificate and key.")
+        return
+    with Client(reach, slots=1, block_bytes_max=PAGE_BYTES) as client:
+        yield from _check_calls(client)
+
+
+def _check_calls(client: Client) -> Iterator[Result]:
+    try:
+        client.statistics()
+    except KvError as error:
+        do = "Look at the token, and at the node's file of tenants." if client.reach.uses_tls else ""
+        yield Result("tenant", "fail", str(error), "Calls are refused.", do)
+        return
+    yield Result("tenant", "ok", "the node takes this caller's calls", "Blocks can travel inside gRPC.")
+    do = "Let both machines reach each other's fabric ports, and use one provider; docs/operating.md has the table."
+    with mmap.mmap(-1, PAGE_BYTES) as memory:
+        try:
+            region = client.register(memory)
+            name = block_key(b"doctor", secrets.token_bytes(16))  # nobody has it
+            (answer,) = client.get([Block(name, region, 0, PAGE_BYTES)], timeout_s=CONTACT_TIMEOUT_MS / 1000)
+            region.close()
+        except (FabricError, KvError) as error:
+            yield Result("fabric", "fail", str(error), "Blocks can travel inside gRPC only.", do)
+            return
+    if isinstance(answer, Miss) and answer.reason is MissReason.UNKNOWN:
+        said = f"the node answers over {client.fabric.provider}"
+        yield Result("fabric", "ok", said, "Blocks travel by remote writes.")
+    else:
+        yield Result(
+            "fabric", "fail", f"the node did not answer: {answer}", "Blocks can travel inside gRPC only.", do
+        )

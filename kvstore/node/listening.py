@@ -1,0 +1,104 @@
+"""Taking the port for calls, and the certificates for it: what can't be used is told in a sentence of its own.
+
+What always holds: certificates are looked at before anything listens, each of the files by itself and then as a pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import ssl
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.config import NodeConfig
+
+__all__ = ["listen", "tls_context"]
+
+_PEM = {"certificate": ssl.PEM_HEADER, "key": "PRIVATE KEY-----"}
+
+
+def _read(path: Path, holds: str) -> bytes:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+    if _PEM[holds].encode() not in text:
+        raise ConfigError(f"{path} holds no {holds} in PEM.")
+    return text
+
+
+def tls_context(config: NodeConfig) -> ssl.SSLContext | None:
+    """The node's certificate as Python's servers take it, everything about it checked; None without one."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    _read(config.tls_certificate, "certificate")
+    _read(config.tls_key, "key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_certificate, config.tls_key, password=_refuse_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{config.tls_key} is not the key of {config.tls_certificate}.") from error
+        raise ConfigError(
+            f"{config.tls_certificate} and {config.tls_key} can't be used: {error.reason or error}."
+        ) from error
+    if config.tls_clients is not None:
+        _read(config.tls_clients, "certificate")
+        # Health is asked by those who have none, such as a kubelet; whoever serves over this turns all others away.
+        context.verify_mode = ssl.CERT_OPTIONAL
+        try:
+            context.load_verify_locations(config.tls_clients)
+        except ssl.SSLError as error:
+            raise ConfigError(f"{config.tls_clients} can't be used: {error.reason or error}.") from error
+    return context
+
+
+def _refuse_password() -> str:
+    raise ConfigError("The node's key has a password; a node is given one without.")
+
+
+def listen(server: grpc.aio.Server, config: NodeConfig) -> str:
+    """Take the port, over TLS if there is a certificate; returns HOST:PORT."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.port}"
+    try:
+        if config.tls_certificate is None or config.tls_key is None:
+            port = server.add_insecure_port(address)
+        else:
+            clients = None if config.tls_clients is None else _read(config.tls_clients, "certificate")
+            pair = (_read(config.tls_key, "key"), _read(config.tls_certificate, "certificate"))
+            credentials = grpc.ssl_server_credentials(
+                [pair], clients, require_client_auth=clients is not None
+            )
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(_why_not(config.host, config.port)) from error
+    return f"{host}:{port}"
+
+
+def _why_not(host: str, port: int) -> str:
+    """What the kernel says to the same; gRPC keeps it to itself."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+            trial.listen()
+        except OSError as error:
+            known = {
+                errno.EADDRINUSE: f"Port {port} on {host} is taken by another process.",
+                errno.EADDRNOTAVAIL: f"This machine has no address {host}.",
+                errno.EACCES: f"This user may not listen on port {port}.",
+            }
+            return known.get(
+                error.errno or 0, f"The node could not listen on {host} port {port}: {error.strerror}."
+            )
+    return f"The node could not listen on {host} port {port}."

@@ -1,0 +1,197 @@
+"""The first contact with a node: which step fails, and what to try, in words that gRPC has not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.client import Client
+from kvstore.client.contact import Step, broken_step, steps
+from kvstore.errors import NodeUnavailable
+from kvstore.reach import Reach
+from tests.conftest import small_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pki")
+    assert main(["certificates", str(folder), "--node", "127.0.0.1", "--client", "acme"]) == 0
+    assert main(["certificates", str(folder / "other"), "--client", "acme"]) == 0
+    return folder
+
+
+def over_tls(pki: Path, *more: str) -> tuple[str, ...]:
+    return ("--tls-cert", str(pki / "127.0.0.1.pem"), "--tls-key", str(pki / "127.0.0.1.key"), *more)
+
+
+@pytest.fixture(scope="module")
+def secure(pki: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    with small_node(tmp_path_factory.mktemp("secure") / "node", arguments=over_tls(pki)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def strict(pki: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    arguments = over_tls(pki, "--tls-clients", str(pki / "ca.pem"))
+    with small_node(tmp_path_factory.mktemp("strict") / "node", arguments=arguments) as node:
+        yield node
+
+
+def listening(answer: bytes) -> Iterator[str]:
+    """Somebody who answers each connection in the same way, and is no node."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.fixture
+def web_server() -> Iterator[str]:
+    yield from listening(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.fixture
+def free_port() -> Iterator[str]:
+    """A port that nobody listens on, and nobody else gets."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+def _names(reach: Reach) -> list[tuple[str, bool]]:
+    return [(step.name, step.is_done) for step in steps(reach)]
+
+
+def test_all_steps_towards_a_node_are_done(shared_node: NodeProcess, secure: NodeProcess, pki: Path) -> None:
+    plain = [("name", True), ("connection", True), ("protocol", True)]
+    assert _names(Reach((shared_node.target,))) == plain
+    over = [("name", True), ("connection", True), ("TLS", True)]
+    assert _names(Reach((secure.target,), ca=pki / "ca.pem")) == over
+
+
+def test_a_certificate_that_is_asked_for_is_a_step(strict: NodeProcess, pki: Path) -> None:
+    with_one = Reach((strict.target,), ca=pki / "ca.pem", certificate=pki / "acme.pem", key=pki / "acme.key")
+    assert broken_step(with_one) is None
+    without = broken_step(Reach((strict.target,), ca=pki / "ca.pem"))
+    assert without is not None
+    assert without.said == "the node asks for a certificate"
+    foreign = broken_step(
+        Reach(
+            (strict.target,),
+            ca=pki / "ca.pem",
+            certificate=pki / "other" / "acme.pem",
+            key=pki / "other" / "acme.key",
+        )
+    )
+    assert foreign is not None
+    assert foreign.said == "the node does not take this client's certificate"
+
+
+def test_each_failure_has_a_sentence_of_its_own(
+    shared_node: NodeProcess, secure: NodeProcess, pki: Path, web_server: str, free_port: str
+) -> None:
+    port = secure.target.rpartition(":")[2]
+    cases: list[tuple[Reach, str, str, str]] = [
+        (Reach(("nobody.invalid:1",)), "name", "has no address", "Is the name right"),
+        (Reach((free_port,)), "connection", "Connection refused", "Is the node running"),
+        (Reach((web_server,)), "protocol", "a web server", "port for calls"),
+        (Reach((secure.target,)), "protocol", "speaks TLS, and this client does not", "ca"),
+        (Reach((shared_node.target,), tls=True), "TLS", "speaks no TLS", "Leave out"),
+        (Reach((secure.target,), tls=True), "TLS", "self-signed|unable to get", "Say who signed it"),
+        (Reach((secure.target,), ca=pki / "other" / "ca.pem"), "TLS", "does not hold", "Say who signed it"),
+        (Reach((f"127.0.0.2:{port}",), ca=pki / "ca.pem"), "connection", "refused", "this its port"),
+    ]
+    said: set[str] = set()
+    for reach, name, words, advice in cases:
+        step = broken_step(reach)
+        assert step is not None, reach
+        assert step.name == name
+        assert any(word in step.said for word in words.split("|")), step
+        assert advice in step.advice
+        said.add(step.said)
+    assert len(said) >= len(cases) - 1
+
+
+def test_a_name_that_is_not_in_the_certificate_is_told(secure: NodeProcess, pki: Path) -> None:
+    port = secure.target.rpartition(":")[2]
+    step = broken_step(Reach((f"localhost:{port}",), ca=pki / "ca.pem"))
+    assert step is not None
+    assert "certificate does not hold" in step.said
+    assert "a name that stands in its certificate" in step.advice
+
+
+def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert [step.is_done for step in steps(Reach((target,)), 0.05)] == [True, True, False]
+        assert [step.is_done for step in steps(Reach((target,), tls=True), 0.05)] == [True, True, False]
+
+
+@pytest.mark.parametrize("call", ["statistics", "attach"])
+def test_a_call_that_finds_no_node_says_which_step_failed(
+    call: str, free_port: str, secure: NodeProcess
+) -> None:
+    for target, words in ((free_port, "Is the node running"), (secure.target, "speaks TLS")):
+        with Client(target) as client, pytest.raises(NodeUnavailable) as raised:
+            getattr(client, call)()
+        assert target in str(raised.value)
+        assert words in str(raised.value)
+        for raw in ("ipv4:", "last error", "StatusCode", "errno"):
+            assert raw not in str(raised.value)
+
+
+def test_the_doctor_walks_to_a_node_and_tells_each_step(
+    shared_node: NodeProcess, free_port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--node", shared_node.target]) == 0
+    assert "5 ok, 0 warn, 0 fail" in capsys.readouterr().out
+    assert main(["doctor", "--node", free_port]) == 1
+    said = capsys.readouterr().out
+    assert "Is the node running" in said
+    assert "fabric" not in said
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[acme]\ntokens_sha256 = ["00"]\n'.replace("00", "0" * 64))
+    with small_node(tmp_path / "node", arguments=("--tenants", str(tenants))) as node:
+        yield lambda: node.target
+
+
+def test_the_doctor_tells_a_wrong_token_from_a_wrong_address(
+    guarded: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("wrong")
+    assert main(["doctor", "--node", guarded(), "--token-file", str(tmp_path / "token")]) == 1
+    said = capsys.readouterr().out
+    assert "fail  tenant" in said
+    assert "fabric" not in said
+
+
+def test_a_step_reads_as_a_sentence() -> None:
+    assert str(Step("name", False, "x has no address", "Is it right?")) == "x has no address. Is it right?"
+    assert str(Step("name", True, "x is y")) == "x is y."

@@ -1,0 +1,79 @@
+"""`kvstore certificates`: what it makes is taken by a node and its clients, and nothing is written over."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.client import Client
+from kvstore.client.contact import broken_step
+from kvstore.errors import NodeUnavailable
+from kvstore.reach import Reach
+from tests.conftest import small_node
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_node_and_a_client_take_what_it_makes(tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    asked = ["--node", "127.0.0.1,storage-1", "--client", "engine-1.acme"]
+    assert main(["certificates", str(certs), *asked]) == 0
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[acme]\ncertificates = ["engine-1.acme"]\n')
+    arguments = ("--tls-cert", str(certs / "127.0.0.1.pem"), "--tls-key", str(certs / "127.0.0.1.key"),
+                 "--tls-clients", str(certs / "ca.pem"), "--tenants", str(tenants))  # fmt: skip
+    with small_node(tmp_path / "node", arguments=arguments) as node:
+        shown: dict[str, Any] = {
+            "certificate": certs / "engine-1.acme.pem",
+            "key": certs / "engine-1.acme.key",
+        }
+        with Client(node.target, ca=certs / "ca.pem", **shown) as client:
+            client.put_inline(bytes(32), b"x")
+            assert client.get_inline(bytes(32), 1) == b"x"
+        as_node: dict[str, Any] = {"certificate": certs / "127.0.0.1.pem", "key": certs / "127.0.0.1.key"}
+        with Client(node.target, ca=certs / "ca.pem", **as_node) as client, pytest.raises(NodeUnavailable):
+            client.statistics()  # a node's certificate is no client's
+        elsewhere = Reach((f"localhost:{node.target.rpartition(':')[2]}",), ca=certs / "ca.pem", **shown)
+        step = broken_step(elsewhere)
+        assert step is not None
+        assert "a name that stands in its certificate" in step.advice
+
+
+def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certs = tmp_path / "certs"
+    assert main(["certificates", str(certs), "--client", "a"]) == 0
+    before = {path.name: path.read_bytes() for path in certs.iterdir()}
+    assert before.keys() == {"ca.pem", "ca.key", "a.pem", "a.key"}
+    assert {stat.S_IMODE((certs / name).stat().st_mode) for name in before if name.endswith(".key")} == {
+        0o600
+    }
+    assert main(["certificates", str(certs), "--client", "a"]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["certificates", str(certs), "--client", "b", "--node", "::1"]) == 0  # of the same authority
+    after = {path.name: path.read_bytes() for path in certs.iterdir()}
+    assert after.keys() - before.keys() == {"b.pem", "b.key", "__1.pem", "__1.key"}
+    assert all(after[name] == content for name, content in before.items())
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (("--client", "a/b"), "is no name"),
+        (("--client", ""), "is no name"),
+        (("--client", "ca"), "one file name"),
+        (("--client", "a", "--node", "a"), "one file name"),
+        (("--client", "a", "--days", "0"), "--days"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_anything_is(
+    tmp_path: Path, asked: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certificates", str(tmp_path / "certs"), *asked]) == 1
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "certs").exists()
