@@ -1,0 +1,36 @@
+"""docs/settings.md says what the code reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvstore.cli import _parser
+from kvstore.limits import LOG_LINES_PER_S, RPC_TIMEOUT_MS
+from kvstore.reach import Reach
+from kvstore.serve_options import OPTIONS
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "settings.md").read_text()
+ROWS = [
+    [cell.strip().strip("`") for cell in line.split("|")[1:4]]
+    for line in PAGE.splitlines()
+    if re.match(r"\| `\w+` \|", line)
+]
+
+
+def test_the_table_has_each_setting_and_its_flag() -> None:
+    assert {name for name, _, _ in ROWS} == Reach.settings()
+    parser = _parser()
+    for _, flag, _ in ROWS:
+        if flag:
+            value = [] if flag == "--tls" else ["127.0.0.1:1"]
+            parser.parse_args(["stats", flag.split()[0], *value])
+    defaults = {name: default for name, _, default in ROWS}
+    assert int(defaults["timeout_ms"]) == RPC_TIMEOUT_MS
+
+
+def test_what_counts_at_once_is_named() -> None:
+    for option in OPTIONS:
+        if option.reloads:
+            assert f"`{option.name}`" in PAGE
+    assert f"at most {LOG_LINES_PER_S} lines a second" in PAGE
