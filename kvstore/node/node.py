@@ -273,8 +273,10 @@ class Node:
             return [False] * len(blocks)
         entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
         now_ms = self.clock.wall_ms()
+        doubtful = self.store.doubtful([entry.generation for entry in entries if entry is not None])
         stored = [
             entry is not None
+            and entry.generation not in doubtful
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms

@@ -14,7 +14,7 @@ from array import array
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.errors import StorageError
+from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.storage.ahead import Ahead
 from kvstore.storage.extents import Extents
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Index
     from kvstore.wire.record import Superblock
 
-__all__ = ["Found", "extents_around", "rebuild", "scan"]
+__all__ = ["Found", "check_manifests", "extents_around", "rebuild", "scan"]
 
 _WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
 _JUMPED_OVER_BYTES: Final = (
@@ -101,6 +101,27 @@ def extents_around(index: Index, superblock: Superblock) -> tuple[array[int], Ex
 
     first = records_begin(superblock.capacity_bytes)
     return pages, Extents.around(noted(), first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+
+
+def check_manifests(disk: Disk, superblock: Superblock, index: Index, synced_generation: int) -> None:
+    """Read each record of a session or a chunk that is not known to be synced; Corrupt if one is not whole.
+
+    Their payloads are in the index, so nobody would notice until the index is gone.
+    """
+    codec, manifests = HeaderCodec(superblock.secret, superblock.drive_uuid), Manifests(index)
+    places = [stored.place for _, stored in manifests.all()]
+    places += [place for _, _, place, _ in manifests.all_chunks()]
+    for place in places:
+        if place.generation > synced_generation:
+            try:
+                record = disk.read_at(place.offset, record_bytes(place.length))
+            except StorageError as error:
+                raise Corrupt("A session's record cannot be read.") from error
+            header = codec.parse(record, 0, place.offset)
+            payload = memoryview(record)[HEADER_BYTES : HEADER_BYTES + place.length]
+            is_its = isinstance(header, Header) and header.generation == place.generation
+            if not is_its or crc32c(payload) != place.crc32c:
+                raise Corrupt("A session's record is not whole.")
 
 
 class _Sessions:
