@@ -314,3 +314,37 @@ def test_doubts_go_with_the_index(fake: Rig) -> None:
     fake.disk = FakeDisk(disk_of(fake).pages)
     fake.open()
     assert fake.store.statistics().doubted == 1, "the index was lost, and with it what was known"
+
+
+@pytest.mark.parametrize("how", ["delete", "evict"])
+def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it(fake: Rig, how: str) -> None:
+    """It began in the room of a record that was freed, and reached into the next; the crash kept the header alone."""
+    fake.put(1, bytes(5 * PAGE_BYTES), Durability.SYNCED)
+    fake.put(2, PAYLOAD, Durability.SYNCED)
+    before = dict(disk_of(fake).pages)
+    (first, _), (second, size) = fake.record_at(1), fake.record_at(2)
+    fake.delete(1)
+    fake.delete(2)
+    fake.put(3, b"small")
+    fake.put(4, bytes(5 * PAGE_BYTES))
+    reaching, reaches = fake.record_at(4)
+    assert first < reaching < second < reaching + reaches
+    pages = disk_of(fake).pages
+    kept = [first, *range(second, second + size, PAGE_BYTES)]
+    pages.update((at // PAGE_BYTES, before[at // PAGE_BYTES]) for at in kept)
+    fake.kill()
+    fake.disk = FakeDisk(pages)
+    fake.boot_id = "1" * 36
+    fake.open()
+    assert [fake.record_at(1)[0], fake.record_at(2)[0]] == [first, second]
+    assert fake.put(2, PAYLOAD, Durability.SYNCED).error is None
+    if how == "delete":
+        fake.delete(1)
+    else:
+        entry = fake.store.lookup([(TENANT, key(1))])[0]
+        assert entry is not None
+        fake.store.evict([entry.generation])
+        fake.settle()
+    fake.power_loss(seed=1)
+    fake.open()
+    assert fake.get(2)[1] == PAYLOAD
