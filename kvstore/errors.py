@@ -14,6 +14,7 @@
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
     │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
+    │   ├── KeyTaken           another block is stored under the key, which is written once
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── NoSession          there is no session of this name
     │   ├── SessionRefused     a step that can't be done to the session as it is
@@ -57,6 +58,7 @@ __all__ = [
     "FabricUnavailable",
     "FolderLocked",
     "ForeignDrive",
+    "KeyTaken",
     "KvError",
     "LayoutError",
     "LeaseExpired",
@@ -134,6 +136,10 @@ class NoSpace(StorageError):
 
 class QuotaExceeded(StorageError):
     """The tenant has as many bytes as his quota, and nothing of his may go for the block."""
+
+
+class KeyTaken(StorageError):
+    """Another block is stored under the key: keys are written once, and the bytes of this put were not kept."""
 
 
 class Corrupt(StorageError):

@@ -16,6 +16,8 @@ __all__ = [
     "BLOCK_BYTES_MIN",
     "BREAKER_MS_MAX",
     "BREAKER_MS_MIN",
+    "CHECKS_AT_ONCE",
+    "CHECK_PIECE_BYTES",
     "CLIENTS_MAX",
     "DELETES_QUEUED_MAX",
     "DRIVES_MAX",
@@ -84,6 +86,7 @@ __all__ = [
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SCAN_UNREADABLE_PAGES_MAX",
+    "SCRUB_PIECE_BYTES",
     "SECTOR_BYTES",
     "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_FOLLOWED_MAX",
@@ -206,6 +209,9 @@ DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
 DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered
 SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not answered
+CHECKS_AT_ONCE = 4  # records of a drive that are read and checked because a put is to be settled with them
+CHECK_PIECE_BYTES = 1 << 20  # of such a record is read at a time
+SCRUB_PIECE_BYTES = 256 << 10  # of a quarantined extent is overwritten at a time, one at a time
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
@@ -300,6 +306,8 @@ assert DRIVES_MAX * GENERATIONS_PER_DRIVE == GENERATION_MAX + 1
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert CHECK_PIECE_BYTES % PAGE_BYTES == 0 == SCRUB_PIECE_BYTES % PAGE_BYTES
+assert CHECKS_AT_ONCE * CHECK_PIECE_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert PREFETCH_AHEAD_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
 assert (

@@ -319,6 +319,8 @@ class Fetches:
             self._failed(fetch, event.status)
         else:
             self._sent[fetch.hot, fetch.queued_ns] += 1
+            if not fetch.hot and self._store.has_doubts:
+                self._store.believe([fetch.generation])
         self._end(fetch)
 
     def _note_sent(self) -> None:

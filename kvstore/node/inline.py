@@ -107,7 +107,7 @@ class InlineBlocks:
             def finish(batch: Sequence[PutDone]) -> None:
                 self.give_back(peer, piece)
                 lengths = [length] if batch[0].error is None else []
-                self.counters.kept(lengths, 1 - len(lengths))
+                self.counters.kept(lengths, [batch[0].error])
                 self.timings.inline_kept(tenant, batch[0].durability, began_ns, landed_ns, lengths)
                 if not kept.done():
                     kept.set_result(batch[0])

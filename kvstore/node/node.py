@@ -18,7 +18,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded, ProtocolError
+from kvstore.errors import KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -273,8 +273,10 @@ class Node:
             return [False] * len(blocks)
         entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
         now_ms = self.clock.wall_ms()
+        doubtful = self.store.doubtful([entry.generation for entry in entries if entry is not None])
         stored = [
             entry is not None
+            and entry.generation not in doubtful
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms
@@ -375,11 +377,12 @@ class Node:
             if connection.closed:
                 self._free_if_idle(connection)
             elif done.error is not None:
-                log.warning("a block could not be kept: %s", done.error)
+                level = logging.DEBUG if isinstance(done.error, KeyTaken) else logging.WARNING
+                log.log(level, "a block could not be kept: %s", done.error)
                 words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
             elif lease.durability > Durability.LANDED:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
-        self.counters.kept(lengths, len(batch) - len(lengths))
+        self.counters.kept(lengths, (done.error for done in batch))
         if words:
             put_words(self.fabric, words)
         for (tenant, durability), leases in kept.items():

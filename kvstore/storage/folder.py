@@ -21,12 +21,13 @@ from kvstore.limits import DRIVES_MAX, PAGE_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CommitNote", "FolderLock", "NotePlace", "drive_path", "index_path", "sync_folder"]
+__all__ = ["CommitNote", "FolderLock", "NotePlace", "SyncNote", "drive_path", "index_path", "sync_folder"]
 
 _LOCK_NAME: Final = "kvstore.lock"
 _NOTE: Final = struct.Struct("<16sQQ")
+_SYNCED_AT: Final = PAGE_BYTES // 2  # behind all notes of commits
 
-assert _NOTE.size * DRIVES_MAX <= PAGE_BYTES
+assert _NOTE.size * DRIVES_MAX <= _SYNCED_AT
 
 
 def drive_path(data: Path, number: int) -> Path:
@@ -45,6 +46,14 @@ class CommitNote(NamedTuple):
     drive_uuid: bytes
     epoch: int
     commit: int
+
+
+class SyncNote(NamedTuple):
+    """The last sync that is known to have happened: of which drive, in which epoch, up to which generation."""
+
+    drive_uuid: bytes
+    epoch: int
+    generation: int
 
 
 class FolderLock:
@@ -79,7 +88,7 @@ class FolderLock:
 
 
 class NotePlace:
-    """Where the commits of one index are noted; good for as long as the lock is held."""
+    """Where the commits of one index and the syncs of its drive are noted; good for as long as the lock is held."""
 
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
@@ -93,6 +102,15 @@ class NotePlace:
     def write_note(self, note: CommitNote) -> None:
         """Note a commit: a store to a page that outlives the process, so it costs next to nothing."""
         _NOTE.pack_into(self._page, self._at, *note)
+
+    @property
+    def synced(self) -> SyncNote:
+        """What was synced last."""
+        return SyncNote._make(_NOTE.unpack_from(self._page, _SYNCED_AT + self._at))
+
+    def write_synced(self, note: SyncNote) -> None:
+        """Note a sync."""
+        _NOTE.pack_into(self._page, _SYNCED_AT + self._at, *note)
 
 
 def sync_folder(folder: Path) -> None:

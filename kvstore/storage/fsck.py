@@ -14,14 +14,16 @@ when the store was last open: all that is on them is voided when they come back.
 from __future__ import annotations
 
 import shutil
+from array import array
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.errors import ConfigError, Corrupt, StorageError
-from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.bay import FolderBay
+from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
@@ -152,7 +154,7 @@ def check(
             drive.compare(boot)
             drive.count([one.second for one in drives])
             if payloads:
-                _check_payloads(drive.disk, drive.second, drive.report)
+                _check_payloads(drive.disk, drive.second, drive.doubts, drive.report)
         for drive in drives:
             if repair and any(_DAMAGE[what] for what in drive.report.damage):
                 drive.swap(boot)
@@ -206,6 +208,8 @@ class _Checked:
         self.second = Index.empty(self._second_path, superblock.capacity_bytes)
         last.callback(self.second.abandon)
         self._highest = rebuild(disk, superblock, self.second, progress)
+        self.doubts = Doubts(self.second)
+        self.doubts.add_above(0)
 
     def compare(self, boot_id: str) -> None:
         """Hold the folder's index against the drive."""
@@ -324,7 +328,8 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     report.counts["counts of references that are wrong"] += len(wanted) + len(naming)
 
 
-def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
+def _check_payloads(disk: Disk, index: Index, doubts: Doubts, report: Report) -> None:
+    whole = array("Q")  # to be believed when nothing is read from the index any more
     for (_, key), entry in index.entries():
         size = record_bytes(entry.length) - HEADER_BYTES
         try:
@@ -334,6 +339,11 @@ def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
             continue
         if crc32c(memoryview(payload)[: entry.length]) != entry.crc32c:
             report.add("payloads that fail their CRC", key.hex())
+        else:
+            whole.append(entry.generation)
+    for first in range(0, len(whole), BATCH_BLOCKS_MAX):
+        doubts.believe(whole[first : first + BATCH_BLOCKS_MAX])
+    doubts.commit()
 
 
 def _joined(

@@ -12,10 +12,12 @@ Always holds:
 - Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
   boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
   all before it.
+- Who is doubted (`kvstore.storage.doubts`) is noted by generation, and gone with the block.
 - A batch is published, or removed, in one transaction: all of it or nothing.
 - Each block has one row by name and one by generation. The latter are appended: generations rise.
 
-It doesn't know about extents or pins. Sessions are `kvstore.storage.manifests`, in tables of their own.
+It doesn't know about extents or pins. Sessions and doubts are in tables of their own
+(`kvstore.storage.manifests` and `.doubts`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -34,7 +36,7 @@ import numpy as np
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.folder import CommitNote
-from kvstore.wire.record import record_bytes
+from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     Name = tuple[bytes, bytes]
     """Tenant and key."""
 
-__all__ = ["Entry", "Index", "kernel_boot_id"]
+__all__ = ["Entry", "Index", "header_of", "kernel_boot_id"]
 
 T = TypeVar("T")
 
@@ -77,7 +79,10 @@ _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its en
 _PAGES_BITS: Final = 16  # of a record; the largest has 2^14 + 1
 _PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
 _GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
+_DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
+_EPOCH: Final = struct.Struct("<Q")
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
+_DOUBTS: Final = b"doubts"
 
 assert _ENTRY.size == _BORN.size == _ROW.itemsize
 assert _OWNER.size == 48 + _PLACE.size
@@ -92,6 +97,21 @@ class Entry(NamedTuple):
     generation: int
     expires_ms: int
     fingerprint: bytes
+
+
+def header_of(name: Name, entry: Entry) -> Header:
+    """Give the header that a block has to have on the drive."""
+    tenant, key = name
+    return Header(
+        Kind.BLOCK,
+        key,
+        tenant,
+        entry.fingerprint,
+        entry.generation,
+        entry.length,
+        entry.crc32c,
+        entry.expires_ms,
+    )
 
 
 def kernel_boot_id() -> str:
@@ -109,6 +129,9 @@ class Index:
         self._notes: NotePlace | None = None  # where commits are noted, from the epoch's beginning on
         self._noted = (b"", 0)
         self.was_clean = False
+        self.knows_doubts = True  # an older build noted none
+        self.doubts: Any = None  # the table; an older build's index that is only read has none
+        self.has_doubts = False  # or may have
         self._covered_bytes = 0
         self._open(durable=False)
 
@@ -349,6 +372,8 @@ class Index:
             return None
         entry = Entry._make(_ENTRY.unpack(row))
         transaction.delete(_GENERATION.pack(entry.generation), db=self.generations)
+        if self.has_doubts:
+            transaction.delete(_GENERATION.pack(entry.generation), db=self.doubts)
         return entry
 
     def _unreadable(self, error: lmdb.Error) -> StorageError:
@@ -360,7 +385,7 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=len(_TABLES),
+            max_dbs=len(_TABLES) + 1,
             readonly=self._readonly,
             create=not self._readonly,
             sync=durable,
@@ -374,9 +399,16 @@ class Index:
             self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
                 self._env.open_db(table, create=not self._readonly) for table in _TABLES
             )
+            self._open_doubts()
         except BaseException:
             self._env.close()
             raise
+
+    def _open_doubts(self) -> None:
+        with suppress(lmdb.NotFoundError):
+            self.doubts = self._env.open_db(_DOUBTS, create=not self._readonly)
+            with self._env.begin() as transaction:
+                self.has_doubts = transaction.stat(self.doubts)["entries"] > 0
 
     def _refuse_if_cut(self) -> None:
         # Touching a page behind the end of a mapped file kills the process, so this comes before any look-up.
@@ -399,13 +431,14 @@ class Index:
 
     def _is_of(self, superblock: Superblock, boot_id: str, note: CommitNote) -> bool:
         with self._env.begin(db=self._meta) as transaction:
-            meta = transaction.get(_META_KEY)
+            meta, doubted = transaction.get(_META_KEY), transaction.get(_DOUBTED_KEY)
         if meta is None:
             return False
         drive_uuid, epoch, clean, boot = _META.unpack(meta)
         if (drive_uuid, epoch) != (superblock.drive_uuid, superblock.epoch):
             return False
         self.was_clean = bool(clean)
+        self.knows_doubts = doubted == _EPOCH.pack(epoch)
         if self.was_clean:
             return True
         # A process may die between a commit and its note, so the index may be further, by one.
@@ -415,7 +448,12 @@ class Index:
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
         meta = _META.pack(superblock.drive_uuid, superblock.epoch, clean, boot_id.encode())
-        self.write(lambda transaction: transaction.put(_META_KEY, meta, db=self._meta))
+
+        def put(transaction: Any) -> None:
+            transaction.put(_META_KEY, meta, db=self._meta)
+            transaction.put(_DOUBTED_KEY, _EPOCH.pack(superblock.epoch), db=self._meta)
+
+        self.write(put)
 
 
 def _packed(offset: int, length: int) -> int:

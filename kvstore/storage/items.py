@@ -55,9 +55,10 @@ class PutItem(NamedTuple):
 
 
 class PutDone(NamedTuple):
-    """A put has ended. Without an error, the first block of its name is as durable as asked.
+    """A put has ended. Without an error, a block of its name and with its bytes is as durable as asked.
 
-    That first block's bytes and expiry are the ones that count: names are written once.
+    Names are written once: it may be an earlier put's block, with that one's expiry. If that has other bytes, which
+    the CRCs tell, the error is KeyTaken.
     """
 
     tag: int
@@ -169,6 +170,7 @@ class Statistics:
     blocks: int
     quarantined: int
     quarantined_bytes: int
+    doubted: int
     eviction: eviction.Statistics
     puts_pending: int
     waiting_for_room: int

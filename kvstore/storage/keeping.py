@@ -14,6 +14,7 @@ It decides nothing: the core does, and `kvstore.storage.room` asks it. Guards la
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.deadlines import Deadlines
+    from kvstore.storage.doubts import Doubts
     from kvstore.storage.eviction.items import Eviction, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.scrubs import Scrubs
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import Superblock
@@ -58,7 +61,7 @@ _SAID: Final = {
     Reason.EXPIRED: "removed when its time to live was over",
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
-    Reason.QUARANTINED: "forgotten because it failed a check",
+    Reason.QUARANTINED: "forgotten because it failed a check or could not be read",
 }
 
 
@@ -77,11 +80,14 @@ class Explanation(NamedTuple):
     """Where a block is, or where it went."""
 
     stored: bool  # it can be got, unless its time is over or it fails a check
+    doubted: bool  # nobody has checked it since the node ended in disorder
     gone: Eviction | None  # the last one of its name that went, if that is remembered
     now_ms: int
 
     def __str__(self) -> str:
         """Say it in one sentence."""
+        if self.stored and self.doubted:
+            return "The block was found when the node began after a crash, and has not been checked yet."
         if self.stored:
             return "The block is stored."
         if self.gone is None:
@@ -115,6 +121,8 @@ class Keeping:
         index: Index,
         writes: Writes,
         wipes: Wipes,
+        scrubs: Scrubs,
+        doubts: Doubts,
         superblock: Superblock,
         clock: Clock,
         policy: str,
@@ -124,6 +132,8 @@ class Keeping:
         self._index = index
         self._writes = writes
         self._wipes = wipes
+        self._scrubs = scrubs
+        self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
         self.marks = watermarks(pages)
@@ -134,8 +144,8 @@ class Keeping:
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
-        self.quarantined = 0
-        self.quarantined_bytes = 0
+        self.quarantined = 0  # since the opening
+        self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
 
     # Ways in.
 
@@ -172,15 +182,15 @@ class Keeping:
         return gone
 
     def let_go(self, blocks: Iterable[tuple[Name, Entry]], reason: Reason, *, wipe: bool = True) -> None:
-        """Wipe and free blocks that the index does not have any more; if they can't be trusted, don't free them."""
+        """Wipe and free blocks that the index does not have any more; what is quarantined is overwritten before."""
         now_ms = self._clock.wall_ms()
-        reusable = reason is not Reason.QUARANTINED
         blocks = list(blocks)
         self._tell([name for name, _ in blocks], reason)
         for name, entry in blocks:
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
-            self._leave_ground(entry, reusable=reusable, wipe=wipe)
+            instead = self._quarantine_pages(name, entry) if reason is Reason.QUARANTINED else None
+            self._leave_ground(entry, instead, wipe=wipe)
 
     def evict(self, victims: Sequence[Eviction]) -> None:
         """Drop blocks that the core has forgotten already. If the index fails, the store has stopped."""
@@ -211,7 +221,11 @@ class Keeping:
             self.drop(names, Reason.CLEARED)
 
     def quarantine(self, name: Name, generation: int, *, wipe: bool) -> None:
-        """Forget a block that failed a check. Its extent is not used again until the store is opened anew."""
+        """Forget a block that failed a check, or could not be read.
+
+        Its extent counts against its tenant, until the drive has overwritten it without an error (`scrubs`); one where
+        another record's header stands is not ours to wipe, and stays so until the store is opened anew.
+        """
         entry = self._index.lookup([name])[0]
         if entry is None or entry.generation != generation:
             return  # a newer one has taken its place, or it has been forgotten
@@ -221,7 +235,44 @@ class Keeping:
             return
         self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
         self.quarantined += 1
-        self.quarantined_bytes += record_bytes(entry.length)
+
+    def unreadable(self, name: Name, generation: int, *, wipe: bool) -> None:
+        """Quarantine a block that could not be read, twice; on a drive that takes no writes, doubt it.
+
+        Such a drive may be away for a while with all that it has, and can wipe nothing.
+        """
+        if self._writes.stopped is None:
+            self.quarantine(name, generation, wipe=wipe)
+        else:
+            with suppress(StorageError):
+                self._doubts.add([generation])
+
+    def believe(self, generations: Iterable[int]) -> None:
+        """Note that the CRC of these blocks was checked and is right."""
+        self._doubts.believe(generations)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """How much is not in use because it failed a check."""
+        return self._quarantined_pages.total() * PAGE_BYTES
+
+    def quarantined_pages_of(self, tenant: bytes) -> int:
+        """How much of it was a tenant's."""
+        return self._quarantined_pages[tenant]
+
+    def _quarantine_pages(self, name: Name, entry: Entry) -> Callable[[int, int], None]:
+        tenant = name[0]
+        self._quarantined_pages[tenant] += _pages(entry)
+
+        def overwrite(start: int, pages: int) -> None:
+            self._scrubs.add(start, pages, lambda: self._in_use_again(tenant, pages))
+
+        return overwrite
+
+    def _in_use_again(self, tenant: bytes, pages: int) -> None:
+        self._quarantined_pages[tenant] -= pages
+        if not self._quarantined_pages[tenant]:
+            del self._quarantined_pages[tenant]
 
     def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
         if self.listener is not None and names:
@@ -234,10 +285,12 @@ class Keeping:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             raise
 
-    def _leave_ground(self, entry: Entry, *, reusable: bool = True, wipe: bool = True) -> None:
+    def _leave_ground(
+        self, entry: Entry, instead: Callable[[int, int], None] | None = None, *, wipe: bool = True
+    ) -> None:
         self.ground.take(entry.offset // PAGE_BYTES)
         if wipe:
-            self._wipes.free([(entry.offset, entry.length)], reusable=reusable)
+            self._wipes.free([(entry.offset, entry.length)], instead=instead)
 
     # Uses and guards.
 
@@ -305,12 +358,13 @@ class Keeping:
 
     def explain(self, name: Name) -> Explanation:
         """Tell where a block is, or went."""
-        stored = self._index.lookup([name])[0] is not None
-        return Explanation(stored, self._history.of(name), self._clock.wall_ms())
+        entry = self._index.lookup([name])[0]
+        doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
+        return Explanation(entry is not None, doubted, self._history.of(name), self._clock.wall_ms())
 
     def miss(self, name: Name) -> Miss:
         """Give the miss of a block that is not in the index."""
-        return Explanation(stored=False, gone=self._history.of(name), now_ms=0).miss
+        return Explanation(stored=False, doubted=False, gone=self._history.of(name), now_ms=0).miss
 
     # The opening.
 

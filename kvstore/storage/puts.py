@@ -4,11 +4,14 @@ Always holds:
 
 - A put is reported only when its record is whole on the drive, in the index, and, if asked for, synced
   (`kvstore.storage.writes` keeps the order of all records).
-- A name is written once: later puts of it share the fate of the first, and of what is stored already.
+- A name is written once: later puts of it with the same bytes share the fate of the first, and of what is stored;
+  those with other bytes are told so, and change nothing.
+- What is stored settles no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it is
+  whole the put is settled with it; if not, it is quarantined and the put is written.
 - What a put replaces is wiped before its extent is free.
 - A put of a tenant at his quota waits before it is queued (`kvstore.storage.quotas`).
 
-It doesn't check payloads: `crc32c` is the caller's word.
+It doesn't check payloads of puts: `crc32c` is the caller's word.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import StorageError
+from kvstore.errors import KeyTaken, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -27,6 +30,7 @@ from kvstore.limits import (
     PAGE_BYTES,
     TENANT_BYTES,
 )
+from kvstore.storage.checks import Finding
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
@@ -35,14 +39,17 @@ from kvstore.storage.quotas import Charged
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.checks import Checks
     from kvstore.storage.index import Index, Name
     from kvstore.storage.keeping import Keeping
     from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.writes import RecordWrite, Writes
     from kvstore.wire.record import HeaderCodec
+
+    Doubtful = Callable[[Sequence[int]], Collection[int]]
 
 __all__ = ["Puts"]
 
@@ -53,8 +60,18 @@ class Puts:
     """All puts that have not been reported yet."""
 
     def __init__(
-        self, writes: Writes, index: Index, keeping: Keeping, queue: QuotaQueue, clock: Clock
+        self,
+        writes: Writes,
+        index: Index,
+        keeping: Keeping,
+        queue: QuotaQueue,
+        clock: Clock,
+        *,
+        checks: Checks,
+        doubtful: Doubtful,
     ) -> None:
+        self._checks = checks
+        self._doubtful = doubtful
         self._queue = queue
         self._writes = writes
         self._index = index
@@ -67,6 +84,7 @@ class Puts:
         """Take puts on; each is reported through the outbox, later or at once."""
         stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        doubtful = self._doubtful([entry.generation for entry in stored if entry is not None])
         for item, entry in zip(items, stored, strict=True):
             refusal = _refusal(item)
             if refusal is not None:
@@ -77,9 +95,35 @@ class Puts:
                 write = _Write(self._writes, self, item, done, replaces=entry)
                 self._by_name[item.tenant, item.key] = write
                 self._queue.add(write)
+            elif entry.generation in doubtful:
+                self._check(item, done, entry)
             else:
                 self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
+
+    def _check(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
+        """Settle a put with what is stored if that is whole, and write it otherwise."""
+        write = _Write(self._writes, self, item, done, replaces=None)
+        self._by_name[write.name] = write
+        self._checks.check(write.name, entry, lambda finding: self._checked(write, entry, finding))
+
+    def _checked(self, write: _Write, entry: Entry, finding: Finding) -> None:
+        name, generation = write.name, entry.generation
+        wipe = finding is not Finding.FOREIGN
+        if finding is Finding.UNREADABLE:
+            self._keeping.unreadable(name, generation, wipe=wipe)
+        elif finding is not Finding.WHOLE:
+            self._keeping.quarantine(name, generation, wipe=wipe)
+        now = self._index.lookup([name])[0]  # others may have removed it meanwhile
+        if now is None or self._is_over(now):
+            write.replaces = now
+            self._queue.add(write)
+        elif finding is Finding.WHOLE:
+            self._keeping.believe([generation])
+            self._keeping.used([generation])
+            self._settle_all(write, now)
+        else:  # it could not be quarantined: the drive has stopped, or its index has
+            self._end_all(write, self._writes.stopped_again())
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
@@ -105,21 +149,34 @@ class Puts:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
         self._queue.quotas.leave(record)
-        del self._by_name[record.name]
-        for item, done in ((record.item, record.done), *record.followers):
-            if error is None:
-                self._settle(item, done, record.entry())
-            else:
-                self._report(item, done, error)
-        for then in record.afterwards:
+        if error is None:
+            self._settle_all(record, record.entry())
+        else:
+            self._end_all(record, error)
+
+    def _settle_all(self, write: _Write, entry: Entry) -> None:
+        for item, done in write.items():
+            self._settle(item, done, entry)
+        self._end(write)
+
+    def _end_all(self, write: _Write, error: StorageError) -> None:
+        for item, done in write.items():
+            self._report(item, done, error)
+        self._end(write)
+
+    def _end(self, write: _Write) -> None:
+        del self._by_name[write.name]
+        for then in write.afterwards:
             then()
 
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
         """Report a put whose name is stored, as soon as it is as durable as this put asks."""
         if (entry.length, entry.fingerprint) != (item.length, item.fingerprint):
             self._report(
-                item, done, StorageError("The key is stored already, with another length or layout.")
+                item, done, KeyTaken("Another block is stored under the key, of another length or layout.")
             )
+        elif entry.crc32c != item.crc32c:
+            self._report(item, done, KeyTaken("Another block is stored under the key, with other bytes."))
         elif item.durability is Durability.SYNCED and entry.generation > self._writes.synced_generation:
             self._report_when_synced(item, done, entry.generation)
         else:
@@ -159,6 +216,10 @@ class _Write(Charged):
     @property
     def name(self) -> Name:
         return self.item.tenant, self.item.key
+
+    def items(self) -> Iterator[tuple[PutItem, PutsDone]]:
+        yield self.item, self.done
+        yield from self.followers
 
     def entry(self) -> Entry:
         item = self.item

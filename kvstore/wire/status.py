@@ -29,6 +29,7 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.NoSession, grpc.StatusCode.NOT_FOUND),
     (errors.SessionRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.KeyTaken, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Corrupt, grpc.StatusCode.DATA_LOSS),
     (KvError, grpc.StatusCode.INTERNAL),
 )

@@ -154,10 +154,10 @@ class Saves:
         broken = set(step.broken)
         for armed, numbers in step.armed:
             for number, result in zip(numbers, armed.wait(0), strict=True):
-                if result.error is not None:
+                if not result.has_block:
                     saved.failed += 1
                     broken.add(number)
-                elif not result.already_stored:
+                elif result.error is None and not result.already_stored:
                     saved.pages += 1
                     saved.bytes += self._memory.groups[step.blocks[number].group].page_bytes
         saved.stored = [
