@@ -16,14 +16,15 @@ Of the other drives of its store it asks only which blocks and sessions they hav
 
 from __future__ import annotations
 
+import logging
 import os
 import select
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import Corrupt, Overloaded, ProtocolError, StorageError
+from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
@@ -40,6 +41,7 @@ from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.index_check import check_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
@@ -83,6 +85,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Drive", "check_batch", "check_steps"]
 
+log = logging.getLogger(__name__)
+
 
 class Drive(Handle):
     """An open drive."""
@@ -119,6 +123,7 @@ class Drive(Handle):
         )
         self._rebuilt = opened.rebuilt
         self._closed = False
+        index.failed = self._index_failed
         keeping.restore()
 
     @classmethod
@@ -276,8 +281,11 @@ class Drive(Handle):
         return self._index.names_of(generations)
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Tell of each (tenant, key) what the index has; expired blocks are told too."""
-        return self._index.lookup(keys)
+        """Tell of each (tenant, key) what the index has; expired blocks are told too. One that fails has nothing."""
+        try:
+            return self._index.lookup(keys)
+        except StorageError:  # the drive has stopped by it
+            return [None] * len(keys)
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
         """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
@@ -356,7 +364,7 @@ class Drive(Handle):
         return Statistics(
             capacity_bytes=self.capacity_bytes,
             free_bytes=self._extents.free_pages * PAGE_BYTES,
-            blocks=len(self._index),
+            blocks=len(self.keeping.core),
             quarantined=self.keeping.quarantined,
             quarantined_bytes=self.keeping.quarantined_bytes,
             eviction=self.keeping.core.statistics(),
@@ -399,6 +407,12 @@ class Drive(Handle):
         """Do soon what quotas that have changed bring about."""
         self._look_again()
         self._wake_if_due()
+
+    def _index_failed(self, error: StorageError) -> None:
+        """Take no more puts: the next opening makes another index, of what the drive has then."""
+        if self._writes.stopped is None:
+            log.warning("%s It is built anew at the next start.", error)
+        self._writes.stop(ReadOnly(f"{error} The drive takes no more puts until the store is opened anew."), 0)
 
     def _look_again(self) -> None:
         self._room.look_again()
@@ -453,6 +467,11 @@ def check_steps(items: Sequence[SessionItem]) -> None:
         raise ProtocolError(f"A session is appended at most {BATCH_BLOCKS_MAX} blocks at a time.")
 
 
+def _half(doubt: StorageError) -> str:
+    said = str(doubt).rstrip(".")
+    return said[:1].lower() + said[1:]
+
+
 @dataclass(frozen=True, slots=True)
 class _OpenedIndex:
     """An index that agrees with the drive, and what follows from it."""
@@ -473,14 +492,20 @@ def _open_index(
     is_empty: bool,
 ) -> _OpenedIndex:
     """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
-    index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
+    index: Index | None = None
     live, extents = None, None
+    blank = is_empty or volume.superblock.epoch == EPOCH_FORMATTED
     with ExitStack() as undo:
-        if index is not None:
+        try:
+            index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
-            with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
-                live, extents = extents_around(index, volume.superblock)
-        blank = is_empty or volume.superblock.epoch == EPOCH_FORMATTED
+            live, extents = extents_around(index, volume.superblock)
+            if not index.is_sealed:
+                check_index(index, volume.superblock, volume.disk)
+        except StorageError as doubt:
+            extents = None
+            if not blank:
+                log.warning("The index in %s is built anew from the drive: %s.", folder, _half(doubt))
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()

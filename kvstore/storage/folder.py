@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import FolderLocked, StorageError
 from kvstore.limits import DRIVES_MAX, PAGE_BYTES
+from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +26,10 @@ __all__ = ["CommitNote", "FolderLock", "NotePlace", "drive_path", "index_path", 
 
 _LOCK_NAME: Final = "kvstore.lock"
 _NOTE: Final = struct.Struct("<16sQQ")
+_NOTE_BYTES: Final = _NOTE.size + 8  # with its check, and in whole words
+_NO_NOTE: Final = (bytes(16), 0, 0)
 
-assert _NOTE.size * DRIVES_MAX <= PAGE_BYTES
+assert _NOTE_BYTES * DRIVES_MAX <= PAGE_BYTES
 
 
 def drive_path(data: Path, number: int) -> Path:
@@ -83,16 +86,18 @@ class NotePlace:
 
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
-        self._at = number * _NOTE.size
+        self._at = number * _NOTE_BYTES
 
     @property
     def note(self) -> CommitNote:
-        """What was noted last, by this process or by one before it."""
-        return CommitNote._make(_NOTE.unpack_from(self._page, self._at))
+        """What was noted last, by this process or by one before it; of no drive, if that is damaged."""
+        row = self._page[self._at : self._at + _NOTE.size + CHECK_BYTES]
+        return CommitNote._make(_NOTE.unpack_from(row) if is_whole(b"note", row) else _NO_NOTE)
 
     def write_note(self, note: CommitNote) -> None:
         """Note a commit: a store to a page that outlives the process, so it costs next to nothing."""
-        _NOTE.pack_into(self._page, self._at, *note)
+        row = checked(b"note", _NOTE.pack(*note))
+        self._page[self._at : self._at + len(row)] = row
 
 
 def sync_folder(folder: Path) -> None:

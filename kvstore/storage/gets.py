@@ -13,6 +13,7 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
@@ -58,8 +59,13 @@ class Gets:
     def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Take gets on; each is reported through the outbox."""
         now_ms = self._clock.wall_ms()
-        stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        try:
+            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            for item in items:
+                self._miss(item, done, MissReason.UNREADABLE, str(error))
+            return
         reading = []
         for item, entry in zip(items, stored, strict=True):
             if entry is None:

@@ -212,10 +212,10 @@ class Keeping:
 
     def quarantine(self, name: Name, generation: int, *, wipe: bool) -> None:
         """Forget a block that failed a check. Its extent is not used again until the store is opened anew."""
-        entry = self._index.lookup([name])[0]
-        if entry is None or entry.generation != generation:
-            return  # a newer one has taken its place, or it has been forgotten
         try:
+            entry = self._index.lookup([name])[0]
+            if entry is None or entry.generation != generation:
+                return  # a newer one has taken its place, or it has been forgotten
             self._forget([name])
         except StorageError:  # the block will be checked, and missed, again
             return

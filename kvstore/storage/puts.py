@@ -65,8 +65,13 @@ class Puts:
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Take puts on; each is reported through the outbox, later or at once."""
-        stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        try:
+            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            for item in items:
+                self._report(item, done, error)
+            return
         for item, entry in zip(items, stored, strict=True):
             refusal = _refusal(item)
             if refusal is not None:
