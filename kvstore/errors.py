@@ -13,6 +13,7 @@
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
+    │   ├── Expired            what is put has a time to live that is over
     │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── NoSession          there is no session of this name
@@ -52,6 +53,7 @@ __all__ = [
     "Corrupt",
     "CudaUnavailable",
     "DeadlineExceeded",
+    "Expired",
     "FabricError",
     "FabricStuck",
     "FabricUnavailable",
@@ -130,6 +132,10 @@ class StorageError(KvError):
 
 class NoSpace(StorageError):
     """No extent is free for the block."""
+
+
+class Expired(StorageError):
+    """What is to be put has a time to live that is over: it would be gone before anybody could get it."""
 
 
 class QuotaExceeded(StorageError):

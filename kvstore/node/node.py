@@ -31,7 +31,7 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
-from kvstore.node.connection import Connection, check_count
+from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
@@ -47,6 +47,7 @@ from kvstore.node.traces import Traces
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutItem
+from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import allocate
@@ -251,7 +252,8 @@ class Node:
             raise ProtocolError(f"A lease lasts up to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
         for block in blocks:
             connection.check(block)
-        stored = self._stored(connection, blocks, durability)
+        refuse_expired(expires_unix_ms, self.clock.wall_ms())
+        stored = self._stored(connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
@@ -266,7 +268,11 @@ class Node:
         return [None if there else next(in_order) for there in stored]
 
     def _stored(
-        self, connection: Connection, blocks: Sequence[BlockRequest], durability: Durability
+        self,
+        connection: Connection,
+        blocks: Sequence[BlockRequest],
+        durability: Durability,
+        expires_unix_ms: int,
     ) -> list[bool]:
         if durability is Durability.SYNCED:
             # The index knows what is written, not what is synced; the store sorts it out when the block lands.
@@ -278,6 +284,7 @@ class Node:
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms
+            and lives_as_long(entry.expires_ms, expires_unix_ms)  # else it is put, and its header written anew
             for entry, block in zip(entries, blocks, strict=True)
         ]
         self.store.used(

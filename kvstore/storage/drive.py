@@ -48,6 +48,7 @@ from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
 from kvstore.storage.recovery import extents_around, rebuild
+from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
 from kvstore.storage.sessions import Sessions
 from kvstore.storage.superblock import EPOCH_FORMATTED
@@ -108,7 +109,8 @@ class Drive(Handle):
         self.keeping = keeping = Keeping(index, self._writes, self._wipes, volume.superblock, clock, policy)
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
-        self._puts = Puts(self._writes, index, keeping, self._quota_queue, clock)
+        renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
+        self._puts = Puts(self._writes, index, keeping, self._quota_queue, renewals, clock)
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
             self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
@@ -178,7 +180,7 @@ class Drive(Handle):
 
     def has_synced(self, generation: int) -> bool:
         """Tell whether a block that is stored here survives power loss by now."""
-        return generation <= self._writes.synced_generation
+        return self._puts.has_synced(generation)
 
     @property
     def puts_left(self) -> int:
@@ -342,6 +344,7 @@ class Drive(Handle):
         """Do what has become possible, and call the callbacks of what has ended."""
         self._traffic.poll()
         self._writes.settle_finished()
+        self._puts.settle_renewed()
         self._wipes.settle_finished()
         if not self._closed:
             self._sessions.expire(min(self.sessions_left, SESSIONS_EXPIRED_AT_ONCE))

@@ -93,7 +93,7 @@ class Gets:
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
             return
         found = self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
-        if found == _expected(item, entry):
+        if isinstance(found, Header) and found._replace(expires_ms=0) == _expected(item, entry):
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         else:
@@ -128,6 +128,7 @@ class _Read:
 
 
 def _expected(item: GetItem, entry: Entry) -> Header:
+    """Give the header but for its expiry, which may have been put off since the entry was looked up."""
     return Header(
         Kind.BLOCK,
         item.key,
@@ -136,7 +137,7 @@ def _expected(item: GetItem, entry: Entry) -> Header:
         entry.generation,
         entry.length,
         entry.crc32c,
-        entry.expires_ms,
+        0,
     )
 
 

@@ -57,7 +57,7 @@ class PutItem(NamedTuple):
 class PutDone(NamedTuple):
     """A put has ended. Without an error, the first block of its name is as durable as asked.
 
-    That first block's bytes and expiry are the ones that count: names are written once.
+    That first block's bytes are the ones that count: names are written once. It lives at least as long as asked.
     """
 
     tag: int

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.errors import ReadOnly, StorageError
+from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
@@ -121,6 +121,7 @@ class Keeping:
     ) -> None:
         first, until = records_begin(superblock.capacity_bytes), superblock.capacity_bytes
         pages = (until - first) // PAGE_BYTES
+        self._pages = pages
         self._index = index
         self._writes = writes
         self._wipes = wipes
@@ -270,6 +271,20 @@ class Keeping:
     def generations_of(self, tenant: bytes) -> array[int]:
         """Give the generations of all blocks of a tenant, in ascending order."""
         return _column("Q", self._index.generations_of_tenant(tenant))
+
+    def renewed(self, generation: int, expires_ms: int) -> None:
+        """Note that a block lives longer."""
+        self.core.renewed(generation, expires_ms)
+
+    def refusal(self, pages: int) -> NoSpace | None:
+        """Say why a block of so many pages could not stay: what is protected leaves no room for it for good."""
+        protected = self.core.protected_pages
+        if not protected or protected + self.marks.low_pages + pages <= self._pages:
+            return None
+        return NoSpace(
+            f"The drive has no room for {pages * PAGE_BYTES} bytes that would stay: {protected * PAGE_BYTES} of its"
+            f" {self._pages * PAGE_BYTES} are protected."
+        )
 
     def has_passing_guards(self) -> bool:
         """Tell whether any block has a guard that is to end by and by."""

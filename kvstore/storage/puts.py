@@ -4,7 +4,8 @@ Always holds:
 
 - A put is reported only when its record is whole on the drive, in the index, and, if asked for, synced
   (`kvstore.storage.writes` keeps the order of all records).
-- A name is written once: later puts of it share the fate of the first, and of what is stored already.
+- A name is written once: later puts of it share the fate of the first, and of what is stored already. The longest life
+  that any of them asks for counts, and is on the drive before that one is reported (`kvstore.storage.renewals`).
 - What a put replaces is wiped before its extent is free.
 - A put of a tenant at his quota waits before it is queued (`kvstore.storage.quotas`).
 
@@ -17,7 +18,7 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import StorageError
+from kvstore.errors import Expired, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -32,6 +33,7 @@ from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
+from kvstore.storage.renewals import Renewal, lives_as_long
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Index, Name
     from kvstore.storage.keeping import Keeping
     from kvstore.storage.quotas import QuotaQueue
+    from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes
     from kvstore.wire.record import HeaderCodec
 
@@ -53,14 +56,21 @@ class Puts:
     """All puts that have not been reported yet."""
 
     def __init__(
-        self, writes: Writes, index: Index, keeping: Keeping, queue: QuotaQueue, clock: Clock
+        self,
+        writes: Writes,
+        index: Index,
+        keeping: Keeping,
+        queue: QuotaQueue,
+        renewals: Renewals,
+        clock: Clock,
     ) -> None:
         self._queue = queue
+        self._renewals = renewals
         self._writes = writes
         self._index = index
         self._keeping = keeping
         self._clock = clock
-        self._by_name: dict[Name, _Write] = {}  # accepted and not published
+        self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
@@ -73,18 +83,25 @@ class Puts:
                 self._report(item, done, error)
             return
         for item, entry in zip(items, stored, strict=True):
-            refusal = _refusal(item)
+            refusal = _refusal(item, self._clock.wall_ms())
             if refusal is not None:
                 self._report(item, done, refusal)
             elif (first := self._by_name.get((item.tenant, item.key))) is not None:
                 first.followers.append((item, done))
             elif entry is None or self._is_over(entry):
-                write = _Write(self._writes, self, item, done, replaces=entry)
-                self._by_name[item.tenant, item.key] = write
-                self._queue.add(write)
+                self._write(item, done, entry)
             else:
                 self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
+
+    def _write(self, item: PutItem, done: PutsDone, replaces: Entry | None) -> None:
+        refusal = self._keeping.refusal(record_bytes(item.length) // PAGE_BYTES)
+        if refusal is not None:
+            self._report(item, done, refusal)
+            return
+        write = _Write(self._writes, self, item, done, replaces=replaces)
+        self._by_name[item.tenant, item.key] = write
+        self._queue.add(write)
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
@@ -110,13 +127,46 @@ class Puts:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
         self._queue.quotas.leave(record)
-        del self._by_name[record.name]
-        for item, done in ((record.item, record.done), *record.followers):
+        self._ended(record, [(record.item, record.done), *record.followers], record.entry(), error)
+
+    def settle_renewed(self) -> None:
+        """Report the puts that waited for a longer life; where the block has gone meanwhile, put it."""
+        for renewal, is_there in self._renewals.settle_finished():
+            if is_there or renewal.error is not None:
+                self._ended(renewal, renewal.followers, renewal.entry, renewal.error)
+                continue
+            del self._by_name[renewal.name]
+            for item, done in renewal.followers:
+                under_way = self._by_name.get(renewal.name)
+                if under_way is None:
+                    self._write(item, done, None)
+                else:
+                    under_way.followers.append((item, done))
+            self._afterwards(renewal)
+
+    def _ended(
+        self,
+        work: _Write | Renewal,
+        items: Sequence[tuple[PutItem, PutsDone]],
+        entry: Entry,
+        error: StorageError | None,
+    ) -> None:
+        """Report puts of one name, but for those that want it to live longer still."""
+        del self._by_name[work.name]
+        for item, done in items:
             if error is None:
-                self._settle(item, done, record.entry())
+                self._settle(item, done, entry)
             else:
                 self._report(item, done, error)
-        for then in record.afterwards:
+        self._afterwards(work)
+
+    def _afterwards(self, work: _Write | Renewal) -> None:
+        """Do what waited for the end of the puts of a name, when the last of them has ended."""
+        more = self._by_name.get(work.name)
+        if more is not None:
+            more.afterwards += work.afterwards
+            return
+        for then in work.afterwards:
             then()
 
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
@@ -125,10 +175,28 @@ class Puts:
             self._report(
                 item, done, StorageError("The key is stored already, with another length or layout.")
             )
-        elif item.durability is Durability.SYNCED and entry.generation > self._writes.synced_generation:
+        elif not lives_as_long(entry.expires_ms, item.expires_ms):
+            self._renew(item, done, entry)
+        elif item.durability is Durability.SYNCED and not self.has_synced(entry.generation):
             self._report_when_synced(item, done, entry.generation)
         else:
             self._report(item, done, None)
+
+    def has_synced(self, generation: int) -> bool:
+        """Tell whether a block that is stored survives power loss by now, for as long as it is said to live."""
+        return generation <= self._writes.synced_generation and not self._renewals.is_unsynced(generation)
+
+    def _renew(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
+        name = (item.tenant, item.key)
+        under_way = self._by_name.get(name)
+        if under_way is not None:  # for one that was put together with this one
+            under_way.followers.append((item, done))
+        elif self._writes.stopped is not None:
+            self._report(item, done, self._writes.stopped_again())
+        else:
+            renewal = Renewal(self._renewals, name, entry, item, [(item, done)])
+            self._by_name[name] = renewal
+            self._renewals.add(renewal)
 
     def _report_when_synced(self, item: PutItem, done: PutsDone, generation: int) -> None:
         self._keeping.guard([generation], Guard.WRITE)
@@ -149,7 +217,7 @@ class Puts:
 class _Write(Charged):
     """One block on its way to the drive, and the later puts of its name."""
 
-    __slots__ = ("afterwards", "done", "followers", "item", "replaces")
+    __slots__ = ("afterwards", "done", "expires_ms", "followers", "item", "replaces")
 
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
@@ -157,6 +225,7 @@ class _Write(Charged):
         super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
         self.item = item
         self.done = done
+        self.expires_ms = item.expires_ms
         self.replaces = replaces
         self.followers: list[tuple[PutItem, PutsDone]] = []
         self.afterwards: list[Callable[[], None]] = []
@@ -168,11 +237,15 @@ class _Write(Charged):
     def entry(self) -> Entry:
         item = self.item
         return Entry(
-            self.offset, item.length, item.crc32c, self.generation, item.expires_ms, item.fingerprint
+            self.offset, item.length, item.crc32c, self.generation, self.expires_ms, item.fingerprint
         )
 
     def fill_in(self, codec: HeaderCodec) -> None:
         item = self.item
+        for other, _ in self.followers:  # which have come by now: the longest life costs no write of its own
+            alike = (other.length, other.fingerprint) == (item.length, item.fingerprint)
+            if alike and not lives_as_long(self.expires_ms, other.expires_ms):
+                self.expires_ms = other.expires_ms
         header = Header(
             Kind.BLOCK,
             item.key,
@@ -181,7 +254,7 @@ class _Write(Charged):
             self.generation,
             item.length,
             item.crc32c,
-            item.expires_ms,
+            self.expires_ms,
         )
         codec.pack(_HeaderPage.from_address(self.address), 0, header, self.offset)
         used_bytes = HEADER_BYTES + item.length
@@ -189,8 +262,10 @@ class _Write(Charged):
         ctypes.memset(self.address + used_bytes, 0, self.size_bytes - used_bytes)
 
 
-def _refusal(item: PutItem) -> StorageError | None:
+def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
     assert item.slot_address % PAGE_BYTES == 0
+    if 0 < item.expires_ms <= now_ms:
+        return Expired("The block's time to live was over before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
         return StorageError(
             f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."

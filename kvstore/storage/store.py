@@ -12,7 +12,7 @@ Always holds:
 
 - A block is looked for at home first, then on the other drives in order, and counts as missing when none has it. It is
   put where it is already, or else on the first drive in order that takes writes; so too if it is on a failed drive that
-  will never make it as durable as is asked.
+  will never make it as durable, or let it live as long, as is asked.
 - A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
 - A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
   first drive in their user's order that takes writes. What lies on a drive that has failed can be read, not changed.
@@ -45,6 +45,7 @@ from kvstore.storage.items import DriveState, GetDone, Statistics
 from kvstore.storage.keeping import restore_sessions
 from kvstore.storage.opening import open_drives
 from kvstore.storage.quotas import Quotas
+from kvstore.storage.renewals import lives_as_long
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -429,7 +430,7 @@ class Store(Handle):
 
 def _will_do(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
     """Tell whether what a failed drive has is as good as the put that is asked for."""
-    if entry is None or _is_over(entry, now_ms):
+    if entry is None or _is_over(entry, now_ms) or not lives_as_long(entry.expires_ms, item.expires_ms):
         return False
     return item.durability < Durability.SYNCED or failed.has_synced(entry.generation)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
+from kvstore.errors import Expired, KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import Miss, MissReason
 
@@ -31,6 +31,7 @@ class AckCode(enum.IntEnum):
     READ_ONLY = 0x42
     STORAGE_FAILED = 0x43
     QUOTA_EXCEEDED = 0x44
+    EXPIRED = 0x48
     SERVED = 0x7F
 
 
@@ -47,6 +48,8 @@ def code_of_error(error: KvError) -> AckCode:
         return AckCode.NO_SPACE
     if isinstance(error, QuotaExceeded):
         return AckCode.QUOTA_EXCEEDED
+    if isinstance(error, Expired):
+        return AckCode.EXPIRED
     return AckCode.READ_ONLY if isinstance(error, ReadOnly) else AckCode.STORAGE_FAILED
 
 
@@ -61,6 +64,8 @@ def error_of_code(code: int) -> KvError | None:
             return NoSpace("The node's drives have no extent free for the block.")
         case AckCode.QUOTA_EXCEEDED:
             return QuotaExceeded("The tenant's quota of bytes is used up, and none of his blocks may go.")
+        case AckCode.EXPIRED:
+            return Expired("The block's time to live was over before it was put.")
         case AckCode.READ_ONLY:
             return ReadOnly("The node's drive failed and takes no more writes.")
         case _:
