@@ -46,10 +46,10 @@ __all__ = [
 _WORD_BYTES = 8
 
 
-def check_count(blocks: int) -> None:
+def check_count(blocks: int, blocks_max: int = BATCH_BLOCKS_MAX) -> None:
     """Refuse a call that names no block, or too many."""
-    if not 1 <= blocks <= BATCH_BLOCKS_MAX:
-        raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {blocks}.")
+    if not 1 <= blocks <= blocks_max:
+        raise ProtocolError(f"A call names 1 to {blocks_max} blocks, not {blocks}.")
 
 
 def check_key(key: bytes) -> None:

@@ -466,8 +466,8 @@ def check_batch(items: Sequence[object]) -> None:
 def check_steps(items: Sequence[SessionItem]) -> None:
     """Refuse steps of sessions that are too many, or too large."""
     check_batch(items)
-    if any(len(item.keys) > BATCH_BLOCKS_MAX for item in items):
-        raise ProtocolError(f"A session is appended at most {BATCH_BLOCKS_MAX} blocks at a time.")
+    if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
+        raise ProtocolError(f"A session is appended at most {SESSION_BLOCKS_MAX} blocks at a time.")
 
 
 def _half(doubt: StorageError) -> str:

@@ -70,6 +70,7 @@ _NOTES: Final = (
     "records left by a killed process, to be voided",
     "blocks that a session names and that are gone",
     "drives that were left out, to be voided",
+    "blocks whose life a killed process had made longer",
 )
 
 
@@ -299,6 +300,8 @@ def _compare_block(
         return
     if drives is None:
         report.add("blocks in the index and not on the drive", example)
+    elif not clean and ours is not None and ours == drives._replace(expires_ms=ours.expires_ms):
+        report.add("blocks whose life a killed process had made longer", example)
     elif not clean and (ours is None or drives.generation > newest):
         report.add("records left by a killed process, to be voided", example)
     elif ours is None:

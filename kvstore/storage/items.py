@@ -119,6 +119,7 @@ class SessionStep(enum.Enum):
     FORK = enum.auto()  # become what the first so many blocks of `source` are
     REMOVE = enum.auto()  # be gone, and with it, if so asked, the blocks that nothing names any more
     LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
+    PROTECT = enum.auto()  # keep its first so many blocks from being evicted, over restarts too; 0: none
     EXPIRE = enum.auto()  # be gone, if its time is over by now
 
 

@@ -5,10 +5,12 @@ Always holds:
 - The core knows exactly the blocks that are in the index, from the opening on, and the ground where each lies.
 - A block is guarded while a get reads it, and while a put of it waits for a sync; to be asked for is to be used.
 - Whatever leaves the index leaves it with a reason, which the last ones can be asked for.
-- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that comes back
-  takes its place again, if the session it stood in last has a gap there.
+- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that is replaced
+  hands on its places in all its sessions; one that comes back takes its place again, if the session it stood in last
+  has a gap there.
+- What a session's manifest protects is protected from the opening on, before anything may go.
 
-It decides nothing: the core does, and `kvstore.storage.room` asks it. Guards last as long as the process.
+It decides nothing: the core does, and `kvstore.storage.room` asks it. Other guards last as long as the process.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from kvstore.errors import NoSpace, ReadOnly, StorageError
-from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES, PROTECTED_SESSIONS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
@@ -135,6 +137,8 @@ class Keeping:
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
+        self.protected: set[SessionName] = set()
+        self._places: dict[Name, tuple[list[int], int]] = {}  # of blocks that are being replaced
         self.quarantined = 0
         self.quarantined_bytes = 0
 
@@ -158,7 +162,11 @@ class Keeping:
         for name, entry in blocks:
             self.ground.put(entry.offset // PAGE_BYTES, _pages(entry), entry.generation)
             before = self._history.of(name)
-            if before is not None and before.session and self.core.lacks(before.session, before.position):
+            if name in self._places:
+                sessions, position = self._places.pop(name)
+                for session in sessions:
+                    self.core.joined([entry.generation], session, position, now_ms)
+            elif before is not None and before.session and self.core.lacks(before.session, before.position):
                 self.core.joined([entry.generation], before.session, before.position, now_ms)
         self._tell([name for name, _ in blocks], None)
 
@@ -179,6 +187,8 @@ class Keeping:
         blocks = list(blocks)
         self._tell([name for name, _ in blocks], reason)
         for name, entry in blocks:
+            if reason is Reason.SUPERSEDED:  # what comes next under the name stands where this one stood
+                self._places[name] = self.core.places(entry.generation)
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
             self._leave_ground(entry, reusable=reusable, wipe=wipe)
@@ -293,10 +303,25 @@ class Keeping:
 
     def protect(self, name: SessionName, blocks: int) -> Refusal | None:
         """Let nothing of a session's first blocks go, until it is unprotected."""
-        return self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+        refusal = self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+        if refusal is None:
+            self.protected.add(name)
+        return refusal
+
+    def may_protect(self, name: SessionName) -> bool:
+        """Tell whether a session is protected, or one more may be."""
+        return name in self.protected or len(self.protected) < PROTECTED_SESSIONS_MAX
+
+    def protect_first(self, name: SessionName, blocks: int) -> None:
+        """Do what a session's manifest says, 0 blocks included."""
+        if blocks:
+            self.protect(name, blocks)
+        else:
+            self.unprotect(name)
 
     def unprotect(self, name: SessionName) -> Refusal | None:
         """Let a session's blocks go again."""
+        self.protected.discard(name)
         return self.core.unprotect_session(self._digest(*name), self._clock.wall_ms())
 
     # Sessions.
@@ -352,6 +377,9 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
     """Let all drives of a store know who stands where in the sessions of one of them, and itself when they end."""
     for name, stored in manifests.all():
         deadlines.set(name, stored.manifest.expires_ms)
+        if stored.manifest.protected:
+            for keeping in of_drives:
+                keeping.protect(name, stored.manifest.protected)
         keys: Sequence[bytes] = ()
         with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
             keys = manifests.keys(name) or ()

@@ -262,7 +262,10 @@ class Store(Handle):
             drive.release([of_generation[generation] for generation in some], guard)
 
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
-        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected.
+
+        It lasts as long as the process, or until a step of the session says otherwise: `SessionStep.PROTECT` lasts.
+        """
         refusals = [drive.protect(session, blocks) for drive in self.drives]
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
@@ -273,6 +276,11 @@ class Store(Handle):
         """Let a session's blocks go again; NOT_HELD if it was not protected."""
         refusals = [drive.unprotect(session) for drive in self.drives]
         return next(filter(None, refusals), None)
+
+    @property
+    def protected(self) -> Collection[SessionName]:
+        """Tell which sessions are protected."""
+        return self.drives[0].keeping.protected  # all drives are told
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
         """Tell where a block is, or why it is gone."""

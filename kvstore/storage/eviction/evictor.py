@@ -258,6 +258,12 @@ class Evictor:
         row = self._rows.find(generation)
         return row >= 0 and self._guards.words[row] != 0
 
+    def places(self, generation: int) -> tuple[list[int], int]:
+        """Tell in which sessions a block stands, and at which position in all of them."""
+        row = self._rows.find(generation)
+        sessions = [] if row < 0 else list(self._chains.sessions(row))
+        return sessions, self._chains.position(row) if sessions else 0
+
     def lacks(self, session: int, position: int) -> bool:
         """Tell whether a session would go on, or have a gap less, with a block at this position."""
         if self._chains.at(session, position) != NO_ROW:
