@@ -263,7 +263,7 @@ class Node:
         self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
-            lease.leased_ns = now_ns
+            lease.leased_ns, lease.deadline_ns = now_ns, deadline_ns
         in_order = iter(leases)
         return [None if there else next(in_order) for there in stored]
 
@@ -300,10 +300,13 @@ class Node:
             if (lease := connection.slots.abort(slot, generation)) is not None
         ]
         self.fabric.cancel([lease.generation for lease in released])
+        now_ns = self.clock.monotonic_ns()
         for lease in released:
             self._leased.pop(lease.generation, None)
+            if lease.ended_in_vain(now_ns):
+                self.lookups.lease_over(connection.tenant, lease.key)
         if self.spans is not None:
-            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), self.clock.monotonic_ns())
+            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), now_ns)
         return len(released)
 
     def _fabric_events(self) -> None:

@@ -20,6 +20,7 @@ _CODE_BITS = 8
 _MISS = 0x80
 
 
+@enum.unique
 class AckCode(enum.IntEnum):
     """Codes of a put, then of a fetch. A fetch's miss is `0x80 | reason`."""
 
@@ -31,7 +32,7 @@ class AckCode(enum.IntEnum):
     READ_ONLY = 0x42
     STORAGE_FAILED = 0x43
     QUOTA_EXCEEDED = 0x44
-    EXPIRED = 0x48
+    EXPIRED = 0x45
     SERVED = 0x7F
 
 
