@@ -209,7 +209,9 @@ DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted a
 SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not answered
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
-INDEX_HEADERS_CHECKED_MAX = 1024  # records held against an index that was not closed; reading all would be a scan
+INDEX_HEADERS_CHECKED_MAX = (
+    1024  # records held against an index that was not closed; reading all would be a scan
+)
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20

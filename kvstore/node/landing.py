@@ -99,7 +99,6 @@ class Lease:
     trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
     traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans
 
-
     def ended_in_vain(self, now_ns: int) -> bool:
         """Whether its client, who gives up some time before the lease ends, had it for as long as he could."""
         granted_ns = self.deadline_ns - self.leased_ns

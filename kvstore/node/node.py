@@ -284,7 +284,9 @@ class Node:
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms
-            and lives_as_long(entry.expires_ms, expires_unix_ms)  # else it is put, and its header written anew
+            and lives_as_long(
+                entry.expires_ms, expires_unix_ms
+            )  # else it is put, and its header written anew
             for entry, block in zip(entries, blocks, strict=True)
         ]
         self.store.used(

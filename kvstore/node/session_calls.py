@@ -221,9 +221,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             self._refuse_to_protect(name)
             self._protecting.add(name)
             try:
-                await self._do(
-                    SessionItem(name, SessionStep.PROTECT, Durability.SYNCED, 0, blocks=blocks)
-                )
+                await self._do(SessionItem(name, SessionStep.PROTECT, Durability.SYNCED, 0, blocks=blocks))
             finally:
                 self._protecting.discard(name)
             return pb.ProtectSessionResponse()

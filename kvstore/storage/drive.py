@@ -415,7 +415,9 @@ class Drive(Handle):
         """Take no more puts: the next opening makes another index, of what the drive has then."""
         if self._writes.stopped is None:
             log.warning("%s It is built anew at the next start.", error)
-        self._writes.stop(ReadOnly(f"{error} The drive takes no more puts until the store is opened anew."), 0)
+        self._writes.stop(
+            ReadOnly(f"{error} The drive takes no more puts until the store is opened anew."), 0
+        )
 
     def _look_again(self) -> None:
         self._room.look_again()

@@ -1,9 +1,10 @@
 """The index: (tenant, key) -> where the block lies, and generation -> which block, in LMDB. A cache of the drive.
 
 It is trusted at opening only if its file is whole (`kvstore.storage.index_file`), it says the same drive and the same
-epoch as the superblock, and it was either closed cleanly or written under this very boot of the kernel, whose page cache
-survives a killed process, with every commit that the folder's lock file has noted. One whose file is not to the last byte
-what was closed is looked through first (`kvstore.storage.index_check`). Otherwise it is thrown away and built anew.
+epoch as the superblock, and it was either closed cleanly or written under this very boot of the kernel, whose page
+cache survives a killed process, with every commit that the folder's lock file has noted. One whose file is not to the
+last byte what was closed is looked through first (`kvstore.storage.index_check`). Otherwise it is thrown away and
+built anew.
 
 Always holds:
 
@@ -184,7 +185,7 @@ class Index:
             seal(self._folder)
 
     def abandon(self) -> None:
-        """Close without saying that all is well. One that raised is taken away, so that the next opening makes another."""
+        """Close without saying that all is well. One that raised is taken away: the next opening makes another."""
         self._env.close()
         if self._doubted and not self._readonly:
             with suppress(OSError):
@@ -339,7 +340,7 @@ class Index:
     def reading(self, *, buffers: bool = False) -> Iterator[Any]:
         """Begin a read transaction, whose errors are ours, and which gives bytes, or views of the map."""
         try:
-            with self._env.begin(buffers=buffers) as transaction:
+            with self._env.begin(buffers=True) if buffers else self._env.begin() as transaction:
                 yield transaction
         except _FAILURES as error:
             raise self._unreadable(error) from error

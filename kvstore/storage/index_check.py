@@ -51,9 +51,7 @@ def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
     """Look at every row."""
     try:
         with index.reading() as transaction:
-            said = _blocks(transaction, index)
-            if said != _owners(transaction, index):
-                raise Corrupt("its rows by name and by generation differ")
+            _refuse_different(_blocks(transaction, index), _owners(transaction, index))
             for table, name_bytes, is_record in (
                 (index.sessions, _SESSION_NAME_BYTES, True),
                 (index.chunks, _NAME_BYTES, True),
@@ -67,6 +65,11 @@ def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
         raise
     except StorageError as error:
         raise Corrupt(f"it can't be read: {error}") from error
+
+
+def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) -> None:
+    if by_name != by_generation:
+        raise Corrupt("its rows by name and by generation differ")
 
 
 def _blocks(transaction: Any, index: Index) -> tuple[int, int]:

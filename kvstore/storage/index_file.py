@@ -1,9 +1,10 @@
 """The file of an index, looked at before LMDB maps it: LMDB believes every byte, and a wrong one can kill the process.
 
-LMDB has no checksums. It follows page numbers, lengths and positions as it finds them, through a mapping; a page behind
-the end of the file is SIGBUS, and a wrong free list lets it write over its own pages. So a file is mapped only if
+LMDB has no checksums. It follows page numbers, lengths and positions as it finds them, through a mapping; a page
+behind the end of the file is SIGBUS, and a wrong free list lets it write over its own pages. So a file is mapped only
+if one of two holds:
 
-- it is byte for byte the one that was closed cleanly: its *seal*, a small file beside it, has its length and its CRC; or
+- it is byte for byte the one that was closed cleanly: its *seal*, a small file beside it, has its length and CRC; or
 - its structure is whole (`check_structure`): both heads, every page of every tree and of the free list in the file, of
   the right kind, inside its bounds and used once, with as many entries as the tree says.
 
@@ -49,7 +50,9 @@ _BRANCH, _LEAF, _OVERFLOW, _META = 0x01, 0x02, 0x04, 0x08
 _BIG_DATA, _SUB_DATA = 0x01, 0x02
 _NODE_BYTES: Final = 8
 _KEY_BYTES_MAX: Final = 511
-_TREE: Final = struct.Struct("<IHHQQQQQ")  # pad, flags, depth, branch pages, leaf pages, overflow pages, entries, root
+_TREE: Final = struct.Struct(
+    "<IHHQQQQQ"
+)  # pad, flags, depth, branch pages, leaf pages, overflow pages, entries, root
 _META_HEAD: Final = struct.Struct("<II")
 _META_MAGIC: Final = 0xBEEFC0DE
 _META_TREES: Final = 40
@@ -158,7 +161,7 @@ class _Walk:
         found = dict(self._rows(head.main))
         if not set(found) <= set(tables):
             raise Corrupt("it has tables that are not ours")
-        for _, (flags, value) in found.items():
+        for flags, value in found.values():
             if flags != _SUB_DATA or len(value) != _TREE.size:
                 raise Corrupt("one of its tables is none")
             tree = _Tree._make(_TREE.unpack(value))
@@ -173,9 +176,7 @@ class _Walk:
         page = self._page(number, _META)
         if _META_HEAD.unpack_from(page, _HEAD_BYTES) != (_META_MAGIC, 1):
             raise Corrupt("its head is damaged")
-        free, main = (
-            _Tree._make(_TREE.unpack_from(page, _META_TREES + at * _TREE.size)) for at in range(2)
-        )
+        free, main = (_Tree._make(_TREE.unpack_from(page, _META_TREES + at * _TREE.size)) for at in range(2))
         if (free.pad, free.flags, main.flags) != (_PAGE_BYTES, _INTEGER_KEY, 0):
             raise Corrupt("its head is damaged")
         last_page, transaction = _META_TAIL.unpack_from(page, _META_TREES + 2 * _TREE.size)
@@ -270,7 +271,7 @@ class _Walk:
 
 
 def _nodes(page: bytes, *, is_leaf: bool) -> NDArray[Any]:
-    """Give of each node of a page its place, the two halves of its length, flags and length of key; Corrupt if unsound."""
+    """Give of each node of a page its place, both halves of its length, flags and length of key; Corrupt if unsound."""
     number, _, _, lower, upper = _PAGE_HEAD.unpack_from(page)
     if not _HEAD_BYTES < lower <= upper <= _PAGE_BYTES or lower % 2:
         raise Corrupt(f"page {number} has no bounds")

@@ -266,7 +266,9 @@ class _Change:
             row = self._transaction.get(name, db=table)
             count = (0 if row is None else _COUNT.unpack_from(row)[0]) + step
             if count < 0:
-                raise StorageError("The index contradicts itself: a block has fewer references than sessions.")
+                raise StorageError(
+                    "The index contradicts itself: a block has fewer references than sessions."
+                )
             if count:
                 self._transaction.put(name, checked(name, _COUNT.pack(count)), db=table)
             else:

@@ -57,7 +57,12 @@ class Renewal:
     __slots__ = ("_renewals", "afterwards", "entry", "error", "followers", "name", "slot_address")
 
     def __init__(
-        self, renewals: Renewals, name: Name, entry: Entry, item: PutItem, waiting: list[tuple[PutItem, PutsDone]]
+        self,
+        renewals: Renewals,
+        name: Name,
+        entry: Entry,
+        item: PutItem,
+        waiting: list[tuple[PutItem, PutsDone]],
     ) -> None:
         self._renewals = renewals
         self.name = name
@@ -135,7 +140,7 @@ class Renewals:
         self._ended.append(renewal)
 
     def settle_finished(self) -> list[tuple[Renewal, bool]]:
-        """Put what has been written into the index, in one transaction; tell of each whether its block is still there."""
+        """Put what has been written into the index, in one transaction; tell of each whether its block is there."""
         if not self._ended:
             return []
         ended, self._ended = self._ended, []

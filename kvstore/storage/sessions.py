@@ -250,7 +250,9 @@ class Sessions:
                 f"A session has at most {SESSION_BLOCKS_MAX} blocks to protect, not {item.blocks}."
             )
         if item.blocks and not all(keeping.may_protect(item.name) for keeping in self._all_keeping()):
-            raise SessionRefused("The store protects as many sessions as it counts; end the protection of some.")
+            raise SessionRefused(
+                "The store protects as many sessions as it counts; end the protection of some."
+            )
 
     def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
         """Fork what is on another drive: the chunks are written here as well."""

@@ -36,6 +36,27 @@ class AckCode(enum.IntEnum):
     SERVED = 0x7F
 
 
+_CODES = (
+    (NoSpace, AckCode.NO_SPACE),
+    (QuotaExceeded, AckCode.QUOTA_EXCEEDED),
+    (Expired, AckCode.EXPIRED),
+    (ReadOnly, AckCode.READ_ONLY),
+)
+_ERRORS: dict[int, tuple[type[KvError], str]] = {
+    AckCode.LEASE_EXPIRED: (
+        LeaseExpired,
+        "The lease of the slot ended before the block landed; reserve it again.",
+    ),
+    AckCode.NO_SPACE: (NoSpace, "The node's drives have no extent free for the block."),
+    AckCode.QUOTA_EXCEEDED: (
+        QuotaExceeded,
+        "The tenant's quota of bytes is used up, and none of his blocks may go.",
+    ),
+    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
+    AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
+}
+
+
 def ack_word(generation: int, code: int) -> int:
     """The word to put."""
     assert 0 < generation <= GENERATION_MAX
@@ -45,32 +66,15 @@ def ack_word(generation: int, code: int) -> int:
 
 def code_of_error(error: KvError) -> AckCode:
     """How a put's failure travels."""
-    if isinstance(error, NoSpace):
-        return AckCode.NO_SPACE
-    if isinstance(error, QuotaExceeded):
-        return AckCode.QUOTA_EXCEEDED
-    if isinstance(error, Expired):
-        return AckCode.EXPIRED
-    return AckCode.READ_ONLY if isinstance(error, ReadOnly) else AckCode.STORAGE_FAILED
+    return next((code for kind, code in _CODES if isinstance(error, kind)), AckCode.STORAGE_FAILED)
 
 
 def error_of_code(code: int) -> KvError | None:
     """What a put's final code means to the client; None: it is as durable as it says."""
-    match code:
-        case AckCode.LANDED | AckCode.WRITTEN | AckCode.SYNCED:
-            return None
-        case AckCode.LEASE_EXPIRED:
-            return LeaseExpired("The lease of the slot ended before the block landed; reserve it again.")
-        case AckCode.NO_SPACE:
-            return NoSpace("The node's drives have no extent free for the block.")
-        case AckCode.QUOTA_EXCEEDED:
-            return QuotaExceeded("The tenant's quota of bytes is used up, and none of his blocks may go.")
-        case AckCode.EXPIRED:
-            return Expired("The block's time to live was over before it was put.")
-        case AckCode.READ_ONLY:
-            return ReadOnly("The node's drive failed and takes no more writes.")
-        case _:
-            return StorageError(f"The node could not write the block (code {code}).")
+    if code in list(Durability):
+        return None
+    kind, sentence = _ERRORS.get(code, (StorageError, f"The node could not write the block (code {code})."))
+    return kind(sentence)
 
 
 def code_of_miss(reason: MissReason) -> int:

@@ -178,7 +178,9 @@ def test_a_synced_longer_life_survives_power_loss(rig: Rig, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_synced_put_of_what_is_only_written_is_synced_before_it_is_acknowledged(rig: Rig, seed: int) -> None:
+def test_a_synced_put_of_what_is_only_written_is_synced_before_it_is_acknowledged(
+    rig: Rig, seed: int
+) -> None:
     assert rig.put(1, b"kv").error is None
     assert rig.put(1, b"kv", Durability.SYNCED).error is None
     reopened(rig, "power", seed)
@@ -298,7 +300,9 @@ def test_random_puts_of_few_names_live_as_long_as_was_promised(tmp_path: Path, s
         number = rng.randrange(6)
         now = rig.clock.now_ms
         expires = rng.choice([0, now + rng.randrange(1, 4000), now + rng.randrange(1, 4000)])
-        tag = rig.start_put(number, b"kv%d" % number, rng.choice([Durability.WRITTEN, Durability.SYNCED]), expires_ms=expires)
+        tag = rig.start_put(
+            number, b"kv%d" % number, rng.choice([Durability.WRITTEN, Durability.SYNCED]), expires_ms=expires
+        )
         if rng.random() < 0.6:
             rig.settle()
             assert rig.put_done[tag].error is None
@@ -468,7 +472,9 @@ def test_protection_survives(rig: Rig, how: str) -> None:
     assert protected(rig) == [False] * 4
 
 
-def test_protection_stays_with_a_session_that_is_appended_cut_and_limited_and_not_with_its_fork(rig: Rig) -> None:
+def test_protection_stays_with_a_session_that_is_appended_cut_and_limited_and_not_with_its_fork(
+    rig: Rig,
+) -> None:
     for number in range(4):
         rig.put(number, b"kv")
     rig.append(1, range(2))
@@ -479,7 +485,11 @@ def test_protection_stays_with_a_session_that_is_appended_cut_and_limited_and_no
     rig.truncate(1, 3)
     rig.append(1, [3])
     item = SessionItem(
-        SessionName(TENANT, USER, name(1)), SessionStep.LIMIT, Durability.WRITTEN, 0, expires_ms=rig.clock.now_ms + LATER_MS
+        SessionName(TENANT, USER, name(1)),
+        SessionStep.LIMIT,
+        Durability.WRITTEN,
+        0,
+        expires_ms=rig.clock.now_ms + LATER_MS,
     )
     rig.change_session(item)
     reopened(rig, "scanned")
@@ -518,7 +528,9 @@ def test_of_a_protected_session_nothing_goes_when_a_drive_is_full_after_a_restar
 
 
 def test_a_session_that_is_not_there_is_not_protected(rig: Rig) -> None:
-    item = SessionItem(SessionName(TENANT, USER, name(1)), SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=1)
+    item = SessionItem(
+        SessionName(TENANT, USER, name(1)), SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=1
+    )
     assert rig.change_session(item).error is not None
 
 
