@@ -387,6 +387,23 @@ def test_a_contradiction_is_seen(killed: Rig, change: Callable[[Index, Any], obj
     killed.store.close()
 
 
+def test_a_row_that_no_look_up_finds_is_seen(killed: Rig) -> None:
+    """A branch that sends look-ups another way; all rows are there, and whole."""
+    data = bytearray(data_of(killed).read_bytes())
+    tables = struct.unpack_from("<Q", data, newest_head(data) + 40 + 48 + 40)[0] * PAGE
+    said = data.index(b"blocks", tables, tables + PAGE) + len(b"blocks")
+    root = struct.unpack_from("<Q", data, said + 40)[0] * PAGE
+    assert struct.unpack_from("<H", data, root + 10)[0] == 1, "it has branches"
+    second = struct.unpack_from("<H", data, root + 18)[0]
+    data[root + second + 8] = 0xFF
+    data_of(killed).write_bytes(data)
+    with pytest.raises(Corrupt, match="not found where its row stands"):
+        believed(killed)
+    all_is_there(killed)
+    assert killed.store.statistics().rebuilt
+    killed.store.close()
+
+
 def test_a_head_of_another_commit_than_its_rows_is_not_believed(killed: Rig) -> None:
     """The older of the two heads, with a transaction's number that a flipped bit has made the higher one."""
     data = bytearray(data_of(killed).read_bytes())

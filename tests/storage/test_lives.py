@@ -276,6 +276,20 @@ def test_a_deletion_comes_behind_the_put_that_lengthens_a_life(rig: Rig) -> None
     assert rig.get(1)[0].miss is not None
 
 
+def test_a_deletion_comes_behind_all_puts_that_were_before_it(rig: Rig) -> None:
+    """Of which the second makes the first one's life longer, and is not done when that one is."""
+    now = rig.clock.now_ms
+    first = rig.start_put(1, b"kv", expires_ms=now + SOON_MS)
+    assert disk_of(rig).in_flight, "its header is made"
+    second = rig.start_put(1, b"kv")
+    gone = rig.start_delete(1)
+    rig.settle()
+    assert [rig.put_done[tag].error for tag in (first, second)] == [None, None]
+    assert rig.delete_done[gone].found
+    assert rig.get(1)[0].miss is not None
+    assert rig.reported.index(second) < rig.reported.index(gone)
+
+
 def test_a_block_does_not_expire_while_its_life_is_lengthened(rig: Rig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
