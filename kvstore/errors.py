@@ -13,6 +13,7 @@
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
+    │   ├── Expired            what is put has a time to live that is over
     │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
     │   ├── KeyTaken           another block is stored under the key, which is written once
     │   ├── Corrupt            bytes on the drive are not what was written
@@ -53,6 +54,7 @@ __all__ = [
     "Corrupt",
     "CudaUnavailable",
     "DeadlineExceeded",
+    "Expired",
     "FabricError",
     "FabricStuck",
     "FabricUnavailable",
@@ -132,6 +134,10 @@ class StorageError(KvError):
 
 class NoSpace(StorageError):
     """No extent is free for the block."""
+
+
+class Expired(StorageError):
+    """What is to be put has a time to live that is over: it would be gone before anybody could get it."""
 
 
 class QuotaExceeded(StorageError):

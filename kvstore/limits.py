@@ -43,6 +43,7 @@ __all__ = [
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
+    "INDEX_HEADERS_CHECKED_MAX",
     "INLINE_CHUNK_BYTES",
     "INLINE_TIMEOUT_MS",
     "KEY_BYTES",
@@ -214,6 +215,9 @@ CHECK_PIECE_BYTES = 1 << 20  # of such a record is read at a time
 SCRUB_PIECE_BYTES = 256 << 10  # of a quarantined extent is overwritten at a time, one at a time
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
+INDEX_HEADERS_CHECKED_MAX = (
+    1024  # records held against an index that was not closed; reading all would be a scan
+)
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
-from kvstore.node.connection import check_block
+from kvstore.node.connection import check_block, refuse_expired
 from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.gets import mismatch
@@ -85,6 +85,7 @@ class InlineBlocks:
     ) -> Durability:
         """Take a block in chunks and keep it; returns the durability reached."""
         check_block(key, fingerprint, length)
+        refuse_expired(expires_unix_ms, self._clock.wall_ms())
         began_ns = self._clock.monotonic_ns()
         piece = self.take(peer, length)
         try:

@@ -31,7 +31,7 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
-from kvstore.node.connection import Connection, check_count
+from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
@@ -47,6 +47,7 @@ from kvstore.node.traces import Traces
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutItem
+from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import allocate
@@ -251,7 +252,8 @@ class Node:
             raise ProtocolError(f"A lease lasts up to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
         for block in blocks:
             connection.check(block)
-        stored = self._stored(connection, blocks, durability)
+        refuse_expired(expires_unix_ms, self.clock.wall_ms())
+        stored = self._stored(connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
@@ -261,12 +263,16 @@ class Node:
         self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
-            lease.leased_ns = now_ns
+            lease.leased_ns, lease.deadline_ns = now_ns, deadline_ns
         in_order = iter(leases)
         return [None if there else next(in_order) for there in stored]
 
     def _stored(
-        self, connection: Connection, blocks: Sequence[BlockRequest], durability: Durability
+        self,
+        connection: Connection,
+        blocks: Sequence[BlockRequest],
+        durability: Durability,
+        expires_unix_ms: int,
     ) -> list[bool]:
         if durability is Durability.SYNCED:
             # The index knows what is written, not what is synced; the store sorts it out when the block lands.
@@ -280,6 +286,9 @@ class Node:
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms
+            and lives_as_long(
+                entry.expires_ms, expires_unix_ms
+            )  # else it is put, and its header written anew
             for entry, block in zip(entries, blocks, strict=True)
         ]
         self.store.used(
@@ -295,10 +304,13 @@ class Node:
             if (lease := connection.slots.abort(slot, generation)) is not None
         ]
         self.fabric.cancel([lease.generation for lease in released])
+        now_ns = self.clock.monotonic_ns()
         for lease in released:
             self._leased.pop(lease.generation, None)
+            if lease.ended_in_vain(now_ns):
+                self.lookups.lease_over(connection.tenant, lease.key)
         if self.spans is not None:
-            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), self.clock.monotonic_ns())
+            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), now_ns)
         return len(released)
 
     def _fabric_events(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
-from kvstore.storage.index import header_of
+from kvstore.storage.index import is_header_of
 from kvstore.wire.record import HEADER_USED_BYTES, Header, record_bytes
 from nic_offload.checksum import crc32c_at
 
@@ -93,7 +93,7 @@ class Checks:
         first = one.address
         if one.at == 0:
             found = self._codec.parse(ctypes.string_at(first, HEADER_USED_BYTES), 0, one.entry.offset)
-            if found != header_of(one.name, one.entry):
+            if not is_header_of(found, one.name, one.entry):
                 return Finding.FOREIGN if isinstance(found, Header) else Finding.DAMAGED
             first += HEADER_BYTES
         left = HEADER_BYTES + one.entry.length - one.at

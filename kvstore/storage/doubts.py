@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.storage.rows import checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Doubts"]
 
 _GENERATION: Final = struct.Struct(">Q")
+_DOUBT: Final = b"?"
 
 
 class Doubts:
@@ -71,7 +73,7 @@ class Doubts:
         def doubt(transaction: Any) -> None:
             for one in map(_GENERATION.pack, generations):
                 if transaction.get(one, db=self._index.generations) is not None:
-                    transaction.put(one, b"", db=self._index.doubts)
+                    transaction.put(one, checked(one, _DOUBT), db=self._index.doubts)
 
         self._write(doubt)
 
@@ -82,7 +84,7 @@ class Doubts:
             index = self._index
             with transaction.cursor(index.generations) as rows, transaction.cursor(index.doubts) as doubts:
                 if rows.set_range(_GENERATION.pack(generation + 1)):
-                    doubts.putmulti((one, b"") for one in rows.iternext(values=False))
+                    doubts.putmulti((one, checked(one, _DOUBT)) for one in rows.iternext(values=False))
 
         self._write(doubt)
 

@@ -16,14 +16,15 @@ Of the other drives of its store it asks only which blocks and sessions they hav
 
 from __future__ import annotations
 
+import logging
 import os
 import select
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import Corrupt, Overloaded, ProtocolError, StorageError
+from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
@@ -43,12 +44,14 @@ from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.folder import SyncNote
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.index_check import check_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
 from kvstore.storage.recovery import check_manifests, extents_around, rebuild
+from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
 from kvstore.storage.scrubs import Scrubs
 from kvstore.storage.sessions import Sessions
@@ -87,6 +90,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Drive", "check_batch", "check_steps"]
 
+log = logging.getLogger(__name__)
+
 
 class Drive(Handle):
     """An open drive."""
@@ -112,11 +117,13 @@ class Drive(Handle):
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
+        renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
         self._puts = Puts(
             self._writes,
             index,
             keeping,
             self._quota_queue,
+            renewals,
             clock,
             checks=Checks(volume.codec, self._extents, self._traffic, keeping),
             doubtful=self.doubtful,
@@ -135,6 +142,7 @@ class Drive(Handle):
         )
         self._rebuilt = opened.rebuilt
         self._closed = False
+        index.failed = self._index_failed
         keeping.restore()
 
     @classmethod
@@ -189,7 +197,7 @@ class Drive(Handle):
 
     def has_synced(self, generation: int) -> bool:
         """Tell whether a block that is stored here survives power loss by now."""
-        return generation <= self._writes.synced_generation
+        return self._puts.has_synced(generation)
 
     @property
     def has_doubts(self) -> bool:
@@ -310,8 +318,11 @@ class Drive(Handle):
         return self._index.names_of(generations)
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Tell of each (tenant, key) what the index has; expired blocks are told too."""
-        return self._index.lookup(keys)
+        """Tell of each (tenant, key) what the index has; expired blocks are told too. One that fails has nothing."""
+        try:
+            return self._index.lookup(keys)
+        except StorageError:  # the drive has stopped by it
+            return [None] * len(keys)
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
         """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
@@ -369,6 +380,7 @@ class Drive(Handle):
         """Do what has become possible, and call the callbacks of what has ended."""
         self._traffic.poll()
         self._writes.settle_finished()
+        self._puts.settle_renewed()
         self._wipes.settle_finished()
         if not self._closed:
             self._sessions.expire(min(self.sessions_left, SESSIONS_EXPIRED_AT_ONCE))
@@ -392,7 +404,7 @@ class Drive(Handle):
         return Statistics(
             capacity_bytes=self.capacity_bytes,
             free_bytes=self._extents.free_pages * PAGE_BYTES,
-            blocks=len(self._index),
+            blocks=len(self.keeping.core),
             quarantined=self.keeping.quarantined,
             quarantined_bytes=self.keeping.quarantined_bytes,
             doubted=len(self._doubts),
@@ -438,6 +450,14 @@ class Drive(Handle):
         """Do soon what quotas that have changed bring about."""
         self._look_again()
         self._wake_if_due()
+
+    def _index_failed(self, error: StorageError) -> None:
+        """Take no more puts: the next opening makes another index, of what the drive has then."""
+        if self._writes.stopped is None:
+            log.warning("%s It is built anew at the next start.", error)
+        self._writes.stop(
+            ReadOnly(f"{error} The drive takes no more puts until the store is opened anew."), 0
+        )
 
     def _look_again(self) -> None:
         self._room.look_again()
@@ -488,8 +508,13 @@ def check_batch(items: Sequence[object]) -> None:
 def check_steps(items: Sequence[SessionItem]) -> None:
     """Refuse steps of sessions that are too many, or too large."""
     check_batch(items)
-    if any(len(item.keys) > BATCH_BLOCKS_MAX for item in items):
-        raise ProtocolError(f"A session is appended at most {BATCH_BLOCKS_MAX} blocks at a time.")
+    if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
+        raise ProtocolError(f"A session is appended at most {SESSION_BLOCKS_MAX} blocks at a time.")
+
+
+def _half(doubt: StorageError) -> str:
+    said = str(doubt).rstrip(".")
+    return said[:1].lower() + said[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,19 +539,25 @@ def _open_index(
     is_empty: bool,
 ) -> _OpenedIndex:
     """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
-    index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
+    index: Index | None = None
     live, extents = None, None
     superblock, synced = volume.superblock, notes.synced
     is_noted = (synced.drive_uuid, synced.epoch) == (superblock.drive_uuid, superblock.epoch)
     synced_generation = synced.generation if is_noted else 0
+    blank = is_empty or superblock.epoch == EPOCH_FORMATTED
     with ExitStack() as undo:
-        if index is not None:
+        try:
+            index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
-            with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
-                if not index.was_clean:
-                    check_manifests(volume.disk, superblock, index, synced_generation)
-                live, extents = extents_around(index, superblock)
-        blank = is_empty or volume.superblock.epoch == EPOCH_FORMATTED
+            live, extents = extents_around(index, superblock)
+            if not index.is_sealed:
+                check_index(index, superblock, volume.disk)
+            if not index.was_clean:
+                check_manifests(volume.disk, superblock, index, synced_generation)
+        except StorageError as doubt:
+            extents = None
+            if not blank:
+                log.warning("The index in %s is built anew from the drive: %s.", folder, _half(doubt))
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import FolderLocked, StorageError
 from kvstore.limits import DRIVES_MAX, PAGE_BYTES
+from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,9 +26,11 @@ __all__ = ["CommitNote", "FolderLock", "NotePlace", "SyncNote", "drive_path", "i
 
 _LOCK_NAME: Final = "kvstore.lock"
 _NOTE: Final = struct.Struct("<16sQQ")
+_NOTE_BYTES: Final = _NOTE.size + 8  # with its check, and in whole words
+_NO_NOTE: Final = (bytes(16), 0, 0)
 _SYNCED_AT: Final = PAGE_BYTES // 2  # behind all notes of commits
 
-assert _NOTE.size * DRIVES_MAX <= _SYNCED_AT
+assert _NOTE_BYTES * DRIVES_MAX <= _SYNCED_AT
 
 
 def drive_path(data: Path, number: int) -> Path:
@@ -92,25 +95,33 @@ class NotePlace:
 
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
-        self._at = number * _NOTE.size
+        self._at = number * _NOTE_BYTES
 
     @property
     def note(self) -> CommitNote:
-        """What was noted last, by this process or by one before it."""
-        return CommitNote._make(_NOTE.unpack_from(self._page, self._at))
+        """What was noted last, by this process or by one before it; of no drive, if that is damaged."""
+        return CommitNote._make(self._read(b"note", self._at))
 
     def write_note(self, note: CommitNote) -> None:
         """Note a commit: a store to a page that outlives the process, so it costs next to nothing."""
-        _NOTE.pack_into(self._page, self._at, *note)
+        self._write(b"note", self._at, note)
 
     @property
     def synced(self) -> SyncNote:
-        """What was synced last."""
-        return SyncNote._make(_NOTE.unpack_from(self._page, _SYNCED_AT + self._at))
+        """What was synced last; nothing, if the note is damaged."""
+        return SyncNote._make(self._read(b"synced", _SYNCED_AT + self._at))
 
     def write_synced(self, note: SyncNote) -> None:
         """Note a sync."""
-        _NOTE.pack_into(self._page, _SYNCED_AT + self._at, *note)
+        self._write(b"synced", _SYNCED_AT + self._at, note)
+
+    def _read(self, kind: bytes, at: int) -> tuple[bytes, int, int]:
+        row = self._page[at : at + _NOTE.size + CHECK_BYTES]
+        return _NOTE.unpack_from(row) if is_whole(kind, row) else _NO_NOTE
+
+    def _write(self, kind: bytes, at: int, note: tuple[bytes, int, int]) -> None:
+        row = checked(kind, _NOTE.pack(*note))
+        self._page[at : at + len(row)] = row
 
 
 def sync_folder(folder: Path) -> None:

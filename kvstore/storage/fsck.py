@@ -27,6 +27,7 @@ from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.index_check import check_index
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, rebuild
@@ -71,6 +72,7 @@ _NOTES: Final = (
     "records left by a killed process, to be voided",
     "blocks that a session names and that are gone",
     "drives that were left out, to be voided",
+    "blocks whose life a killed process had made longer",
 )
 
 
@@ -214,12 +216,18 @@ class _Checked:
     def compare(self, boot_id: str) -> None:
         """Hold the folder's index against the drive."""
         _check_drive(self.disk, self._superblock, self.report)
-        first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
-        if first is None:
-            self.report.add("index that cannot be believed", f"index-{self._number}")
+        example = f"index-{self._number}"
+        try:
+            first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
+        except Corrupt as doubt:
+            self.report.add("index that cannot be believed", f"{example}: {doubt}")
             return
         try:
+            if not first.is_sealed:
+                _believe(first, self._superblock, self.disk, example, self.report)
             _compare(first, self.second, self._superblock, self.report)
+        except StorageError as doubt:  # it can't be read to its end, and what was found until then stands
+            self.report.add("index that cannot be believed", f"{example}: {doubt}")
         finally:
             first.abandon()
 
@@ -249,6 +257,13 @@ class _Checked:
         sync_folder(self._data)
         shutil.rmtree(old, ignore_errors=True)
         self.report.repaired = True
+
+
+def _believe(index: Index, superblock: Superblock, disk: Disk, example: str, report: Report) -> None:
+    try:
+        check_index(index, superblock, disk)
+    except Corrupt as doubt:
+        report.add("index that cannot be believed", f"{example}: {doubt}")
 
 
 def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
@@ -289,6 +304,8 @@ def _compare_block(
         return
     if drives is None:
         report.add("blocks in the index and not on the drive", example)
+    elif not clean and ours is not None and ours == drives._replace(expires_ms=ours.expires_ms):
+        report.add("blocks whose life a killed process had made longer", example)
     elif not clean and (ours is None or drives.generation > newest):
         report.add("records left by a killed process, to be voided", example)
     elif ours is None:

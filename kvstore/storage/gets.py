@@ -14,11 +14,12 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
-from kvstore.storage.index import header_of
+from kvstore.storage.index import is_header_of
 from kvstore.storage.items import GetDone, GetItem, GetsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.wire.record import HEADER_USED_BYTES, Header, record_bytes
@@ -62,8 +63,13 @@ class Gets:
     def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Take gets on; each is reported through the outbox."""
         now_ms = self._clock.wall_ms()
-        stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        try:
+            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            for item in items:
+                self._miss(item, done, MissReason.UNREADABLE, str(error))
+            return
         reading = []
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
@@ -92,18 +98,18 @@ class Gets:
         self._extents.unpin(entry.offset // PAGE_BYTES)
         self._keeping.unguard([entry.generation], Guard.PIN)
         name = (item.tenant, item.key)
-        expected = header_of(name, entry)
         if result < 0:
             self._keeping.unreadable(name, entry.generation, wipe=True)
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
             return
         found = self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
         # Another record's good header is not ours to wipe.
-        is_foreign = isinstance(found, Header) and found != expected
+        is_its = is_header_of(found, name, entry)
+        is_foreign = isinstance(found, Header) and not is_its
         if read.failed == _READS_MAX - 1:
             self._keeping.unreadable(name, entry.generation, wipe=not is_foreign)
             self._miss(item, read.done, MissReason.UNREADABLE, "only the header could be read")
-        elif found == expected:
+        elif is_its:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         else:

@@ -5,10 +5,12 @@ Always holds:
 - The core knows exactly the blocks that are in the index, from the opening on, and the ground where each lies.
 - A block is guarded while a get reads it, and while a put of it waits for a sync; to be asked for is to be used.
 - Whatever leaves the index leaves it with a reason, which the last ones can be asked for.
-- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that comes back
-  takes its place again, if the session it stood in last has a gap there.
+- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that is replaced
+  hands on its places in all its sessions; one that comes back takes its place again, if the session it stood in last
+  has a gap there.
+- What a session's manifest protects is protected from the opening on, before anything may go.
 
-It decides nothing: the core does, and `kvstore.storage.room` asks it. Guards last as long as the process.
+It decides nothing: the core does, and `kvstore.storage.room` asks it. Other guards last as long as the process.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.errors import ReadOnly, StorageError
-from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES
+from kvstore.errors import NoSpace, ReadOnly, StorageError
+from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES, PROTECTED_SESSIONS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
@@ -129,6 +131,7 @@ class Keeping:
     ) -> None:
         first, until = records_begin(superblock.capacity_bytes), superblock.capacity_bytes
         pages = (until - first) // PAGE_BYTES
+        self._pages = pages
         self._index = index
         self._writes = writes
         self._wipes = wipes
@@ -146,6 +149,8 @@ class Keeping:
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.quarantined = 0  # since the opening
         self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
+        self.protected: set[SessionName] = set()
+        self._places: dict[Name, tuple[list[int], int]] = {}  # of blocks that are being replaced
 
     # Ways in.
 
@@ -167,7 +172,11 @@ class Keeping:
         for name, entry in blocks:
             self.ground.put(entry.offset // PAGE_BYTES, _pages(entry), entry.generation)
             before = self._history.of(name)
-            if before is not None and before.session and self.core.lacks(before.session, before.position):
+            if name in self._places:
+                sessions, position = self._places.pop(name)
+                for session in sessions:
+                    self.core.joined([entry.generation], session, position, now_ms)
+            elif before is not None and before.session and self.core.lacks(before.session, before.position):
                 self.core.joined([entry.generation], before.session, before.position, now_ms)
         self._tell([name for name, _ in blocks], None)
 
@@ -187,6 +196,8 @@ class Keeping:
         blocks = list(blocks)
         self._tell([name for name, _ in blocks], reason)
         for name, entry in blocks:
+            if reason is Reason.SUPERSEDED:  # what comes next under the name stands where this one stood
+                self._places[name] = self.core.places(entry.generation)
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
             instead = self._quarantine_pages(name, entry) if reason is Reason.QUARANTINED else None
@@ -226,10 +237,10 @@ class Keeping:
         Its extent counts against its tenant, until the drive has overwritten it without an error (`scrubs`); one where
         another record's header stands is not ours to wipe, and stays so until the store is opened anew.
         """
-        entry = self._index.lookup([name])[0]
-        if entry is None or entry.generation != generation:
-            return  # a newer one has taken its place, or it has been forgotten
         try:
+            entry = self._index.lookup([name])[0]
+            if entry is None or entry.generation != generation:
+                return  # a newer one has taken its place, or it has been forgotten
             self._forget([name])
         except StorageError:  # the block will be checked, and missed, again
             return
@@ -324,6 +335,20 @@ class Keeping:
         """Give the generations of all blocks of a tenant, in ascending order."""
         return _column("Q", self._index.generations_of_tenant(tenant))
 
+    def renewed(self, generation: int, expires_ms: int) -> None:
+        """Note that a block lives longer."""
+        self.core.renewed(generation, expires_ms)
+
+    def refusal(self, pages: int) -> NoSpace | None:
+        """Say why a block of so many pages could not stay: what is protected leaves no room for it for good."""
+        protected = self.core.protected_pages
+        if not protected or protected + self.marks.low_pages + pages <= self._pages:
+            return None
+        return NoSpace(
+            f"The drive has no room for {pages * PAGE_BYTES} bytes that would stay: {protected * PAGE_BYTES} of its"
+            f" {self._pages * PAGE_BYTES} are protected."
+        )
+
     def has_passing_guards(self) -> bool:
         """Tell whether any block has a guard that is to end by and by."""
         guarded = self.core.statistics().guarded
@@ -331,10 +356,25 @@ class Keeping:
 
     def protect(self, name: SessionName, blocks: int) -> Refusal | None:
         """Let nothing of a session's first blocks go, until it is unprotected."""
-        return self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+        refusal = self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+        if refusal is None:
+            self.protected.add(name)
+        return refusal
+
+    def may_protect(self, name: SessionName) -> bool:
+        """Tell whether a session is protected, or one more may be."""
+        return name in self.protected or len(self.protected) < PROTECTED_SESSIONS_MAX
+
+    def protect_first(self, name: SessionName, blocks: int) -> None:
+        """Do what a session's manifest says, 0 blocks included."""
+        if blocks:
+            self.protect(name, blocks)
+        else:
+            self.unprotect(name)
 
     def unprotect(self, name: SessionName) -> Refusal | None:
         """Let a session's blocks go again."""
+        self.protected.discard(name)
         return self.core.unprotect_session(self._digest(*name), self._clock.wall_ms())
 
     # Sessions.
@@ -391,6 +431,9 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
     """Let all drives of a store know who stands where in the sessions of one of them, and itself when they end."""
     for name, stored in manifests.all():
         deadlines.set(name, stored.manifest.expires_ms)
+        if stored.manifest.protected:
+            for keeping in of_drives:
+                keeping.protect(name, stored.manifest.protected)
         keys: Sequence[bytes] = ()
         with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
             keys = manifests.keys(name) or ()

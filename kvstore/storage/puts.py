@@ -6,6 +6,8 @@ Always holds:
   (`kvstore.storage.writes` keeps the order of all records).
 - A name is written once: later puts of it with the same bytes share the fate of the first, and of what is stored;
   those with other bytes are told so, and change nothing.
+- The longest life that any of them asks for counts, and is on the drive before that one is reported
+  (`kvstore.storage.renewals`).
 - What is stored settles no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it is
   whole the put is settled with it; if not, it is quarantined and the put is written.
 - What a put replaces is wiped before its extent is free.
@@ -20,7 +22,7 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, StorageError
+from kvstore.errors import Expired, KeyTaken, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -36,6 +38,7 @@ from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
+from kvstore.storage.renewals import Renewal, lives_as_long
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Index, Name
     from kvstore.storage.keeping import Keeping
     from kvstore.storage.quotas import QuotaQueue
+    from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes
     from kvstore.wire.record import HeaderCodec
 
@@ -65,6 +69,7 @@ class Puts:
         index: Index,
         keeping: Keeping,
         queue: QuotaQueue,
+        renewals: Renewals,
         clock: Clock,
         *,
         checks: Checks,
@@ -73,33 +78,49 @@ class Puts:
         self._checks = checks
         self._doubtful = doubtful
         self._queue = queue
+        self._renewals = renewals
         self._writes = writes
         self._index = index
         self._keeping = keeping
         self._clock = clock
-        self._by_name: dict[Name, _Write] = {}  # accepted and not published
+        self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Take puts on; each is reported through the outbox, later or at once."""
-        stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        try:
+            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            for item in items:
+                self._report(item, done, error)
+            return
         doubtful = self._doubtful([entry.generation for entry in stored if entry is not None])
         for item, entry in zip(items, stored, strict=True):
-            refusal = _refusal(item)
+            refusal = _refusal(item, self._clock.wall_ms())
             if refusal is not None:
                 self._report(item, done, refusal)
             elif (first := self._by_name.get((item.tenant, item.key))) is not None:
                 first.followers.append((item, done))
             elif entry is None or self._is_over(entry):
-                write = _Write(self._writes, self, item, done, replaces=entry)
-                self._by_name[item.tenant, item.key] = write
-                self._queue.add(write)
+                self._write(item, done, entry)
             elif entry.generation in doubtful:
                 self._check(item, done, entry)
             else:
                 self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
+
+    def _write(self, item: PutItem, done: PutsDone, replaces: Entry | None) -> None:
+        write = _Write(self._writes, self, item, done, replaces=replaces)
+        self._by_name[write.name] = write
+        self._queue_unless_refused(write)
+
+    def _queue_unless_refused(self, write: _Write) -> None:
+        refusal = self._keeping.refusal(write.size_bytes // PAGE_BYTES)
+        if refusal is None:
+            self._queue.add(write)
+        else:
+            self._ended(write, list(write.items()), None, refusal)
 
     def _check(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
         """Settle a put with what is stored if that is whole, and write it otherwise."""
@@ -114,16 +135,20 @@ class Puts:
             self._keeping.unreadable(name, generation, wipe=wipe)
         elif finding is not Finding.WHOLE:
             self._keeping.quarantine(name, generation, wipe=wipe)
-        now = self._index.lookup([name])[0]  # others may have removed it meanwhile
+        try:
+            now = self._index.lookup([name])[0]  # others may have removed it meanwhile
+        except StorageError as error:
+            self._ended(write, list(write.items()), None, error)
+            return
         if now is None or self._is_over(now):
             write.replaces = now
-            self._queue.add(write)
+            self._queue_unless_refused(write)
         elif finding is Finding.WHOLE:
             self._keeping.believe([generation])
             self._keeping.used([generation])
-            self._settle_all(write, now)
+            self._ended(write, list(write.items()), now, None)
         else:  # it could not be quarantined: the drive has stopped, or its index has
-            self._end_all(write, self._writes.stopped_again())
+            self._ended(write, list(write.items()), None, self._writes.stopped_again())
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
@@ -149,24 +174,46 @@ class Puts:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
         self._queue.quotas.leave(record)
-        if error is None:
-            self._settle_all(record, record.entry())
-        else:
-            self._end_all(record, error)
+        self._ended(record, list(record.items()), record.entry(), error)
 
-    def _settle_all(self, write: _Write, entry: Entry) -> None:
-        for item, done in write.items():
-            self._settle(item, done, entry)
-        self._end(write)
+    def settle_renewed(self) -> None:
+        """Report the puts that waited for a longer life; where the block has gone meanwhile, put it."""
+        for renewal, is_there in self._renewals.settle_finished():
+            if is_there or renewal.error is not None:
+                self._ended(renewal, renewal.followers, renewal.entry, renewal.error)
+                continue
+            del self._by_name[renewal.name]
+            for item, done in renewal.followers:
+                under_way = self._by_name.get(renewal.name)
+                if under_way is None:
+                    self._write(item, done, None)
+                else:
+                    under_way.followers.append((item, done))
+            self._afterwards(renewal)
 
-    def _end_all(self, write: _Write, error: StorageError) -> None:
-        for item, done in write.items():
-            self._report(item, done, error)
-        self._end(write)
+    def _ended(
+        self,
+        work: _Write | Renewal,
+        items: Sequence[tuple[PutItem, PutsDone]],
+        entry: Entry | None,
+        error: StorageError | None,
+    ) -> None:
+        """Report puts of one name, but for those that want it to live longer still. There is an entry or an error."""
+        del self._by_name[work.name]
+        for item, done in items:
+            if error is None and entry is not None:
+                self._settle(item, done, entry)
+            else:
+                self._report(item, done, error)
+        self._afterwards(work)
 
-    def _end(self, write: _Write) -> None:
-        del self._by_name[write.name]
-        for then in write.afterwards:
+    def _afterwards(self, work: _Write | Renewal) -> None:
+        """Do what waited for the end of the puts of a name, when the last of them has ended."""
+        more = self._by_name.get(work.name)
+        if more is not None:
+            more.afterwards += work.afterwards
+            return
+        for then in work.afterwards:
             then()
 
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
@@ -177,10 +224,28 @@ class Puts:
             )
         elif entry.crc32c != item.crc32c:
             self._report(item, done, KeyTaken("Another block is stored under the key, with other bytes."))
-        elif item.durability is Durability.SYNCED and entry.generation > self._writes.synced_generation:
+        elif not lives_as_long(entry.expires_ms, item.expires_ms):
+            self._renew(item, done, entry)
+        elif item.durability is Durability.SYNCED and not self.has_synced(entry.generation):
             self._report_when_synced(item, done, entry.generation)
         else:
             self._report(item, done, None)
+
+    def has_synced(self, generation: int) -> bool:
+        """Tell whether a block that is stored survives power loss by now, for as long as it is said to live."""
+        return generation <= self._writes.synced_generation and not self._renewals.is_unsynced(generation)
+
+    def _renew(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
+        name = (item.tenant, item.key)
+        under_way = self._by_name.get(name)
+        if under_way is not None:  # for one that was put together with this one
+            under_way.followers.append((item, done))
+        elif self._writes.stopped is not None:
+            self._report(item, done, self._writes.stopped_again())
+        else:
+            renewal = Renewal(self._renewals, name, entry, item, [(item, done)])
+            self._by_name[name] = renewal
+            self._renewals.add(renewal)
 
     def _report_when_synced(self, item: PutItem, done: PutsDone, generation: int) -> None:
         self._keeping.guard([generation], Guard.WRITE)
@@ -201,7 +266,7 @@ class Puts:
 class _Write(Charged):
     """One block on its way to the drive, and the later puts of its name."""
 
-    __slots__ = ("afterwards", "done", "followers", "item", "replaces")
+    __slots__ = ("afterwards", "done", "expires_ms", "followers", "item", "replaces")
 
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
@@ -209,6 +274,7 @@ class _Write(Charged):
         super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
         self.item = item
         self.done = done
+        self.expires_ms = item.expires_ms
         self.replaces = replaces
         self.followers: list[tuple[PutItem, PutsDone]] = []
         self.afterwards: list[Callable[[], None]] = []
@@ -224,11 +290,15 @@ class _Write(Charged):
     def entry(self) -> Entry:
         item = self.item
         return Entry(
-            self.offset, item.length, item.crc32c, self.generation, item.expires_ms, item.fingerprint
+            self.offset, item.length, item.crc32c, self.generation, self.expires_ms, item.fingerprint
         )
 
     def fill_in(self, codec: HeaderCodec) -> None:
         item = self.item
+        for other, _ in self.followers:  # which have come by now: the longest life costs no write of its own
+            alike = (other.length, other.fingerprint) == (item.length, item.fingerprint)
+            if alike and not lives_as_long(self.expires_ms, other.expires_ms):
+                self.expires_ms = other.expires_ms
         header = Header(
             Kind.BLOCK,
             item.key,
@@ -237,7 +307,7 @@ class _Write(Charged):
             self.generation,
             item.length,
             item.crc32c,
-            item.expires_ms,
+            self.expires_ms,
         )
         codec.pack(_HeaderPage.from_address(self.address), 0, header, self.offset)
         used_bytes = HEADER_BYTES + item.length
@@ -245,8 +315,10 @@ class _Write(Charged):
         ctypes.memset(self.address + used_bytes, 0, self.size_bytes - used_bytes)
 
 
-def _refusal(item: PutItem) -> StorageError | None:
+def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
     assert item.slot_address % PAGE_BYTES == 0
+    if 0 < item.expires_ms <= now_ms:
+        return Expired("The block's time to live was over before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
         return StorageError(
             f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."

@@ -12,7 +12,7 @@ Always holds:
 
 - A block is looked for at home first, then on the other drives in order, and counts as missing when none has it. It is
   put where it is already, or else on the first drive in order that takes writes; so too if it is on a failed drive that
-  will never make it as durable as is asked.
+  will never make it as durable, or let it live as long, as is asked.
 - A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
 - A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
   first drive in their user's order that takes writes. What lies on a drive that has failed can be read, not changed.
@@ -45,6 +45,7 @@ from kvstore.storage.items import DriveState, GetDone, Statistics
 from kvstore.storage.keeping import restore_sessions
 from kvstore.storage.opening import open_drives
 from kvstore.storage.quotas import Quotas
+from kvstore.storage.renewals import lives_as_long
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -278,7 +279,10 @@ class Store(Handle):
             drive.release([of_generation[generation] for generation in some], guard)
 
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
-        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected.
+
+        It lasts as long as the process, or until a step of the session says otherwise: `SessionStep.PROTECT` lasts.
+        """
         refusals = [drive.protect(session, blocks) for drive in self.drives]
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
@@ -289,6 +293,11 @@ class Store(Handle):
         """Let a session's blocks go again; NOT_HELD if it was not protected."""
         refusals = [drive.unprotect(session) for drive in self.drives]
         return next(filter(None, refusals), None)
+
+    @property
+    def protected(self) -> Collection[SessionName]:
+        """Tell which sessions are protected."""
+        return self.drives[0].keeping.protected  # all drives are told
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
         """Tell where a block is, or why it is gone."""
@@ -450,6 +459,8 @@ class Store(Handle):
 def _will_do(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
     """Tell whether what a failed drive has is as good as the put that is asked for."""
     if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry.generation]):
+        return False
+    if not lives_as_long(entry.expires_ms, item.expires_ms):
         return False
     return item.durability < Durability.SYNCED or failed.has_synced(entry.generation)
 

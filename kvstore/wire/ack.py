@@ -11,7 +11,16 @@ import enum
 from typing import Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
+from kvstore.errors import (
+    Expired,
+    KeyTaken,
+    KvError,
+    LeaseExpired,
+    NoSpace,
+    QuotaExceeded,
+    ReadOnly,
+    StorageError,
+)
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import Miss, MissReason
 
@@ -21,6 +30,7 @@ _CODE_BITS = 8
 _MISS = 0x80
 
 
+@enum.unique
 class AckCode(enum.IntEnum):
     """Codes of a put, then of a fetch. A fetch's miss is `0x80 | reason`."""
 
@@ -33,6 +43,7 @@ class AckCode(enum.IntEnum):
     STORAGE_FAILED = 0x43
     QUOTA_EXCEEDED = 0x44
     KEY_TAKEN = 0x45
+    EXPIRED = 0x46
     SERVED = 0x7F
 
 
@@ -46,6 +57,7 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
         QuotaExceeded,
         "The tenant's quota of bytes is used up, and none of his blocks may go.",
     ),
+    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
     AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
     AckCode.KEY_TAKEN: (
         KeyTaken,
