@@ -8,6 +8,7 @@ that waits for WRITTEN sees LANDED on the way and ends at the first code that is
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 from kvstore.durability import Durability
 from kvstore.errors import Expired, KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
@@ -32,17 +33,11 @@ class AckCode(enum.IntEnum):
     READ_ONLY = 0x42
     STORAGE_FAILED = 0x43
     QUOTA_EXCEEDED = 0x44
-    EXPIRED = 0x45
+    EXPIRED = 0x46
     SERVED = 0x7F
 
 
-_CODES = (
-    (NoSpace, AckCode.NO_SPACE),
-    (QuotaExceeded, AckCode.QUOTA_EXCEEDED),
-    (Expired, AckCode.EXPIRED),
-    (ReadOnly, AckCode.READ_ONLY),
-)
-_ERRORS: dict[int, tuple[type[KvError], str]] = {
+_ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
     AckCode.LEASE_EXPIRED: (
         LeaseExpired,
         "The lease of the slot ended before the block landed; reserve it again.",
@@ -52,8 +47,8 @@ _ERRORS: dict[int, tuple[type[KvError], str]] = {
         QuotaExceeded,
         "The tenant's quota of bytes is used up, and none of his blocks may go.",
     ),
-    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
     AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
+    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
 }
 
 
@@ -66,14 +61,20 @@ def ack_word(generation: int, code: int) -> int:
 
 def code_of_error(error: KvError) -> AckCode:
     """How a put's failure travels."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), AckCode.STORAGE_FAILED)
+    for code, (kind, _) in _ERRORS.items():
+        if isinstance(error, kind):
+            return AckCode(code)
+    return AckCode.STORAGE_FAILED
 
 
 def error_of_code(code: int) -> KvError | None:
     """What a put's final code means to the client; None: it is as durable as it says."""
-    if code in list(Durability):
+    if code in (AckCode.LANDED, AckCode.WRITTEN, AckCode.SYNCED):
         return None
-    kind, sentence = _ERRORS.get(code, (StorageError, f"The node could not write the block (code {code})."))
+    known = _ERRORS.get(code)
+    if known is None:
+        return StorageError(f"The node could not write the block (code {code}).")
+    kind, sentence = known
     return kind(sentence)
 
 
