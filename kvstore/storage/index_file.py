@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from kvstore.errors import Corrupt
-from kvstore.storage.folder import sync_folder
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -86,16 +85,13 @@ class _Head(NamedTuple):
 
 
 def seal(folder: Path) -> None:
-    """Say, durably, that the file is whole as it is now. It has been closed, and synced."""
+    """Say that the file is whole as it is now. It has been closed, and synced.
+
+    The seal is not: without it, after power loss, the index is looked through, and one of another time fits no file.
+    """
     length, crc = _summed(folder / DATA_NAME)
     fixed = _SEAL.pack(_SEAL_MAGIC, length, crc)
-    part = folder / f"{_SEAL_NAME}.part"
-    with part.open("wb") as file:
-        file.write(fixed + _CRC.pack(crc32c(fixed)))
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(folder / _SEAL_NAME)
-    sync_folder(folder)
+    (folder / _SEAL_NAME).write_bytes(fixed + _CRC.pack(crc32c(fixed)))
 
 
 def unseal(folder: Path) -> None:

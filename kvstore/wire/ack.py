@@ -57,12 +57,12 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
         QuotaExceeded,
         "The tenant's quota of bytes is used up, and none of his blocks may go.",
     ),
-    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
     AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
     AckCode.KEY_TAKEN: (
         KeyTaken,
         "Another block is stored under the key; the bytes of this put were not kept.",
     ),
+    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
 }
 
 

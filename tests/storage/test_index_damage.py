@@ -444,9 +444,11 @@ def test_an_index_that_fails_while_it_serves_is_a_typed_error_and_no_acknowledge
         assert isinstance(rig.put(3000, b"x").error, StorageError)
         done, _ = rig.get(1)
         assert done.miss is not None
+    assert isinstance(rig.put(3001, b"x").error, ReadOnly), "nobody knows what it has by now"
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.drive._index, "_env", _Broken(env))
         assert rig.delete(1).error is not None
         assert rig.append(7, [1]).error is not None
-    assert isinstance(rig.put(3001, b"x").error, ReadOnly), "it may have been changed in half"
     rig.store.close()
     assert not data_of(rig).exists(), "so that it is built anew"
     rig.disk = FakeDisk(disk_of(rig).pages)

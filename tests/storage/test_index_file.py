@@ -64,6 +64,8 @@ def test_a_file_that_is_shorter_than_it_says_is_not_mapped(tmp_path: Path) -> No
     data = structure(tmp_path)
     last = struct.unpack_from("<Q", data, newest_head(data) + 136)[0]
     refuses(tmp_path, data[: last * PAGE], "shorter than it says")
+    struct.pack_into("<Q", data, newest_head(data) + 136, last + 5)  # and nothing leads to these
+    refuses(tmp_path, data, "shorter than it says")
 
 
 def test_a_page_with_bounds_or_rows_outside_of_it_is_not_mapped(tmp_path: Path) -> None:
