@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import StorageError
@@ -33,6 +34,7 @@ __all__ = ["Doubts"]
 
 _GENERATION: Final = struct.Struct(">Q")
 _DOUBT: Final = b"?"
+_AT_ONCE: Final = 1 << 16
 
 
 class Doubts:
@@ -78,15 +80,25 @@ class Doubts:
         self._write(doubt)
 
     def add_above(self, generation: int) -> None:
-        """Doubt all blocks with a higher generation than this."""
+        """Doubt all blocks with a higher generation than this, some at a time: a transaction has its bounds."""
+        while some := self._first_above(generation):
 
-        def doubt(transaction: Any) -> None:
-            index = self._index
-            with transaction.cursor(index.generations) as rows, transaction.cursor(index.doubts) as doubts:
-                if rows.set_range(_GENERATION.pack(generation + 1)):
-                    doubts.putmulti((one, checked(one, _DOUBT)) for one in rows.iternext(values=False))
 
-        self._write(doubt)
+            def doubt(transaction: Any, some: list[bytes] = some) -> None:
+                with transaction.cursor(self._index.doubts) as cursor:
+                    cursor.putmulti((one, checked(one, _DOUBT)) for one in some)
+
+            self._write(doubt)
+            (generation,) = _GENERATION.unpack(some[-1])
+
+    def _first_above(self, generation: int) -> list[bytes]:
+        with (
+            self._index.reading() as transaction,
+            transaction.cursor(self._index.generations) as cursor,
+        ):
+            if not cursor.set_range(_GENERATION.pack(generation + 1)):
+                return []
+            return list(islice(cursor.iternext(values=False), _AT_ONCE))
 
     def believe(self, generations: Iterable[int]) -> None:
         """Note that the CRC of these blocks was checked and is right; `commit` makes it outlive the process."""

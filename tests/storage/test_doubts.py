@@ -303,6 +303,14 @@ def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: 
     assert fake.store.explain(TENANT, key(3)).doubted
 
 
+def test_all_of_a_large_index_is_doubted_in_parts(fake: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.storage.doubts._AT_ONCE", 3)
+    for number in range(10):
+        fake.put(number, b"payload")
+    crash(fake)
+    assert fake.store.statistics().doubted == 10
+
+
 def test_doubts_go_with_the_index(fake: Rig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)

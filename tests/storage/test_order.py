@@ -78,6 +78,23 @@ def test_behind_a_write_that_failed_none_is_published_and_none_before_it_is_lost
     assert [is_stored(fake, number) for number in range(4)] == [number < failing for number in range(4)]
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_of_writes_that_end_together_those_before_one_that_failed_are_kept(
+    fake: Rig, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = [fake.start_put(number, b"payload") for number in range(4)]
+    while len(disk_of(fake).in_flight) < len(tags):
+        hold(fake)
+        fake.store.poll()
+    monkeypatch.setattr(disk_of(fake).rng, "shuffle", lambda _: None)
+    monkeypatch.setattr(disk_of(fake).rng, "randrange", lambda *ends: ends[-1] - 1)
+    disk_of(fake).faults = {disk_of(fake).operations + failing: -errno.EIO}
+    disk_of(fake).let_go()
+    fake.settle()
+    assert [fake.put_done[tag].error is None for tag in tags] == [number < failing for number in range(4)]
+    assert [is_stored(fake, number) for number in range(4)] == [number < failing for number in range(4)]
+
+
 def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_write(fake: Rig) -> None:
     fake.put(9, b"earlier")
     tag = fake.start_put(1, b"payload", Durability.SYNCED)
