@@ -24,7 +24,8 @@
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
-    │   └── PutFailed
+    │   ├── PutFailed
+    │   └── RegionBusy         registered memory that something may still read or write
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
     ├── CudaUnavailable        CuPy or a GPU is missing (also defined there)
@@ -42,6 +43,7 @@ from nic_offload.errors import (
     FabricUnavailable,
     KvError,
     PutFailed,
+    RegionBusy,
     RuleError,
     StagingFull,
     TableFull,
@@ -69,6 +71,7 @@ __all__ = [
     "PutFailed",
     "QuotaExceeded",
     "ReadOnly",
+    "RegionBusy",
     "RuleError",
     "SessionFileError",
     "SessionRefused",

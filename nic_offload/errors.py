@@ -16,6 +16,7 @@ __all__ = [
     "FabricUnavailable",
     "KvError",
     "PutFailed",
+    "RegionBusy",
     "RuleError",
     "StagingFull",
     "TableFull",
@@ -53,6 +54,10 @@ class FabricStuck(FabricError):
 
 class PutFailed(FabricError):
     """An armed put came to a terminal state other than done; the message names which."""
+
+
+class RegionBusy(FabricError):
+    """The region can't be closed yet: an operation reads from it, or a peer may still write to it."""
 
 
 class RuleError(KvError):

@@ -1,7 +1,8 @@
 """How a client's reserves and fetches reach its node: over the fabric, or by gRPC where that can't be.
 
 What always holds: a call is made once, one way or the other, and both ways it means the same and fails with the same
-errors; when the node's answer is not known, the link is lost.
+errors; when the node's answer is not known, the link is lost. A fetch whose deadline is over while it is being asked for
+is cancelled instead, as one is that was taken: that others use the link as well is no reason to end it.
 """
 
 from __future__ import annotations
@@ -178,10 +179,12 @@ class Asking:
                 (*metadata, *self._traced(span)),
                 get.blocks,
                 get.rows(),
-                min(deadline_ns, began_ns + _TIMEOUT_NS),
+                began_ns + _TIMEOUT_NS,  # the get has a deadline of its own, which ends no more than the get
                 answered,
                 tells=watch is not None,
             )
+            if not begun:
+                get.by_rpc()
         if begun:
             return
         left_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
@@ -190,6 +193,10 @@ class Asking:
                 self._stub.Fetch(
                     get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000), metadata=metadata
                 )
+        except DeadlineExceeded as error:
+            asked.failed(error)
+            with self._client.lock:
+                get.cancel(self._clock.monotonic_ns())
         except KvError as error:
             with self._client.lock:
                 answered(error)

@@ -10,6 +10,7 @@ has landed or failed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -170,14 +171,27 @@ class ArmedPuts:
         if not sent:
             self._all_ended()
             return
+        try:
+            watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
+            if isinstance(flag, FlagWord):
+                flag = self._counter = client.fabric.open_counter(flag)
+            arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
+        except KvError:
+            self._undo(sent)
+            raise
         for tag in self._by_tag:
             link.operations[tag] = self
-        watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
-        if isinstance(flag, FlagWord):
-            flag = self._counter = client.fabric.open_counter(flag)
-        arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
         if self._span is not None:
             self._span.armed()
+
+    def _undo(self, sent: Sequence[_Put]) -> None:
+        """None of them is armed: nothing goes out, nothing is awaited, and the slots are the node's again."""
+        with contextlib.suppress(FabricError):
+            self._client.fabric.cancel([put.tag + 1 for put in sent])
+        if self._counter is not None:
+            self._counter.close()
+        self._link.give_back_words([put.word for put in sent])
+        self._client.abort(self._link, [put.lease for put in sent])
 
     def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
         return AckWatch(
@@ -263,12 +277,18 @@ class ArmedPuts:
             self._put_failed(put, -errno.ETIMEDOUT)
 
     def _give_up(self, put: _Put, error: KvError) -> None:
-        """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain."""
-        withdrawn = self._client.fabric.cancel([put.tag])
-        self._end(put, error)
-        if withdrawn:
-            self._client.abort(self._link, [put.lease])
+        """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain.
+
+        One that can't be withdrawn has gone out, or its own deadline has ended it, and that is not told yet.
+        """
+        if self._client.fabric.cancel([put.tag]):
+            self._put_failed(put, -errno.ETIMEDOUT)
         else:
+            self._client.settle(lambda: self._went_out(put, error))
+
+    def _went_out(self, put: _Put, error: KvError) -> None:
+        if put.result is None:
+            self._end(put, error)
             self._client.lose(self._link, error)
 
     def lost(self, error: KvError) -> None:
@@ -354,10 +374,24 @@ class ArmedPuts:
 
         What has not gone out never does. If anything has, and the node has not said that it landed, the link is lost.
         """
-        with self._client.lock:
+        with self._done:
             reading = [put.tag for put in self._puts if put.result is None and not put.landed_ns]
-            if reading and self._client.fabric.cancel(reading) < len(reading):
-                self._client.lose(self._link, DeadlineExceeded("A block went out and did not land in time."))
+            if not reading or self._client.fabric.cancel(reading) == len(reading):
+                return
+            settled: list[bool] = []
+
+            def lose_unless_over() -> None:
+                if self._unlanded:
+                    self._client.lose(
+                        self._link, DeadlineExceeded("A block went out and did not land in time.")
+                    )
+                settled.append(True)
+                self._done.notify_all()
+
+            # Some may have failed or landed already, and that is not told yet: they are no reason to lose the link.
+            self._client.settle(lose_unless_over)
+            if not self._done.wait_for(lambda: bool(settled) or not self._unlanded, RPC_TIMEOUT_MS / 1000):
+                lose_unless_over()
 
     def wait(self, timeout_s: float) -> list[PutResult]:
         """Wait until every put has ended; the results in the order of the blocks.

@@ -19,6 +19,7 @@ from kvstore.limits import (
     GENERATION_MAX,
     KEY_BYTES,
 )
+from kvstore.node.cancelling import Cancelled
 from kvstore.node.landing import LandingLayout, Lease, Slots
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.trigger import Landing, WordPut, watch_landings
@@ -124,6 +125,7 @@ class Connection:
         self.layout = layout
         self.slots = Slots(layout.slots)
         self.closed = False
+        self.cancelled = Cancelled()
         self.ended = asyncio.Event()
         self.fabric = fabric
         self.endpoint = fabric.open_endpoint()

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b bf404d21de9567b0977ebdf5d7ca32a0
+# Generated from proto sources with BLAKE2b 64f738f667af937c2489dfbb4eea7e5c
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -164,6 +164,28 @@ class FetchBlock(_message.Message):
     def __init__(self, name: _Optional[_Union[BlockName, _Mapping]] = ..., target: _Optional[int] = ..., target_key: _Optional[int] = ..., ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CancelFetchRequest(_message.Message):
+    __slots__ = ("connection", "blocks", "called")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CALLED_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    blocks: _containers.RepeatedCompositeFieldContainer[CancelledBlock]
+    called: bool
+    def __init__(self, connection: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[CancelledBlock, _Mapping]]] = ..., called: bool = ...) -> None: ...
+
+class CancelledBlock(_message.Message):
+    __slots__ = ("ack_word", "ack_generation")
+    ACK_WORD_FIELD_NUMBER: _ClassVar[int]
+    ACK_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ack_word: int
+    ack_generation: int
+    def __init__(self, ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ...) -> None: ...
+
+class CancelFetchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
