@@ -265,7 +265,7 @@ class Client(Handle):
     def cancel_fetch(
         self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
     ) -> None:
-        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if it doesn't."""
+        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not."""
         request = pb.CancelFetchRequest(
             connection=link.number,
             blocks=[pb.CancelledBlock(ack_word=word, ack_generation=one) for word, one in blocks],

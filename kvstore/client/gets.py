@@ -49,7 +49,7 @@ class NoGet:
         return self._outcomes[:first]
 
 
-def hold_regions(blocks: Sequence[Block]) -> list[Region]:
+def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
     """Hold the regions of these blocks, each once: their owner can't close them while a peer may write there."""
     held: list[Region] = []
     try:
@@ -77,7 +77,7 @@ class Get:
         self._link = link
         self._blocks = blocks
         self._outcomes: list[Hit | Miss | None] = [None] * len(blocks)
-        self._held = hold_regions(blocks)
+        self._held = _hold_regions(blocks)
         try:
             self._words = link.take_words(len(blocks))
         except KvError:
@@ -170,7 +170,7 @@ class Get:
         self._called = True
 
     def cancel(self, now_ns: int) -> None:
-        """Have the node end what has not come, and wait for its word on each block: no longer than `FETCH_CANCEL_MS`."""
+        """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
         if self._cancelling or not self._open:
             return
         self._cancelling = True

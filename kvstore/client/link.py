@@ -86,7 +86,7 @@ class Host(Protocol):
     def cancel_fetch(
         self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
     ) -> None:
-        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if it doesn't.
+        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not.
 
         `called`: the fetch was asked for by gRPC, and not over the fabric.
         """

@@ -4,11 +4,11 @@ A fetch's life: queued (bounded; tenants and connections in turn) -> found in th
 fills a piece of it) -> sending (the C core checks the payload's CRC and, only if it holds, puts the bytes and chains
 the acknowledgement word to them) -> over; the piece stays in the hot memory until something else needs the room.
 
-What always holds: no byte leaves whose record failed a check, wherever it was; each fetch has one word, put once: behind
-its last byte, or to say that none will come, because it is missed or was cancelled; memory is not used again while the
-drive or the fabric has it; a hot piece is only sent for the record that the index names at that moment; a client that
-takes nothing in holds no more of the memory than it leaves to all others, and what is asked of the drive ahead of a
-newcomer is bounded.
+What always holds: no byte leaves whose record failed a check, wherever it was; each fetch has one word, put once:
+behind its last byte, or to say that none will come, because it is missed or was cancelled; memory is not used again
+while the drive or the fabric has it; a hot piece is only sent for the record that the index names at that moment; a
+client that takes nothing in holds no more of the memory than it leaves to all others, and what is asked of the drive
+ahead of a newcomer is bounded.
 """
 
 from __future__ import annotations
@@ -305,8 +305,6 @@ class Fetches:
                 misses.append(self._miss(fetch, done.miss.reason))
                 self._end(fetch)
             else:
-                assert fetch.piece is not None
-                self._memory.pages.keep(fetch.piece, done.generation)
                 fetch.looking.outcomes[fetch.at] = Outcome.DRIVE
                 if fetch.request.seen is not None:
                     fetch.request.seen.read(done.length)
@@ -317,9 +315,13 @@ class Fetches:
             put_words(self._fabric, misses)
         if puts:
             self._send(puts, now_ns)
-            names = [self._under_way[put.tag].name for put in puts]
-            entries = self._store.lookup(names)  # it may have been replaced while it was read
-            self._memory.shelve((*name, entry) for name, entry in zip(names, entries, strict=True))
+            sent = [self._under_way[put.tag] for put in puts]
+            entries = self._store.lookup([fetch.name for fetch in sent])  # it may have gone while it was read
+            self._memory.keep(
+                (fetch.piece, fetch.generation, fetch.name, entry)
+                for fetch, entry in zip(sent, entries, strict=True)
+                if fetch.piece is not None
+            )
         self.pump()
 
     def _send(self, puts: Sequence[TriggeredPut], now_ns: int) -> None:

@@ -128,7 +128,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.unlist(names)
+        self.hot.changed(names, self.store.lookup)
         for listener in self.block_listeners:
             listener(names, reason)
 

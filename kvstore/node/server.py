@@ -18,8 +18,8 @@ import grpc
 from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
-from kvstore.node.audit import Audit
 from kvstore.limits import KEEPALIVE_MS
+from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
@@ -65,7 +65,10 @@ _PROGRESS_NS = 1_000_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
     *keepalive_options(),
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 5),  # of a client's pings; else they are refused
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        KEEPALIVE_MS // 5,
+    ),  # of a client's pings; else they are refused
 )
 
 

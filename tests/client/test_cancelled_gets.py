@@ -166,7 +166,7 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
 def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards(
     node: NodeInProcess, rig: Rig
 ) -> None:
-    """Blocks of the drive and of the hot memory, calls by the fabric and by gRPC, deadlines from nothing to a get's time."""
+    """From the drive and the hot memory, called by the fabric and by gRPC, with deadlines from nothing to enough."""
     blocks = [rig.block(number, MIB // 2) for number in range(12)]
     put(rig, blocks)
     link = link_of(rig.client)
@@ -176,7 +176,7 @@ def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards
     for turn in range(150):
         some = dice.sample(blocks, dice.randint(1, len(blocks)))
         if turn % 3 == 0:  # they come from the drive again
-            node.call(lambda inside: [inside.hot.pages.forget(one) for one in _kept(inside)])
+            node.call(forget_all)
         link.calls = calls if dice.random() < 0.7 else None
         outcomes = rig.client.get([rig.wanted(block) for block in some], timeout_s=dice.random() * 0.02)
         hits += sum(isinstance(one, Hit) for one in outcomes)
@@ -196,9 +196,10 @@ def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards
     )
 
 
-def _kept(inside: Node) -> list[object]:
+def forget_all(inside: Node) -> None:
     pages = inside.hot.pages
-    return [*pages._probation.values(), *pages._protected.values()]
+    for piece in (*pages._probation.values(), *pages._protected.values()):
+        pages.forget(piece)
 
 
 # --- memory
