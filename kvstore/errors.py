@@ -24,6 +24,7 @@
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
+    │   ├── NoMemory           the machine gave no memory, or let no more be registered
     │   ├── PutFailed
     │   └── RegionBusy         registered memory that something may still read or write
     ├── RuleError              a rule or request that the match-action table cannot use
@@ -42,6 +43,7 @@ from nic_offload.errors import (
     FabricStuck,
     FabricUnavailable,
     KvError,
+    NoMemory,
     PutFailed,
     RegionBusy,
     RuleError,
@@ -62,6 +64,7 @@ __all__ = [
     "KvError",
     "LayoutError",
     "LeaseExpired",
+    "NoMemory",
     "NoSession",
     "NoSpace",
     "NodeUnavailable",

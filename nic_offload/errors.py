@@ -15,6 +15,7 @@ __all__ = [
     "FabricStuck",
     "FabricUnavailable",
     "KvError",
+    "NoMemory",
     "PutFailed",
     "RegionBusy",
     "RuleError",
@@ -41,7 +42,8 @@ class FabricError(KvError):
                 f"{doing} got no answer: the provider hangs, on shm perhaps because a peer died with its lock."
                 " Close the fabric, which may take as long, and open another."
             )
-        return cls(f"{doing} failed: {os.strerror(-code)} ({code}).")
+        kind = NoMemory if code == -errno.ENOMEM else cls
+        return kind(f"{doing} failed: {os.strerror(-code)} ({code}).")
 
 
 class FabricUnavailable(FabricError):
@@ -50,6 +52,10 @@ class FabricUnavailable(FabricError):
 
 class FabricStuck(FabricError):
     """The fabric's progress thread did not answer in time; every later call but `close` says so at once."""
+
+
+class NoMemory(FabricError):
+    """The machine gave no memory, or let no more of it be registered."""
 
 
 class PutFailed(FabricError):

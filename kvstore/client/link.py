@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
-from kvstore.errors import FabricError, KvError, NodeUnavailable, Overloaded
+from kvstore.errors import FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc
@@ -139,7 +139,7 @@ class Link:
         try:
             return mmap.mmap(-1, _WORDS_BYTES + MEMORY_BYTES)
         except OSError as error:
-            raise Overloaded(
+            raise NoMemory(
                 f"This process got no {_WORDS_BYTES + MEMORY_BYTES} bytes for a connection: {error.strerror}."
             ) from error
 

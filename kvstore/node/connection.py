@@ -128,10 +128,14 @@ class Connection:
         self.cancelled = Cancelled()
         self.ended = asyncio.Event()
         self.fabric = fabric
-        self.endpoint = fabric.open_endpoint()
-        self.peer = fabric.add_peer(peer_address)
         self._memory = memory
-        self._region = fabric.register(self._memory, endpoint=self.endpoint)
+        self.endpoint = fabric.open_endpoint()
+        try:
+            self.peer = fabric.add_peer(peer_address)
+            self._region = fabric.register(self._memory, endpoint=self.endpoint)
+        except BaseException:
+            self.endpoint.close()
+            raise
         self.landing_key = self._region.key
 
     def remote(self, offset: int) -> int:

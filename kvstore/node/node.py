@@ -18,7 +18,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded, ProtocolError
+from kvstore.errors import NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -175,6 +175,12 @@ class Node:
             connection = Connection(
                 next(self._numbers), tenant, credentials, self.fabric, peer_address, acks, layout, memory
             )
+        except NoMemory as error:
+            self._landing_bytes -= layout.total_bytes
+            raise Overloaded(
+                f"The node's machine has no {layout.total_bytes} bytes of memory for a client's {layout.slots} slots;"
+                " attach with fewer, or later."
+            ) from error
         except BaseException:
             self._landing_bytes -= layout.total_bytes
             raise  # the memory, if there is any, goes with its last reference

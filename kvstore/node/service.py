@@ -74,8 +74,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 slots=request.slots,
             )
             peer = context.peer()
-            self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
             try:
+                self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
                 answer = pb.AttachResponse(
                     connection=connection.number,
                     node=self._name,
