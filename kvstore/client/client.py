@@ -68,7 +68,7 @@ from nic_offload.fabric import Fabric
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
@@ -239,8 +239,13 @@ class Client(Handle):
         deadline_ns = lease_deadline_ns(asked_ns, lease_ms)
         return Reservation(self, link, blocks, leases, words, durability, deadline_ns, watch, span)
 
-    def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer."""
+    def abort(
+        self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
+    ) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer.
+
+        `told`, with the lock held, hears the generations of those that were over: their words have been put.
+        """
         over = threading.Event()
         if link.error is not None or not leases:
             over.set()
@@ -255,6 +260,9 @@ class Client(Handle):
         def check(answered: grpc.Future[pb.AbortResponse]) -> None:
             if answered.exception() is not None:
                 self.lose(link, NodeUnavailable("The node did not take leases back."))
+            else:
+                with self.lock:
+                    told(answered.result().expired)
             over.set()
 
         call.add_done_callback(check)

@@ -24,7 +24,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
@@ -75,8 +75,13 @@ class Host(Protocol):
         """A fresh even tag; it and the odd one after it are the caller's."""
         ...
 
-    def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended."""
+    def abort(
+        self, link: Link, leases: Sequence[Leased], answered: Callable[[Collection[int]], None]
+    ) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended.
+
+        `answered`, with the lock held, hears the generations of those that were over: their words have been put.
+        """
         ...
 
     def settle(self, decide: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import PutResult
+from kvstore.client.giving_back import GivingBack
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
@@ -117,10 +118,10 @@ class Reservation:
         """Return the leases: nothing will be put. When this returns, the slots are free again."""
         self._spend()
         with self._client.lock:
-            leases = [put.lease for put in self._puts if not put.lease.already_stored]
-            self._link.give_back_words([put.word for put in self._puts])
-            answered = self._client.abort(self._link, leases)
-        answered.wait(RPC_TIMEOUT_MS / 1000)
+            self._link.give_back_words([put.word for put in self._puts if put.lease.already_stored])
+            leases = [(put.lease, put.word) for put in self._puts if not put.lease.already_stored]
+            giving = GivingBack(self._client, self._link, leases)
+        giving.over.wait(RPC_TIMEOUT_MS / 1000)
         if self._span is not None:
             self._span.given_back()
 
@@ -190,8 +191,7 @@ class ArmedPuts:
             self._client.fabric.cancel([put.tag + 1 for put in sent])
         if self._counter is not None:
             self._counter.close()
-        self._link.give_back_words([put.word for put in sent])
-        self._client.abort(self._link, [put.lease for put in sent])
+        GivingBack(self._client, self._link, [(put.lease, put.word) for put in sent])
 
     def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
         return AckWatch(
@@ -265,10 +265,11 @@ class ArmedPuts:
         else:
             error = FabricError.from_code("A put", status)
         self._client.fabric.cancel([put.tag + 1])
-        self._end(put, error)
         if status in (-errno.ETIMEDOUT, -errno.ECANCELED):
-            self._client.abort(self._link, [put.lease])  # it never went out, and never will
+            self._end(put, error, keep_word=True)
+            GivingBack(self._client, self._link, [(put.lease, put.word)])  # it never went out, and never will
         else:
+            self._end(put, error)
             self._client.lose(self._link, error)
 
     def _late(self, put: _Put) -> None:
@@ -298,7 +299,13 @@ class ArmedPuts:
                 self._end(put, error)
 
     def _end(
-        self, put: _Put, error: KvError | None, durability: Durability | None = None, durable_ns: int = 0
+        self,
+        put: _Put,
+        error: KvError | None,
+        durability: Durability | None = None,
+        durable_ns: int = 0,
+        *,
+        keep_word: bool = False,
     ) -> None:
         reached = durability if durability is not None else Durability.LANDED if put.landed_ns else None
         put.result = PutResult(
@@ -313,7 +320,8 @@ class ArmedPuts:
             self._has_landed()
         self._link.operations.pop(put.tag, None)
         self._link.operations.pop(put.tag + 1, None)
-        self._link.give_back_words([put.word])
+        if not keep_word:
+            self._link.give_back_words([put.word])
         self._open -= 1
         if not self._open:
             self._all_ended()

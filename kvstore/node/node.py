@@ -291,8 +291,12 @@ class Node:
         )
         return stored
 
-    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> int:
-        """Take leases back from a client that promises not to write; returns how many there were to take."""
+    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+        """Take leases back from a client that promises not to write.
+
+        Returns how many there were to take, and the generations of those that were over: their words have been put.
+        """
+        over = [generation for _, generation in leases if connection.slots.is_quarantined(generation)]
         released = [
             lease
             for slot, generation in leases
@@ -303,7 +307,7 @@ class Node:
             self._leased.pop(lease.generation, None)
         if self.spans is not None:
             self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), self.clock.monotonic_ns())
-        return len(released)
+        return len(released), over
 
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, Event]] = []
@@ -380,6 +384,9 @@ class Node:
                 kept.setdefault((connection.tenant, done.durability), []).append(lease)
             if connection.closed:
                 self._free_if_idle(connection)
+            elif done.error is not None and lease.durability is Durability.LANDED:
+                # It was acknowledged, and its word may be somebody else's now.
+                log.warning("a block that was to be in memory only could not be kept: %s", done.error)
             elif done.error is not None:
                 log.warning("a block could not be kept: %s", done.error)
                 words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))

@@ -119,7 +119,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             owner = self._gate.enter_with("abort", context)
             connection = self._node.connection(request.connection, owner)
             leases = [(lease.slot, lease.generation) for lease in request.leases]
-            return pb.AbortResponse(released=self._node.abort(connection, leases))
+            released, expired = self._node.abort(connection, leases)
+            return pb.AbortResponse(released=released, expired=expired)
         raise AssertionError
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:  # noqa: N802

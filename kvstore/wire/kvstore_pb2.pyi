@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 64f738f667af937c2489dfbb4eea7e5c
+# Generated from proto sources with BLAKE2b 003d07800e31f42cf8649d2456dd58c1
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -136,10 +136,12 @@ class AbortLease(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
-    __slots__ = ("released",)
+    __slots__ = ("released", "expired")
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     released: int
-    def __init__(self, released: _Optional[int] = ...) -> None: ...
+    expired: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, released: _Optional[int] = ..., expired: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("connection", "blocks")

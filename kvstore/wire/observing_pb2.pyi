@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 64f738f667af937c2489dfbb4eea7e5c
+# Generated from proto sources with BLAKE2b 003d07800e31f42cf8649d2456dd58c1
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -22,7 +22,7 @@ from nic_offload.flags import FlagWords
 from tests.nic_offload.rig import PAGE, Pair, after_ms, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.client.link import Link, Operation
     from kvstore.client.puts import ArmedPuts
@@ -67,8 +67,11 @@ class FakeHost:
     def next_tags(self) -> int:
         return next(self._tags)
 
-    def abort(self, _link: Link, leases: Sequence[Leased]) -> threading.Event:
+    def abort(
+        self, _link: Link, leases: Sequence[Leased], answered: Callable[[Collection[int]], None]
+    ) -> threading.Event:
         self.given_back += leases
+        self.answered = answered
         over = threading.Event()
         over.set()
         return over
@@ -188,6 +191,29 @@ def test_a_batch_that_could_not_be_armed_leaves_nothing_behind(pair: Pair) -> No
     with FlagWords.create(1) as flags, pytest.raises(FabricError):
         reservation.arm(flags[0])
     assert host.link.operations == {}
+    host.answered([])
     assert host.link.words == [ACK]
     assert [one.generation for one in host.given_back] == [GENERATION]
     wait_until(lambda: pair.near.fabric.statistics().watches == 0, "nothing is waited for")
+
+
+def test_the_word_of_a_lease_that_was_given_back_is_free_when_the_node_has_it(pair: Pair) -> None:
+    armed = Armed(pair, after_ms(20))
+    assert isinstance(armed.pump_until_over(), DeadlineExceeded)
+    assert armed.host.link.words == [], "the lease may end at the node just now"
+    armed.host.answered([])
+    assert armed.host.link.words == [ACK]
+
+
+def test_a_word_that_is_on_its_way_is_waited_for_before_it_is_used_again(pair: Pair) -> None:
+    """Once it came over the acknowledgement of a get that had the word by then, which nobody ever saw."""
+    armed = Armed(pair, after_ms(20))
+    assert isinstance(armed.pump_until_over(), DeadlineExceeded)
+    armed.host.answered([GENERATION])
+    pair.near.fabric.cancel([0])  # when it returns, the watch stands
+    assert armed.host.pump() == []
+    assert armed.host.link.words == []
+    armed.says(AckCode.LEASE_EXPIRED)
+    wait_until(lambda: bool(armed.host.pump()), "the word")
+    assert armed.host.link.words == [ACK]
+    assert armed.host.link.operations == {}
