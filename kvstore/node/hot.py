@@ -192,16 +192,13 @@ class HotPages:
         kept = [name for name in names if name in self._named]
         if not kept:
             return
-        free = False
         for name, entry in zip(kept, lookup(kept), strict=True):
             generation = self._named.get(name, 0)
             piece = self.peek(generation)
             if piece is not None and (entry is None or entry.generation != generation):
-                self.forget(piece)
-                free = free or not piece.users
-        if free and self.refused:
-            self.refused = False
-            self._freed()
+                self.forget(
+                    piece
+                )  # one that is in use is freed, and waiters are woken, when its last user is done
 
     def statistics(self) -> HotStatistics:
         """Where it stands."""

@@ -249,6 +249,18 @@ def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: 
         source.close()
 
 
+def test_nothing_is_posted_once_its_deadline_is_over(pair: Pair) -> None:
+    """Puts that are due at once and wait for each other: one at most is overtaken as it is posted."""
+    near, there = pair.near, pair.there
+    for turn in range(100):
+        near.events.clear()
+        deadline_ns = after_ms(0.3 + 0.02 * turn)
+        there.arm(*(there.put(tag, 65536, deadline_ns=deadline_ns) for tag in range(1, 65)))
+        finals = near.all_final(range(1, 65))
+        posted = [event.value for event in finals.values() if event.kind == EventKind.DONE]
+        assert sum(posted_ns > deadline_ns for posted_ns in posted) <= 1
+
+
 def test_a_word_alone_is_put_once(pair: Pair) -> None:
     """Once it was put again when its own completion came, over whatever had been put there since.
 
