@@ -26,7 +26,9 @@
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
-    │   └── PutFailed
+    │   ├── NoMemory           the machine gave no memory, or let no more be registered
+    │   ├── PutFailed
+    │   └── RegionBusy         registered memory that something may still read or write
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
     ├── CudaUnavailable        CuPy or a GPU is missing (also defined there)
@@ -43,7 +45,9 @@ from nic_offload.errors import (
     FabricStuck,
     FabricUnavailable,
     KvError,
+    NoMemory,
     PutFailed,
+    RegionBusy,
     RuleError,
     StagingFull,
     TableFull,
@@ -64,6 +68,7 @@ __all__ = [
     "KvError",
     "LayoutError",
     "LeaseExpired",
+    "NoMemory",
     "NoSession",
     "NoSpace",
     "NodeUnavailable",
@@ -73,6 +78,7 @@ __all__ = [
     "PutFailed",
     "QuotaExceeded",
     "ReadOnly",
+    "RegionBusy",
     "RuleError",
     "SessionFileError",
     "SessionRefused",

@@ -34,6 +34,7 @@ __all__ = [
     "EVICTION_STEPS_MAX",
     "EVICTION_URGENT_BLOCKS",
     "FETCHES_QUEUED_MAX",
+    "FETCH_CANCEL_MS",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
     "GENERATIONS_PER_DRIVE",
@@ -46,6 +47,7 @@ __all__ = [
     "INDEX_HEADERS_CHECKED_MAX",
     "INLINE_CHUNK_BYTES",
     "INLINE_TIMEOUT_MS",
+    "KEEPALIVE_MS",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
@@ -301,6 +303,10 @@ BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, a
 BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000
 FETCH_TIMEOUT_MS = 30_000
+FETCH_CANCEL_MS = (
+    500  # from a get's deadline: a node that has not said by then that it is over loses the client
+)
+KEEPALIVE_MS = 5_000  # between two pings on a quiet connection, and how long each may be unanswered
 
 assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
@@ -332,6 +338,7 @@ assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
+assert FETCH_CANCEL_MS < RPC_TIMEOUT_MS
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES

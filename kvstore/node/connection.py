@@ -19,6 +19,7 @@ from kvstore.limits import (
     GENERATION_MAX,
     KEY_BYTES,
 )
+from kvstore.node.cancelling import Cancelled
 from kvstore.node.landing import LandingLayout, Lease, Slots
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.trigger import Landing, WordPut, watch_landings
@@ -131,12 +132,17 @@ class Connection:
         self.layout = layout
         self.slots = Slots(layout.slots)
         self.closed = False
+        self.cancelled = Cancelled()
         self.ended = asyncio.Event()
         self.fabric = fabric
-        self.endpoint = fabric.open_endpoint()
-        self.peer = fabric.add_peer(peer_address)
         self._memory = memory
-        self._region = fabric.register(self._memory, endpoint=self.endpoint)
+        self.endpoint = fabric.open_endpoint()
+        try:
+            self.peer = fabric.add_peer(peer_address)
+            self._region = fabric.register(self._memory, endpoint=self.endpoint)
+        except BaseException:
+            self.endpoint.close()
+            raise
         self.landing_key = self._region.key
 
     def remote(self, offset: int) -> int:

@@ -189,7 +189,9 @@ class InlineBlocks:
         def finish(batch: Sequence[GetDone]) -> None:
             done = self._store.verify_payload(item, batch[0])
             if done.miss is None:
-                self.memory.pages.keep(piece, done.generation)
+                name = (item.tenant, item.key)
+                (entry,) = self._store.lookup([name])  # it may have gone while it was read
+                self.memory.keep([(piece, done.generation, name, entry)])
                 self.counters.found([done.length], in_memory=False)
                 self.timings.got_from_drive.note(self._clock.monotonic_ns() - began_ns)
             else:

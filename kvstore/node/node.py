@@ -18,7 +18,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -129,7 +129,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.unlist(names)
+        self.hot.changed(names, self.store.lookup)
         for listener in self.block_listeners:
             listener(names, reason)
 
@@ -176,6 +176,12 @@ class Node:
             connection = Connection(
                 next(self._numbers), tenant, credentials, self.fabric, peer_address, acks, layout, memory
             )
+        except NoMemory as error:
+            self._landing_bytes -= layout.total_bytes
+            raise Overloaded(
+                f"The node's machine has no {layout.total_bytes} bytes of memory for a client's {layout.slots} slots;"
+                " attach with fewer, or later."
+            ) from error
         except BaseException:
             self._landing_bytes -= layout.total_bytes
             raise  # the memory, if there is any, goes with its last reference
@@ -296,8 +302,12 @@ class Node:
         )
         return stored
 
-    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> int:
-        """Take leases back from a client that promises not to write; returns how many there were to take."""
+    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+        """Take leases back from a client that promises not to write.
+
+        Returns how many there were to take, and the generations of those that were over: their words have been put.
+        """
+        over = [generation for _, generation in leases if connection.slots.is_quarantined(generation)]
         released = [
             lease
             for slot, generation in leases
@@ -311,7 +321,7 @@ class Node:
                 self.lookups.lease_over(connection.tenant, lease.key)
         if self.spans is not None:
             self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), now_ns)
-        return len(released)
+        return len(released), over
 
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, Event]] = []
@@ -388,6 +398,9 @@ class Node:
                 kept.setdefault((connection.tenant, done.durability), []).append(lease)
             if connection.closed:
                 self._free_if_idle(connection)
+            elif done.error is not None and lease.durability is Durability.LANDED:
+                # It was acknowledged, and its word may be somebody else's now.
+                log.warning("a block that was to be in memory only could not be kept: %s", done.error)
             elif done.error is not None:
                 level = logging.DEBUG if isinstance(done.error, KeyTaken) else logging.WARNING
                 log.log(level, "a block could not be kept: %s", done.error)

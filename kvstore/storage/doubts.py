@@ -83,7 +83,6 @@ class Doubts:
         """Doubt all blocks with a higher generation than this, some at a time: a transaction has its bounds."""
         while some := self._first_above(generation):
 
-
             def doubt(transaction: Any, some: list[bytes] = some) -> None:
                 with transaction.cursor(self._index.doubts) as cursor:
                     cursor.putmulti((one, checked(one, _DOUBT)) for one in some)

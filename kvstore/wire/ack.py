@@ -44,6 +44,7 @@ class AckCode(enum.IntEnum):
     QUOTA_EXCEEDED = 0x44
     KEY_TAKEN = 0x45
     EXPIRED = 0x46
+    CANCELLED = 0x7E  # nothing of it will be written any more
     SERVED = 0x7F
 
 
@@ -101,4 +102,6 @@ def miss_of_code(code: int) -> Miss | None:
     """What a fetch's code means; None: the bytes are in the client's memory."""
     if code == AckCode.SERVED:
         return None
+    if code == AckCode.CANCELLED:
+        return Miss(MissReason.NODE_AWAY, "it did not come by the deadline, and was cancelled")
     return Miss(MissReason(code & ~_MISS))
