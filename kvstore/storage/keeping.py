@@ -82,7 +82,7 @@ class Explanation(NamedTuple):
     """Where a block is, or where it went."""
 
     stored: bool  # it can be got, unless its time is over or it fails a check
-    doubted: bool  # nobody has checked it since the node ended in disorder
+    doubted: bool  # nobody has checked it since a crash
     gone: Eviction | None  # the last one of its name that went, if that is remembered
     now_ms: int
 

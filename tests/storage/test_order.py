@@ -44,6 +44,14 @@ def release(rig: Rig, kind: DiskOpKind, offset: int | None = None) -> None:
     disk._ring_bell()
 
 
+def until_it_syncs(rig: Rig) -> None:
+    for _ in range(100):
+        if any(op.kind is DiskOpKind.SYNC for op in disk_of(rig).in_flight):
+            return
+        rig.store.poll()
+    raise AssertionError("no sync was begun")
+
+
 def is_stored(rig: Rig, number: int) -> bool:
     return rig.store.lookup([(TENANT, key(number))]) != [None]
 
@@ -98,8 +106,7 @@ def test_of_writes_that_end_together_those_before_one_that_failed_are_kept(
 def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_write(fake: Rig) -> None:
     fake.put(9, b"earlier")
     tag = fake.start_put(1, b"payload", Durability.SYNCED)
-    while not any(op.kind is DiskOpKind.SYNC for op in disk_of(fake).in_flight):
-        fake.store.poll()
+    until_it_syncs(fake)
     hold(fake)
     go_on(fake)
     assert is_stored(fake, 1)
@@ -111,8 +118,7 @@ def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_wr
 
 def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: Rig) -> None:
     first = fake.start_put(1, b"payload", Durability.SYNCED)
-    while not any(op.kind is DiskOpKind.SYNC for op in disk_of(fake).in_flight):
-        fake.store.poll()
+    until_it_syncs(fake)
     hold(fake)
     second = fake.start_put(2, b"payload", Durability.SYNCED)
     third = fake.start_put(3, b"payload")
@@ -131,8 +137,7 @@ def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: Rig) ->
 
 def test_what_was_written_while_a_sync_was_under_way_is_not_known_to_be_synced(fake: Rig) -> None:
     fake.start_put(1, b"payload", Durability.SYNCED)
-    while not any(op.kind is DiskOpKind.SYNC for op in disk_of(fake).in_flight):
-        fake.store.poll()
+    until_it_syncs(fake)
     hold(fake)
     fake.start_put(2, b"payload")
     go_on(fake)
