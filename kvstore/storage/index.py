@@ -137,7 +137,7 @@ class Index:
             raise Corrupt("there is none")
         sealed = is_sealed(folder)
         if not sealed:
-            check_structure(folder, _TABLES)
+            check_structure(folder)
         try:
             index = cls(folder, superblock.capacity_bytes, readonly=readonly)
         except (StorageError, lmdb.Error) as error:
