@@ -27,7 +27,7 @@ from kvstore.errors import Corrupt
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -126,12 +126,12 @@ def _summed(path: Path) -> tuple[int, int]:
 # The structure.
 
 
-def check_structure(folder: Path, tables: Sequence[bytes]) -> None:
+def check_structure(folder: Path) -> None:
     """Walk over every page that LMDB could follow; Corrupt if there is one that it must not see."""
     path = folder / DATA_NAME
     try:
         with path.open("rb") as file:
-            _Walk(file.fileno()).check(tables)
+            _Walk(file.fileno()).check()
     except (OSError, struct.error, IndexError) as error:
         raise Corrupt(f"its file can't be read: {error}") from error
 
@@ -144,7 +144,7 @@ class _Walk:
         self._pages = os.fstat(fd).st_size // _PAGE_BYTES
         self._used = bytearray(self._pages)  # 1: something leads there
 
-    def check(self, tables: Sequence[bytes]) -> None:
+    def check(self) -> None:
         heads = [self._head(number) for number in range(_METAS)]
         first, second = (head.transaction for head in heads)
         if (first, second) != (0, 0) and (first & 1 or not second & 1 or abs(first - second) != 1):
@@ -154,10 +154,7 @@ class _Walk:
             raise Corrupt("its file is shorter than it says")
         self._pages = head.last_page + 1
         self._used[:_METAS] = b"\1" * _METAS
-        found = dict(self._rows(head.main))
-        if not set(found) <= set(tables):
-            raise Corrupt("it has tables that are not ours")
-        for flags, value in found.values():
+        for _, (flags, value) in self._rows(head.main):
             if flags != _SUB_DATA or len(value) != _TREE.size:
                 raise Corrupt("one of its tables is none")
             tree = _Tree._make(_TREE.unpack(value))
