@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import random
 import signal
@@ -309,3 +311,18 @@ def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
         rig.to_region.close()
     drive.let_go()
     link.endpoint.close()
+
+
+def test_memory_that_nobody_else_keeps_lives_for_as_long_as_its_region(node: NodeInProcess, rig: Rig) -> None:
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    region = rig.client.register(bytearray(MIB))
+    drive = HeldDrive(node)
+    get = rig.client.getting([Block(block.key, region, 0, block.length)], timeout_s=WAIT_S)
+    gc.collect()
+    others = [bytearray(MIB) for _ in range(8)]  # they would be where it was
+    drive.let_go()
+    assert get.wait() == [Hit(block.key)]
+    assert ctypes.string_at(region.address, block.length) == rig.source[: block.length]
+    assert not any(map(any, others))
+    region.close()
