@@ -210,9 +210,10 @@ class Get:
             told(self._outcomes, error)
 
     def tell_loss(self, lost: Lost) -> None:
-        """The node has taken the call; if it goes away before all has come, say so to this, with all outcomes."""
+        """The node has taken the call; if it goes away, or not all comes in time, say so to this, with all outcomes."""
         with self._client.lock:
             self._lost = lost
+            self._tell_if_late()
 
     def refuse(self, miss: Miss) -> None:
         """The node did not take the call, so nothing of it will come."""
@@ -229,6 +230,7 @@ class Get:
         self._open -= 1
         if not self._open and self._link.is_sure:
             self._let_go()
+        self._tell_if_late()
         while self._came < len(self._outcomes) and self._outcomes[self._came] is not None:
             self._came += 1
         if self._came >= self._tell_at:
@@ -236,6 +238,14 @@ class Get:
             self._done.notify_all()
         if not self._open and self._ended is not None:
             self._ended([outcome for outcome in self._outcomes if outcome is not None])
+
+    def _tell_if_late(self) -> None:
+        """It was cancelled, and is over: some of it had not come."""
+        if self._open or not self._cancelling or self._lost is None:
+            return
+        told, self._lost = self._lost, None
+        if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
+            told(self._outcomes, DeadlineExceeded("A fetched block did not come in time."))
 
     def _let_go(self) -> None:
         held, self._held = self._held, []

@@ -245,9 +245,10 @@ class Link:
             # The provider hangs, and may write for ever: whoever waited is told, and his memory stays taken.
             self.error = error = failure
             self.is_sure = False
-        # Some providers keep a peer's address until the domain is closed.
-        with contextlib.suppress(FabricError):
-            self._fabric.remove_peer(self.peer)
+        if self.is_sure:
+            # Some providers keep a peer's address until the domain is closed.
+            with contextlib.suppress(FabricError):
+                self._fabric.remove_peer(self.peer)
         # An operation may have many tags; it is told once.
         told = {id(operation): operation for operation in self.operations.values()}
         self.operations.clear()

@@ -279,9 +279,9 @@ class Carrier(Handle):
     def close(self) -> None:
         """Let the memory and the client go."""
         areas, self._areas = self._areas, []
+        self._client.close()  # first: it ends whatever still uses the memory
         for area in areas:
             area.region.close()
-        self._client.close()
         self._flags.close()
 
 

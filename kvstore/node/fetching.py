@@ -87,6 +87,7 @@ class _Fetch:
     generation: int = 0  # of the record in it
     sending: bool = False
     cancelled: bool = False
+    told: bool = False  # that it was cancelled: its look-up waits for it no more
 
     @property
     def name(self) -> tuple[bytes, bytes]:
@@ -176,7 +177,9 @@ class Fetches:
                 if fetch.sending:
                     sending.append(fetch.tag)
                 else:  # the drive has its memory still
+                    fetch.told = True
                     told.append(fetch.request)
+                    self._looked(fetch.request, fetch.looking)
         unknown = words.keys() - known
         self._say_cancelled(connection, told)
         if called:
@@ -359,7 +362,8 @@ class Fetches:
         assert fetch.piece is not None
         self._memory.shares.release(fetch.flow, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
-        self._looked(fetch.request, fetch.looking)
+        if not fetch.told:
+            self._looked(fetch.request, fetch.looking)
 
     def _looked(self, request: FetchRequest, looking: Looking) -> None:
         """One block more of a look-up is over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import random
 import signal
@@ -13,7 +15,7 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.client.nodes import Everywhere
-from kvstore.errors import RegionBusy
+from kvstore.errors import FabricStuck, NodeUnavailable, RegionBusy
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import put
@@ -286,3 +288,41 @@ def test_memory_of_several_nodes_stays_registered_where_it_is_busy(node: NodeInP
         assert get.wait() == [Hit(block.key)]
         memory.close()
         assert busy.handle is None
+
+
+def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what a provider that hangs will still write. Once whoever waited then waited for ever."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
+    link = link_of(rig.client)
+
+    def hangs() -> None:
+        raise FabricStuck("Closing an endpoint got no answer.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(link.endpoint, "close", hangs)
+        rig.client.lose(link, NodeUnavailable("The node went away."))
+    assert is_away(get.wait()[0])
+    with pytest.raises(RegionBusy):
+        rig.to_region.close()
+    drive.let_go()
+    link.endpoint.close()
+
+
+def test_memory_that_nobody_else_keeps_lives_for_as_long_as_its_region(node: NodeInProcess, rig: Rig) -> None:
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    region = rig.client.register(bytearray(MIB))
+    drive = HeldDrive(node)
+    get = rig.client.getting([Block(block.key, region, 0, block.length)], timeout_s=WAIT_S)
+    gc.collect()
+    others = [bytearray(MIB) for _ in range(8)]  # they would be where it was
+    drive.let_go()
+    assert get.wait() == [Hit(block.key)]
+    assert ctypes.string_at(region.address, block.length) == rig.source[: block.length]
+    assert not any(map(any, others))
+    region.close()

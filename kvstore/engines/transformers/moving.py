@@ -116,7 +116,7 @@ class Mover:
 
     def close(self) -> None:
         """Let the memory and the client go."""
+        self.client.close()  # first: it ends whatever still uses the memory
         if self._region is not None:
             self._region.close()
         self._flags.close()
-        self.client.close()
