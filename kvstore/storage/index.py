@@ -165,11 +165,7 @@ class Index:
             raise Corrupt("there is none")
         sealed = is_sealed(folder)
         if not sealed:
-<<<<<<< HEAD
-            check_structure(folder, (*_TABLES, _DOUBTS))
-=======
             check_structure(folder)
->>>>>>> storage-index
         try:
             index = cls(folder, superblock.capacity_bytes, readonly=readonly)
         except (StorageError, lmdb.Error) as error:
