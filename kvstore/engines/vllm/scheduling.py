@@ -54,15 +54,23 @@ class _Request:
 class Scheduling:
     """Of one engine."""
 
-    def __init__(self, settings: Settings, identity: Identity, *, with_events: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        *,
+        with_events: bool,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
         page_bytes = max(group.page_bytes for group in identity.groups)
         self._client = open_client(settings, identity, page_bytes)
         self._groups = identity.groups
+        self._loading, self._saving = loads, saves  # by the engine's `kv_role`
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
         self._turns = Turns(self._client, identity.groups)
-        # An engine of several groups takes a failed load back only if it is asynchronous.
-        self._is_async = settings.load == "async" or len(self._groups) > 1
+        self._is_async = settings.is_async(len(self._groups))
         self._workers = len(identity.groups[0].shards)
         self._requests: dict[str, _Request] = {}
         self._epoch = b""
@@ -82,8 +90,10 @@ class Scheduling:
 
     def new_request(self, request: Any) -> None:
         """Ask what is stored of it, long before it is scheduled if the engine is busy."""
-        self._turns.arrived(request)
-        self._begin_lookup(self._known(request))
+        known = self._known(request)
+        if self._loading:
+            self._turns.arrived(request)
+            self._begin_lookup(known)
 
     def _known(self, request: Any) -> _Request:
         known = self._requests.get(request.request_id)
@@ -107,6 +117,8 @@ class Scheduling:
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those computed can be loaded; None: not known yet."""
+        if not self._loading:
+            return 0, False
         known = self._known(request)
         if known.offers > request.num_preemptions:
             return 0, False  # what was offered has not come, and might not for ever
@@ -161,7 +173,8 @@ class Scheduling:
         loads, self._loads = self._loads, []
         saves: list[Wanted] = []
         try:
-            for request_id, tokens in step.num_scheduled_tokens.items():
+            scheduled = step.num_scheduled_tokens if self._saving else {}
+            for request_id, tokens in scheduled.items():
                 known = self._requests.get(request_id)
                 if known is not None:
                     saves += self._full(known, known.request.num_computed_tokens, tokens)
@@ -243,7 +256,7 @@ class Scheduling:
     def finished(self, request: Any) -> None:
         """Forget it; if it is a turn of a session, its blocks become one there too."""
         known = self._requests.pop(request.request_id, None)
-        if known is not None:
+        if known is not None and self._saving:
             self._turns.finished(
                 request,
                 [
