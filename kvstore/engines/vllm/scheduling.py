@@ -66,7 +66,7 @@ class Scheduling:
         page_bytes = max(group.page_bytes for group in identity.groups)
         self._client = open_client(settings, identity, page_bytes)
         self._groups = identity.groups
-        self._loading, self._saving = loads, saves  # by the engine's `kv_role`
+        self._may_load, self._may_save = loads, saves  # by the engine's `kv_role`
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
         self._turns = Turns(self._client, identity.groups)
@@ -90,10 +90,9 @@ class Scheduling:
 
     def new_request(self, request: Any) -> None:
         """Ask what is stored of it, long before it is scheduled if the engine is busy."""
-        known = self._known(request)
-        if self._loading:
+        if self._may_load:
             self._turns.arrived(request)
-            self._begin_lookup(known)
+        self._begin_lookup(self._known(request))
 
     def _known(self, request: Any) -> _Request:
         known = self._requests.get(request.request_id)
@@ -109,16 +108,14 @@ class Scheduling:
 
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
-        if not all(digests):
-            return  # not one block is full
+        if not self._may_load or not all(digests):
+            return  # a producer, or not one block is full
         known.lookup = self._lookups.begin(digests, known.request.request_id)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind those computed can be loaded; None: not known yet."""
-        if not self._loading:
-            return 0, False
         known = self._known(request)
         if known.offers > request.num_preemptions:
             return 0, False  # what was offered has not come, and might not for ever
@@ -173,8 +170,7 @@ class Scheduling:
         loads, self._loads = self._loads, []
         saves: list[Wanted] = []
         try:
-            scheduled = step.num_scheduled_tokens if self._saving else {}
-            for request_id, tokens in scheduled.items():
+            for request_id, tokens in step.num_scheduled_tokens.items():
                 known = self._requests.get(request_id)
                 if known is not None:
                     saves += self._full(known, known.request.num_computed_tokens, tokens)
@@ -193,7 +189,7 @@ class Scheduling:
             # What is computed although it was said to be stored has not come: it is saved anew.
             first = min(known.saved[number], before_tokens // group.block_tokens)
             last = tokens // group.block_tokens
-            if last <= first:
+            if last <= first or not self._may_save:
                 continue
             digests = known.chains[group.block_tokens].grow()
             ids = ids or self._blocks_of(known.request.request_id)
@@ -256,7 +252,7 @@ class Scheduling:
     def finished(self, request: Any) -> None:
         """Forget it; if it is a turn of a session, its blocks become one there too."""
         known = self._requests.pop(request.request_id, None)
-        if known is not None and self._saving:
+        if known is not None and self._may_save:
             self._turns.finished(
                 request,
                 [
