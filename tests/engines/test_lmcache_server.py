@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # it starts the server three times
     pytest.mark.skipif(find_spec("lmcache") is None, reason="lmcache is in .venv-engines only"),
 ]
 
