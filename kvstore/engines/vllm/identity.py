@@ -130,11 +130,11 @@ def model_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Model:
     """Say what model this is, whose weights, and who computes with them; `weights` is what the user calls them."""
     model = vllm_config.model_config
     drafts = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    is_dummy = str(vllm_config.load_config.load_format) == "dummy"  # no file of the folder is read
     about = [
-        _weights(model, weights),
-        _weights(drafts, "") if drafts is not None else None,
-        str(vllm_config.load_config.load_format)
-        == "dummy",  # then what is in the folder is not what computes
+        _weights(model, weights or is_dummy * "dummy"),
+        _weights(drafts, is_dummy * "dummy") if drafts is not None else None,
+        is_dummy,
     ]
     engine = [
         "vllm",
