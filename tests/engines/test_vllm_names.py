@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # In a process of its own: importing vLLM warns of much, and here warnings are errors.
 _PROGRAM = """
@@ -162,7 +162,7 @@ def _named(adapters: Path, seed: str) -> dict[str, list[str] | str]:
         [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(adapters)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         cwd=ROOT,
         env={
             "PYTHONHASHSEED": seed,

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # In a process of its own: importing vLLM warns of much, and here warnings are errors.
 _PROGRAM = """
@@ -103,7 +103,7 @@ def told() -> dict[str, Any]:
         [sys.executable, "-W", "ignore", "-c", _PROGRAM],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         cwd=ROOT,
         check=False,
     )

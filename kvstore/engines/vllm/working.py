@@ -125,9 +125,8 @@ class Absent:
         """Break them."""
         loads, self._loads = self._loads, []
         for load in loads:
-            if (
-                self._is_async
-            ):  # of a load that a step waits for the engine is told no end, and does not take one
+            # Of a load that a step waits for the engine is told no end: its scheduler takes that for a bug.
+            if self._is_async:
                 self._ended.add(load.request)
             self._failed_blocks.update(wanted.block for wanted in load.blocks)
             self.stats.add("missing_blocks", len(load.blocks))
