@@ -92,7 +92,7 @@ print(json.dumps({
     "managers": [manager(True, True), manager(False, True), manager(True, False)],
     "connectors": [KVConnectorFactory.get_connector_class_by_name(name).__name__
         for name in ("TriggerKvConnector", "TriggerKvOffloadingConnector")],
-    "plain": spec({}), "second": second,
+    "plain": str(spec({})), "second": str(second),
 }))
 """
 
