@@ -14,6 +14,13 @@ def main() -> None:
     os.dup2(2, 1)  # what vLLM prints is for the log
     from vllm import LLM, SamplingParams
 
+    if "LMCache" in sys.argv[1]:
+        # vLLM for CPUs looks into the `__dict__` of every object of every module, and LMCache imports llvmlite, whose
+        # library answers to any name with a function: vLLM fails on that.
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
+
     llm = LLM(**json.loads(sys.argv[1]))
     print(json.dumps("ready"), file=answers)
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL_BLOCKS = 40  # of 32 tokens: six users want about eighty, and fifty for long answers to short prompts
 
 
-SPEC = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+SPEC = {"kv_connector": "TriggerKvOffloadingConnector", "kv_connector_module_path": None}
 SPEC_EXTRA = {"spec_name": "RecordingSpec", "spec_module_path": "tests.engines.recording"}
 
 
@@ -217,9 +217,11 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
             if life:
                 assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
             chats.check(engine)
-            engine.forget(connector=True)
+            engine.forget()
             assert chats.check(engine, range(3, 4)) > 0
             assert check_digests(engine) > 0
+            engine.forget(connector=True)
+            assert chats.check(engine, range(3, 4)) == 0
             assert "Traceback" not in engine.log()
         node.restart()
     assert not list(Path("/dev/shm").glob("triggerkv-*"))

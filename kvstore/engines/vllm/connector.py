@@ -1,8 +1,9 @@
 """vLLM's KVConnectorBase_V1 over our node.
 
-    --kv-transfer-config '{"kv_connector": "TriggerKvConnector",
-        "kv_connector_module_path": "kvstore.engines.vllm.connector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "TriggerKvConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
+
+(`plugin` is how vLLM knows the name.) A `kv_producer` loads nothing, and a `kv_consumer` saves nothing.
 
 What always holds: once the engine has started nothing raises into it; whatever fails, it computes. Nothing waits for
 longer than the deadlines of `settings`, and a node that is away costs next to nothing (the client's breaker). It owns
@@ -82,8 +83,15 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
             with_events = events is not None and events.enable_kv_cache_events
-            self._scheduling = Scheduling(self._settings, self._identity, with_events=with_events)
-            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            loads = self._kv_transfer_config.is_kv_consumer
+            self._scheduling = Scheduling(
+                self._settings,
+                self._identity,
+                with_events=with_events,
+                loads=loads,
+                saves=self._kv_transfer_config.is_kv_producer,
+            )
+            if loads and self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
                     'kv_load_failure_policy is not "recompute": a request whose KV does not come fails.'
                 )
@@ -118,7 +126,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Exception
         ) as reason:  # whatever it was, requests that were promised blocks must not wait for ever
             log.warning("No KV is kept: %s", reason, exc_info=not isinstance(reason, KvError))
-            self._working = Absent()
+            self._working = Absent(is_async=self._settings.is_async(len(self._identity.groups)))
 
     @_or(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

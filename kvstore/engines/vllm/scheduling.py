@@ -54,15 +54,23 @@ class _Request:
 class Scheduling:
     """Of one engine."""
 
-    def __init__(self, settings: Settings, identity: Identity, *, with_events: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        *,
+        with_events: bool,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
         page_bytes = max(group.page_bytes for group in identity.groups)
         self._client = open_client(settings, identity, page_bytes)
         self._groups = identity.groups
+        self._may_load, self._may_save = loads, saves  # by the engine's `kv_role`
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
         self._turns = Turns(self._client, identity.groups)
-        # An engine of several groups takes a failed load back only if it is asynchronous.
-        self._is_async = settings.load == "async" or len(self._groups) > 1
+        self._is_async = settings.is_async(len(self._groups))
         self._workers = len(identity.groups[0].shards)
         self._requests: dict[str, _Request] = {}
         self._epoch = b""
@@ -82,7 +90,8 @@ class Scheduling:
 
     def new_request(self, request: Any) -> None:
         """Ask what is stored of it, long before it is scheduled if the engine is busy."""
-        self._turns.arrived(request)
+        if self._may_load:
+            self._turns.arrived(request)
         self._begin_lookup(self._known(request))
 
     def _known(self, request: Any) -> _Request:
@@ -99,8 +108,8 @@ class Scheduling:
 
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
-        if not all(digests):
-            return  # not one block is full
+        if not self._may_load or not all(digests):
+            return  # a producer, or not one block is full
         known.lookup = self._lookups.begin(digests, known.request.request_id)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
@@ -180,7 +189,7 @@ class Scheduling:
             # What is computed although it was said to be stored has not come: it is saved anew.
             first = min(known.saved[number], before_tokens // group.block_tokens)
             last = tokens // group.block_tokens
-            if last <= first:
+            if last <= first or not self._may_save:
                 continue
             digests = known.chains[group.block_tokens].grow()
             ids = ids or self._blocks_of(known.request.request_id)
@@ -243,7 +252,7 @@ class Scheduling:
     def finished(self, request: Any) -> None:
         """Forget it; if it is a turn of a session, its blocks become one there too."""
         known = self._requests.pop(request.request_id, None)
-        if known is not None:
+        if known is not None and self._may_save:
             self._turns.finished(
                 request,
                 [

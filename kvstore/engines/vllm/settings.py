@@ -14,8 +14,9 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Settings"]
+__all__ = ["ENGINE", "Settings"]
 
+ENGINE = "triggerkv engine"  # where our offloading connector puts what it knows of its engine
 # What vLLM itself reads from the same place.
 _OF_VLLM = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events", "offload_prompt_only"})
 _CHOICES = {"transport": ("auto", "fabric", "inline"), "load": ("async", "sync")}
@@ -48,10 +49,14 @@ class Settings:
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is a whole number above 0, not {value!r}.")
 
+    def is_async(self, groups: int) -> bool:
+        """Whether loads run beside the steps. An engine of several groups takes a failed load back only then."""
+        return self.load == "async" or groups > 1
+
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
         """Read an engine's `kv_connector_extra_config`."""
-        given = {name: value for name, value in extra.items() if name not in _OF_VLLM}
+        given = {name: value for name, value in extra.items() if name not in {*_OF_VLLM, ENGINE}}
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ConfigError(
