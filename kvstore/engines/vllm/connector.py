@@ -210,6 +210,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers tell."""
         if self._scheduling is not None:
+            self._scheduling.settled(connector_output.invalid_block_ids or set())
             self._scheduling.told(connector_output.kv_connector_worker_meta)
 
     @_or(lambda: (False, None))
