@@ -45,16 +45,16 @@ def parts():
 
 def ident(
     ranks=1, rank=0, dtype=torch.bfloat16, tokens=32, model=None, weights="w", isa="amx", spec=None, stages=1,
-    dcp=1, heads=4,
+    dcp=1, heads=4, mla=False, prefixes=True,
 ):
     names._isa = lambda *_: isa
     spec = spec or FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=64, dtype=dtype)
     config = Fake(
         parallel_config=Fake(tensor_parallel_size=ranks, pipeline_parallel_size=stages,
             decode_context_parallel_size=dcp, prefill_context_parallel_size=1),
-        model_config=Fake(model=model or "m", revision=None, dtype=dtype, quantization=None,
+        model_config=Fake(model=model or "m", revision=None, dtype=dtype, quantization=None, use_mla=mla,
             hf_config=Fake(to_json_string=lambda use_diff: "{}")),
-        cache_config=Fake(cache_dtype="auto"), attention_config=Fake(backend=None))
+        cache_config=Fake(cache_dtype="auto", enable_prefix_caching=prefixes), attention_config=Fake(backend=None))
     cache = Fake(kv_cache_groups=[Fake(kv_cache_spec=spec, layer_names=["a", "b"])], kv_cache_layout="LBHNC")
     try:
         one = names.identify(config, cache, weights)
@@ -77,6 +77,8 @@ print(json.dumps({
     "dtype": ident(dtype=torch.float16), "fed in parts": parts(), "tokens fed": chain([*range(31), 99, *range(32)]),
     "block size": ident(tokens=64), "model": ident(model="n"), "weights": ident(weights="v"), "isa": ident(isa="vec"),
     "window": ident(spec=window), "state": ident(spec=state), "stages": ident(stages=2), "context": ident(dcp=2),
+    "latent without context": ident(mla=True, prefixes=False), "latent": ident(mla=True),
+    "no prefix cache": ident(prefixes=False),
 }))
 """
 
@@ -155,6 +157,11 @@ def test_ranks_have_one_layout_and_pages_of_their_own(named: dict[str, list[str]
     assert not set(one[1:]) & set(other[1:])
 
 
-@pytest.mark.parametrize("what", ["state", "stages", "context"])
+@pytest.mark.parametrize("what", ["state", "stages", "context", "latent without context"])
 def test_what_has_no_name_is_not_stored(what: str, named: dict[str, list[str] | str]) -> None:
     assert isinstance(named[what], str)
+
+
+@pytest.mark.parametrize("what", ["latent", "no prefix cache"])
+def test_what_the_platform_can_compute_from_is_stored(what: str, named: dict[str, list[str] | str]) -> None:
+    assert not isinstance(named[what], str)

@@ -77,7 +77,8 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self._identity = identify(vllm_config, kv_cache_config, self._settings.weights)
         except KvError as reason:
-            log.warning("No KV is kept: %s", reason)
+            if role is KVConnectorRole.SCHEDULER:  # once, not once a worker as well
+                log.warning("No KV is kept: %s", reason)
             return
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:

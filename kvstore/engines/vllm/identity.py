@@ -86,6 +86,10 @@ def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("Context-parallel ranks share blocks in a way that has no name here.")
+    if _forbids_cached_context(vllm_config):
+        raise LayoutError(
+            "On this CPU vLLM computes MLA from the tokens of one step only, and caches no prefix."
+        )
     groups = tuple(
         _group(number, group, vllm_config, kv_cache_config, weights)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -93,6 +97,15 @@ def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
     if not groups:
         raise LayoutError("The model has no KV cache.")
     return Identity(groups, b"\n".join(group.shards[0].canonical for group in groups))
+
+
+def _forbids_cached_context(vllm_config: Any) -> bool:
+    """Whether the platform has turned vLLM's own prefix cache off because its kernels would not look at it."""
+    return (
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
 
 
 def _group(number: int, group: Any, vllm_config: Any, kv_cache_config: Any, weights: str) -> Group:
