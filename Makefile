@@ -82,6 +82,7 @@ bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
 .PHONY: bench-engines
 bench-engines: setup-engines ## time to first token of a real engine: computed, cached, and from our node
 	@.venv-engines/bin/python -m tests.bench engines
+	@.venv-engines/bin/python -m tests.bench steps
 
 .PHONY: proto
 proto: setup ## generate kvstore/wire/*_pb2* from proto/

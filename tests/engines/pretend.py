@@ -11,7 +11,6 @@ import random
 import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,7 +46,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstore.client import Stored
 from kvstore.engines.vllm import loading, lookup, saving, scheduling, working
 from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.connector import TriggerKvConnector
@@ -55,11 +53,21 @@ from kvstore.engines.vllm.saving import Copied, Saves, staging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from kvstore.engines.vllm.memory import KvMemory
     from kvstore.engines.vllm.transport import Page
 
-__all__ = ["BLOCK", "LAYERS", "OtherConnector", "Pretend", "answer_of", "model_folder"]
+__all__ = [
+    "BLOCK",
+    "LAYERS",
+    "FakeNode",
+    "OtherConnector",
+    "Pretend",
+    "RequestStatus",
+    "answer_of",
+    "model_folder",
+]
 
 BLOCK = 16
 LAYERS = 2
@@ -127,7 +135,7 @@ class FakeNode:
         return SimpleNamespace(blocks=next(missing, len(keys)))
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[Any]:  # noqa: ARG002
-        return [Stored(0) if key in self.pages else None for key in keys]
+        return [None for _ in keys]
 
 
 class FakeTransport:
@@ -244,13 +252,12 @@ class Pretend:
         step_tokens: int = 64,
         prompt_tokens: int = 0,
         beside: bool = False,
+        plans_ahead: bool = False,
     ) -> None:
         for module in (loading, lookup, saving):
             monkeypatch.setattr(module, "ThreadPoolExecutor", Immediately)
         monkeypatch.setattr(scheduling, "open_client", lambda *_: node)
-        monkeypatch.setattr(
-            working, "open_transport", lambda settings, identity, memory: FakeTransport(node, memory)
-        )
+        monkeypatch.setattr(working, "open_transport", lambda *given: FakeTransport(node, given[-1]))
         ours = OURS | {
             "kv_connector_extra_config": {
                 "node": "127.0.0.1:9",
@@ -283,6 +290,7 @@ class Pretend:
             kv_transfer_config=KVTransferConfig(**transfer),
         )
         self.config.cache_config.num_gpu_blocks = blocks
+        self.config.scheduler_config.async_scheduling = plans_ahead
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         names = [f"layer.{layer}" for layer in range(LAYERS)]
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(names, spec)])

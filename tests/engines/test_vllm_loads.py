@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.engines.pretend import BLOCK, LAYERS, FakeNode, Pretend, answer_of, model_folder
+from tests.engines.pretend import (
+    BLOCK,
+    LAYERS,
+    FakeNode,
+    Pretend,
+    RequestStatus,
+    answer_of,
+    model_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,13 +132,21 @@ def test_nor_if_its_request_is_aborted_while_it_is_computed(
     node.losing = 1.0
     engine.add("a", prompt(1), 4)
     engine.step(abort="a")
-    engine.add("b", PREFIX + [8], 1)
+    engine.add("b", [*PREFIX, 8], 1)
     engine.run()
     # Behind the blocks that were computed anew stand those that the aborted request had computed from nothing.
     engine.add("c", prompt(1), 4)
     engine.run()
     engine.check_answers()
     engine.check_pages(node, held(engine))
+
+
+def test_an_engine_that_plans_ahead_waits_for_no_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    node = stored(monkeypatch, folder, prompt(1))
+    engine = Pretend(monkeypatch, folder, node, load="sync", plans_ahead=True)
+    engine.add("a", prompt(1), 1)
+    engine.step()
+    assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def test_a_forward_pass_that_ends_in_the_middle_saves_nothing(
@@ -201,7 +217,7 @@ def test_a_busy_engine_never_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch
     for _ in range(4):
         engine.step()
     slow = _Slow()
-    engine.scheduling._lookups.begin = lambda *_: slow  # type: ignore[method-assign]
+    engine.scheduling._lookups.begin = lambda *_: slow
     engine.add("b", prompt(2), 1)
     for _ in range(20):
         engine.step()
@@ -216,7 +232,8 @@ def test_a_node_that_takes_nothing_holds_up_no_step(monkeypatch: pytest.MonkeyPa
 
     def stopped(pages: Sequence[Copied]) -> Sent:
         is_waited_for.append(not goes_on.wait(5))
-        return send(pages)
+        sent: Sent = send(pages)
+        return sent
 
     with ThreadPoolExecutor(1) as thread:
         engine.saves._thread = thread
