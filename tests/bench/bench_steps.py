@@ -2,8 +2,9 @@
 
 A Llama of 32 layers x 64 in bf16 with random weights, one thread, blocks of 128 tokens: a prompt of 8,192 tokens is
 2,048 pages of 16 KiB. One request decodes all the time; then the prompt comes, in chunks of 512 tokens, and gets 64
-tokens of answer. Every step is timed, of an engine without our connector and of one with it, in turns. A slow node runs
-for 10 of every 100 ms; a stopped one has got SIGSTOP; a dead one SIGKILL.
+tokens of answer. Every step is timed, of an engine without our connector and of one with it, in turns, and what of it
+passes in the connector's calls. A slow node runs for 10 of every 100 ms; a stopped one has got SIGSTOP, a dead one
+SIGKILL.
 It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
 """
 
@@ -83,14 +84,20 @@ def _measure(form: Form, place: Path, model: Path, node: Node) -> None:
                 form.note(f"{name}: {count}", after.get(one, 0) - before.get(one, 0), "")
 
 
-def _note(form: Form, name: str, steps: list[tuple[int, float]]) -> None:
-    for kind, seconds in (
-        ("prefill", sorted(one for tokens, one in steps if tokens > _CHUNK_TOKENS // 2)),
-        ("decode", sorted(one for tokens, one in steps if 0 < tokens <= 2)),
+def _note(form: Form, name: str, steps: list[tuple[int, float, float]]) -> None:
+    for kind, of_kind in (
+        ("prefill", [one for one in steps if one[0] > _CHUNK_TOKENS // 2]),
+        ("decode", [one for one in steps if 0 < one[0] <= 2]),
     ):
-        for quantile in (50, 99):
-            at = min(len(seconds) - 1, len(seconds) * quantile // 100)
-            form.note(f"{name}, {kind}, p{quantile}", seconds[at] * 1e3, "ms")
+        for what, seconds in (
+            ("step", sorted(one for _, one, _ in of_kind)),
+            ("in our calls", sorted(one for _, _, one in of_kind)),
+        ):
+            if not seconds[-1]:
+                continue  # there is no connector
+            for quantile in (50, 99):
+                at = min(len(seconds) - 1, len(seconds) * quantile // 100)
+                form.note(f"{name}, {kind}, {what}, p{quantile}", seconds[at] * 1e3, "ms")
 
 
 @contextmanager

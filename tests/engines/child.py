@@ -8,6 +8,22 @@ import sys
 import time
 from typing import Any
 
+_CALLS = (
+    *(
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+    ),
+    *("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_transfer_results"),
+    *(
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+        "get_kv_connector_stats",
+        "take_events",
+    ),
+)
+
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -61,6 +77,12 @@ def _steps(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
         return order
 
     core.scheduler.schedule = counted
+    spent = _Spent()
+    if core.scheduler.connector is not None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        spent.count(core.scheduler.connector)
+        spent.count(get_kv_transfer_group())
     for name, given, length in (("first", prompt[:40], 4000), ("second", prompt, tokens)):
         how = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         llm.llm_engine.add_request(name, {"prompt_token_ids": given}, how)
@@ -69,17 +91,48 @@ def _steps(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
                 llm.llm_engine.step()
             counts.clear()
     seconds: list[float] = []
+    of_connector: list[float] = []
     is_over = False
     while not is_over:
+        spent.seconds = 0.0
         began = time.perf_counter()
         outputs = llm.llm_engine.step()
         seconds.append(time.perf_counter() - began)
+        of_connector.append(spent.seconds)
         is_over = any(one.finished for one in outputs)
     llm.llm_engine.abort_request(["first"])
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     core.scheduler.schedule = schedule
-    return {"steps": list(zip(counts, seconds, strict=False))}
+    spent.end()
+    return {"steps": list(zip(counts, seconds, of_connector, strict=False))}
+
+
+class _Spent:
+    """The seconds that an engine was in calls of its connector."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._counted: list[tuple[Any, str]] = []
+
+    def count(self, connector: Any) -> None:
+        for name in _CALLS:
+            setattr(connector, name, self._counting(getattr(connector, name)))
+            self._counted.append((connector, name))
+
+    def end(self) -> None:
+        for connector, name in self._counted:
+            delattr(connector, name)
+
+    def _counting(self, call: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return counted
 
 
 if __name__ == "__main__":
