@@ -253,17 +253,19 @@ class Pretend:
         prompt_tokens: int = 0,
         beside: bool = False,
         plans_ahead: bool = False,
+        policy: str = "recompute",
     ) -> None:
         for module in (loading, lookup, saving):
             monkeypatch.setattr(module, "ThreadPoolExecutor", Immediately)
         monkeypatch.setattr(scheduling, "open_client", lambda *_: node)
         monkeypatch.setattr(working, "open_transport", lambda *given: FakeTransport(node, given[-1]))
         ours = OURS | {
+            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {
                 "node": "127.0.0.1:9",
                 "load": load,
                 "weights": "w",
-            }
+            },
         }
         transfer: dict[str, Any] = ours
         if beside:

@@ -231,7 +231,7 @@ def test_when_loads_fail_at_random_every_stored_page_is_a_clean_engines(
         assert lossy_keys <= clean_keys
         stored = pages_of(lossy_node, engine.digests / "sync.txt", lossy_keys)
         expected = pages_of(clean_node, engine.digests / "clean.txt", set(stored))
-    assert len(stored) > 500
+    assert len(stored) > 200
     assert stored.keys() == expected.keys()
     # Other batches round otherwise, in the last digits; what is computed from a lost block differs in the first.
     for key, page in stored.items():

@@ -96,6 +96,23 @@ def test_a_step_whose_load_failed_saves_nothing_and_the_next_ones_do(
     assert engine.check_pages(node, held(engine)) >= 9 * LAYERS
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_request_that_fails_for_its_load_leaves_nothing_wrong_behind(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, load: str
+) -> None:
+    node = stored(monkeypatch, folder, PREFIX)
+    engine = Pretend(monkeypatch, folder, node, load=load, policy="fail")
+    node.losing = 1.0
+    engine.add("a", prompt(1), 4)
+    engine.run()
+    assert not engine.answers["a"]
+    node.losing = 0.0
+    engine.add("b", prompt(1), 4)
+    engine.run()
+    engine.check_answers(["b"])
+    assert engine.check_pages(node, held(engine)) >= 9 * LAYERS
+
+
 def test_who_shares_blocks_that_have_yet_to_come_waits_for_the_next_step(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
