@@ -44,7 +44,7 @@ def run(form: Form) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        model = make_llama(place / "model", layers=32, hidden=64, heads=2, kv_heads=1)
+        model = make_llama(place / "model", layers=32, hidden=64, heads=2, kv_heads=1, tokens_max=16_384)
         with Node(place / "node") as node:
             _measure(form, place, model, node)
 

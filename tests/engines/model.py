@@ -11,7 +11,14 @@ VOCABULARY = 1000
 
 
 def make_llama(
-    folder: Path, *, layers: int = 4, hidden: int = 256, heads: int = 8, kv_heads: int = 4, seed: int = 0
+    folder: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 256,
+    heads: int = 8,
+    kv_heads: int = 4,
+    tokens_max: int = 8192,
+    seed: int = 0,
 ) -> Path:
     """A Llama that says something else in every conversation: its weights are wider than a trained one's."""
     import torch
@@ -25,7 +32,7 @@ def make_llama(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=16_384,
+        max_position_embeddings=tokens_max,
         initializer_range=0.2,
         bos_token_id=1,
         eos_token_id=2,
