@@ -88,6 +88,7 @@ __all__ = [
     "RESUME_BATCH_BLOCKS",
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
+    "SAVE_BATCH_PAGES_MAX",
     "SCAN_UNREADABLE_PAGES_MAX",
     "SCRUB_PIECE_BYTES",
     "SECTOR_BYTES",
@@ -291,6 +292,8 @@ SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
+
+SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one block's at least
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC

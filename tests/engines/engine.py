@@ -104,6 +104,11 @@ class Engine:
         """Let it go on from these tokens, all at once."""
         return Said(**self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how}))
 
+    def steps(self, prompt: list[int], *, tokens: int) -> list[tuple[int, float, float]]:
+        """Give a request that decodes the company of this one: each step's tokens, seconds, and those in our calls."""
+        answer = self._ask({"do": "steps", "prompt": prompt, "tokens": tokens})
+        return [(count, seconds, ours) for count, seconds, ours in answer["steps"]]
+
     def forget(self, *, connector: bool = False) -> None:
         """Empty its own prefix cache, and what the connector has."""
         assert self._ask({"do": "forget", "all": connector})["forgotten"]

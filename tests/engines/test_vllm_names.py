@@ -72,7 +72,7 @@ def offloaded(adapter=None, reset=False):
 def ident(
     ranks=1, rank=0, dtype=torch.bfloat16, tokens=32, model="m", weights="w", isa="amx", spec=None, stages=1,
     dcp=1, heads=4, quantization=None, cache_dtype="auto", revision=None, commit=None, rope=None, layers=2,
-    skipped=(), dummy=False, draft=None, code=None, window=False,
+    skipped=(), dummy=False, draft=None, code=None, window=False, mla=False, prefixes=True,
 ):
     names._isa = lambda *_: isa
     spec = spec or FullAttentionSpec(block_size=tokens, num_kv_heads=heads, head_size=64, dtype=dtype)
@@ -81,14 +81,16 @@ def ident(
         about = LlamaConfig(num_hidden_layers=layers, **({"rope_parameters": rope} if rope else {}))
         about._commit_hash = commit
         return Fake(model=model, model_weights=weights_of, revision=revision, code_revision=code, dtype=dtype,
-            quantization=quantization, quantization_config=None, disable_sliding_window=window, hf_config=about)
+            quantization=quantization, quantization_config=None, disable_sliding_window=window, hf_config=about,
+            use_mla=mla)
 
     config = Fake(
         parallel_config=Fake(tensor_parallel_size=ranks, pipeline_parallel_size=stages, world_size=ranks * stages,
             decode_context_parallel_size=dcp, prefill_context_parallel_size=1),
         model_config=one(model, ""), load_config=Fake(load_format="dummy" if dummy else "auto"),
         speculative_config=draft and Fake(draft_model_config=one(draft, "")),
-        cache_config=Fake(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=list(skipped)),
+        cache_config=Fake(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=list(skipped),
+            enable_prefix_caching=prefixes),
         attention_config=Fake(backend=None))
     cache = Fake(kv_cache_groups=[Fake(kv_cache_spec=spec, layer_names=["a", "b"])], kv_cache_layout="LBHNC")
     try:
@@ -134,6 +136,8 @@ print(json.dumps({
     "looks ahead": ident(spec=FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16,
         non_causal=True)),
     "window": ident(spec=window), "state": ident(spec=state), "stages": ident(stages=2), "context": ident(dcp=2),
+    "latent without context": ident(mla=True, prefixes=False), "latent": ident(mla=True),
+    "no prefix cache": ident(prefixes=False),
 }))
 """
 
@@ -288,6 +292,11 @@ def test_ranks_have_one_layout_and_pages_of_their_own(named: dict[str, list[str]
     assert not set(one[2:]) & set(other[2:])
 
 
-@pytest.mark.parametrize("what", ["state", "stages", "context", "looks ahead"])
+@pytest.mark.parametrize("what", ["state", "stages", "context", "looks ahead", "latent without context"])
 def test_what_has_no_name_is_not_stored(what: str, named: dict[str, list[str] | str]) -> None:
     assert isinstance(named[what], str)
+
+
+@pytest.mark.parametrize("what", ["latent", "no prefix cache"])
+def test_what_the_platform_can_compute_from_is_stored(what: str, named: dict[str, list[str] | str]) -> None:
+    assert not isinstance(named[what], str)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -66,19 +67,30 @@ def _nothing() -> None:
     return None
 
 
+def _is_known_late(vllm_config: Any) -> bool:
+    """Whether a step may be planned, or computed on another rank, before it is known that one's loads have failed.
+
+    Then a step that waits for its loads could not tell what depends on them.
+    """
+    return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.world_size > 1
+
+
 class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One of them is the scheduler's, and one each worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        if _is_known_late(vllm_config):
+            self._settings = replace(self._settings, load="async")
         self._scheduling: Scheduling | None = None
         self._working: Working | Absent | None = None
         self._identity: Identity | None = None
         try:
             self._identity = identify(vllm_config, kv_cache_config, self._settings.weights)
         except KvError as reason:
-            log.warning("No KV is kept: %s", reason)
+            if role is KVConnectorRole.SCHEDULER:  # once, not once a worker as well
+                log.warning("No KV is kept: %s", reason)
             return
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
@@ -218,6 +230,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers tell."""
         if self._scheduling is not None:
+            self._scheduling.settled(connector_output.invalid_block_ids or set())
             self._scheduling.told(connector_output.kv_connector_worker_meta)
 
     @_or(lambda: (False, None))

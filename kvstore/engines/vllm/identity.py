@@ -108,6 +108,15 @@ def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
     return Identity(groups, b"\n".join(group.shards[0].canonical for group in groups))
 
 
+def _forbids_cached_context(vllm_config: Any) -> bool:
+    """Whether the platform has turned vLLM's own prefix cache off because its kernels would not look at it."""
+    return (
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
 def identify_chunks(vllm_config: Any, kv_cache_config: Any, weights: str) -> bytes:
     """Name what an OffloadingSpec keeps: blocks with all groups and ranks in them; LayoutError if it can't be named."""
     parallel = vllm_config.parallel_config
@@ -127,7 +136,14 @@ def identify_chunks(vllm_config: Any, kv_cache_config: Any, weights: str) -> byt
 
 
 def model_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Model:
-    """Say what model this is, whose weights, and who computes with them; `weights` is what the user calls them."""
+    """Say what model this is, whose weights, and who computes with them; `weights` is what the user calls them.
+
+    LayoutError where nothing that is computed may be used again.
+    """
+    if _forbids_cached_context(vllm_config):
+        raise LayoutError(
+            "On this CPU vLLM computes MLA from the tokens of one step only, and caches no prefix."
+        )
     model = vllm_config.model_config
     drafts = getattr(vllm_config.speculative_config, "draft_model_config", None)
     is_dummy = str(vllm_config.load_config.load_format) == "dummy"  # no file of the folder is read
