@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import Block, Client
 from kvstore.clock import SystemClock
-from kvstore.errors import KvError, Overloaded
+from kvstore.errors import KeyTaken, KvError, Overloaded
 from nic_offload.flags import FlagWords
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _ACK_TIMEOUT_S = 10.0  # for the drive's word about what has landed
 
 
 def _stored(result: PutResult) -> bool | None:
+    """Whether a page was stored by us; None if the key had a block before."""
     if not result.has_block:
         return False
     return None if result.already_stored or result.error is not None else True
@@ -131,8 +132,11 @@ class InlineSender:
         try:
             for page in pages:
                 content = self._memory[page.offset : page.offset + page.length]
-                self._client.put_inline(page.key, content)
-                results.append(True)
+                try:
+                    self._client.put_inline(page.key, content)
+                    results.append(True)
+                except KeyTaken:
+                    results.append(None)  # another computation's bytes, which are as good
         except KvError as error:
             log.debug("%d pages were not stored: %s", len(pages) - len(results), error)
         return _Known(results + [False] * (len(pages) - len(results)))
