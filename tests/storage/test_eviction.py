@@ -360,7 +360,7 @@ def test_a_put_does_not_wait_for_what_will_not_end(small: Rig) -> None:
     held = hold_all(small, Guard.PROTECTED)
     error = small.put(1000, PAYLOAD).error
     assert isinstance(error, NoSpace)
-    assert str(error).endswith("all blocks that could go are protected.")
+    assert str(error).endswith("are protected.")
     small.store.release(held[:2], Guard.PROTECTED)
     assert small.put(1000, PAYLOAD).error is None
 
