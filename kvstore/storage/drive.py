@@ -127,6 +127,7 @@ class Drive(Handle):
             clock,
             checks=Checks(volume.codec, self._extents, self._traffic, keeping),
             doubtful=self.doubtful,
+            elsewhere=self._elsewhere,
         )
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
@@ -243,6 +244,20 @@ class Drive(Handle):
         if len(items) > self.puts_left:
             raise Overloaded("The drive has as many puts to do as it accepts.")
         self._puts.accept(items, done)
+        self._quota_queue.step()
+        self._set_off()
+
+    def _elsewhere(self, name: Name) -> Callable[[Sequence[tuple[PutItem, PutsDone]]], None] | None:
+        now_ms = self._clock.wall_ms()
+        for other in self.others:
+            entry = other.lookup([name])[0] if other.takes_puts else None
+            if entry is not None and not 0 < entry.expires_ms <= now_ms:
+                return other._take_over  # noqa: SLF001 - a drive of the same store
+        return None
+
+    def _take_over(self, puts: Sequence[tuple[PutItem, PutsDone]]) -> None:
+        for item, done in puts:
+            self._puts.accept([item], done)
         self._quota_queue.step()
         self._set_off()
 

@@ -9,7 +9,8 @@ Always holds:
 - The longest life that any of them asks for counts, and is on the drive before that one is reported
   (`kvstore.storage.renewals`).
 - What is stored settles no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it is
-  whole the put is settled with it; if not, it is quarantined and the put is written.
+  whole the put is settled with it; if not, it is quarantined, and the put is written, or handed to another drive
+  that has a block of the name.
 - What a put replaces is wiped before its extent is free.
 - A put of a tenant at his quota waits before it is queued (`kvstore.storage.quotas`).
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from kvstore.wire.record import HeaderCodec
 
     Doubtful = Callable[[Sequence[int]], Collection[int]]
+    TakesPuts = Callable[[Sequence[tuple[PutItem, PutsDone]]], None]
 
 __all__ = ["Puts"]
 
@@ -74,7 +76,9 @@ class Puts:
         *,
         checks: Checks,
         doubtful: Doubtful,
+        elsewhere: Callable[[Name], TakesPuts | None],
     ) -> None:
+        self._elsewhere = elsewhere
         self._checks = checks
         self._doubtful = doubtful
         self._queue = queue
@@ -141,6 +145,10 @@ class Puts:
             self._ended(write, list(write.items()), None, error)
             return
         if now is None or self._is_over(now):
+            other = None if finding is Finding.WHOLE else self._elsewhere(name)
+            if other is not None and not write.afterwards:
+                self._hand_over(write, other)
+                return
             write.replaces = now
             self._queue_unless_refused(write)
         elif finding is Finding.WHOLE:
@@ -149,6 +157,13 @@ class Puts:
             self._ended(write, list(write.items()), now, None)
         else:  # it could not be quarantined: the drive has stopped, or its index has
             self._ended(write, list(write.items()), None, self._writes.stopped_again())
+
+    def _hand_over(self, write: _Write, other: TakesPuts) -> None:
+        """Let another drive decide, which has a block of this name as well: it may have been acknowledged there."""
+        items = list(write.items())
+        del self._by_name[write.name]
+        self.outbox.promised -= len(items)
+        other(items)
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
