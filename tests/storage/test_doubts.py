@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import ReadOnly
+from kvstore.errors import KeyTaken, ReadOnly
 from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.fsck import check
@@ -286,6 +286,30 @@ def test_what_a_failed_drive_has_and_nobody_has_checked_is_put_elsewhere(pair: R
     assert holders(pair, number) == [0, 1]
     pair.disks[0].flip(pair.store.drives[0].lookup([(TENANT, key(number))])[0].offset + HEADER_BYTES, 0)  # type: ignore[union-attr]
     assert pair.get(number)[1] == PAYLOAD, "from the drive where nobody doubts it"
+
+
+def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: Rig) -> None:
+    (number,) = homed(pair, 0)
+    pair.put(number, PAYLOAD)
+    for drive in pair.store.drives:
+        drive._volume.disk.sync()
+    pair.power_loss(seed=1)
+    pair.open()
+    fail(pair, 0)
+    assert pair.put(number, PAYLOAD, Durability.SYNCED).error is None
+    assert holders(pair, number) == [0, 1]
+    at_home = pair.store.drives[0].lookup([(TENANT, key(number))])[0]
+    assert at_home is not None
+    pair.power_loss(seed=1)
+    for position in (0, 1):  # a scan doubts both
+        shutil.rmtree(pair.data / f"index-{position}", ignore_errors=True)
+    torn = at_home.offset // PAGE_BYTES + 1
+    pair.disks[0].pages[torn] = pair.disks[0].durable[torn] = bytes(PAGE_BYTES)  # type: ignore[union-attr]
+    pair.open()
+    assert holders(pair, number) == [0, 1]
+    assert isinstance(pair.put(number, PAYLOAD[::-1]).error, KeyTaken)
+    assert holders(pair, number) == [1]
+    assert pair.get(number)[1] == PAYLOAD
 
 
 def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: Rig) -> None:
