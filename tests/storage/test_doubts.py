@@ -304,7 +304,7 @@ def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: Rig) -
     for position in (0, 1):  # a scan doubts both
         shutil.rmtree(pair.data / f"index-{position}", ignore_errors=True)
     torn = at_home.offset // PAGE_BYTES + 1
-    pair.disks[0].pages[torn] = pair.disks[0].durable[torn] = bytes(PAGE_BYTES)  # type: ignore[union-attr]
+    pair.disks[0].pages[torn] = pair.disks[0].durable[torn] = bytes(PAGE_BYTES)
     pair.open()
     assert holders(pair, number) == [0, 1]
     assert isinstance(pair.put(number, PAYLOAD[::-1]).error, KeyTaken)
