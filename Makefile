@@ -85,8 +85,9 @@ bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
 	@$(py) -m tests.bench $*
 
 .PHONY: bench-engines
-bench-engines: setup-engines ## time to first token of a real engine: computed, cached, and from our node
+bench-engines: setup-engines ## a real engine: time to first token, computed, cached and from our node; what a step costs
 	@.venv-engines/bin/python -m tests.bench engines
+	@.venv-engines/bin/python -m tests.bench steps
 
 .PHONY: proto
 proto: setup ## generate kvstore/wire/*_pb2* from proto/

@@ -13,7 +13,9 @@
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
+    │   ├── Expired            what is put has a time to live that is over
     │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
+    │   ├── KeyTaken           another block is stored under the key, which is written once
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── NoSession          there is no session of this name
     │   ├── SessionRefused     a step that can't be done to the session as it is
@@ -24,7 +26,9 @@
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
-    │   └── PutFailed
+    │   ├── NoMemory           the machine gave no memory, or let no more be registered
+    │   ├── PutFailed
+    │   └── RegionBusy         registered memory that something may still read or write
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
     ├── CudaUnavailable        CuPy or a GPU is missing (also defined there)
@@ -41,7 +45,9 @@ from nic_offload.errors import (
     FabricStuck,
     FabricUnavailable,
     KvError,
+    NoMemory,
     PutFailed,
+    RegionBusy,
     RuleError,
     StagingFull,
     TableFull,
@@ -52,14 +58,17 @@ __all__ = [
     "Corrupt",
     "CudaUnavailable",
     "DeadlineExceeded",
+    "Expired",
     "FabricError",
     "FabricStuck",
     "FabricUnavailable",
     "FolderLocked",
     "ForeignDrive",
+    "KeyTaken",
     "KvError",
     "LayoutError",
     "LeaseExpired",
+    "NoMemory",
     "NoSession",
     "NoSpace",
     "NodeUnavailable",
@@ -69,6 +78,7 @@ __all__ = [
     "PutFailed",
     "QuotaExceeded",
     "ReadOnly",
+    "RegionBusy",
     "RuleError",
     "SessionFileError",
     "SessionRefused",
@@ -132,8 +142,16 @@ class NoSpace(StorageError):
     """No extent is free for the block."""
 
 
+class Expired(StorageError):
+    """What is to be put has a time to live that is over: it would be gone before anybody could get it."""
+
+
 class QuotaExceeded(StorageError):
     """The tenant has as many bytes as his quota, and nothing of his may go for the block."""
+
+
+class KeyTaken(StorageError):
+    """Another block is stored under the key: keys are written once, and the bytes of this put were not kept."""
 
 
 class Corrupt(StorageError):

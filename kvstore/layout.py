@@ -4,9 +4,10 @@ A layout says everything that has to be equal before one engine may use bytes th
 adapter, number format, tokens a block, each layer's own widths, the order of bytes, the shard, the instruction set
 where it matters. Its fingerprint goes with every block; a get under another one is MISS(layout), never bytes.
 
-What always holds: two layouts that differ in anything have different fingerprints, and so different blocks. Shards of
-one model differ in their keys as well, so that they can be stored side by side. Layers that use another layer's KV
-(aliases) take no bytes. The fingerprint is made from a written-down form (`canonical`), never from Python's `hash`.
+What always holds: two layouts that differ in anything have different fingerprints, and different keys for the same
+tokens, so that what engines of several number formats, block sizes or shards store lies side by side. Layers that use
+another layer's KV (aliases) take no bytes. The fingerprint is made from a written-down form (`canonical`), never from
+Python's `hash`.
 
 Between the shards of one layout heads can be moved: `reshard` says which bytes of which stored shards make up a shard
 of another degree. That needs an order of bytes that we know; a layout in an engine's private order (`Order.OPAQUE`)
@@ -139,13 +140,13 @@ class Layout:
         return layout_fingerprint(self.canonical)
 
     @cached_property
-    def _key_parts(self) -> tuple[bytes, ...]:
-        part = f"{self.shard}/{self.shards} {self.stage}/{self.stages}"
-        return self.model.encode(), self.weights.encode(), self.adapter.encode(), part.encode()
+    def _name(self) -> bytes:
+        """All that decides the bytes, but for the tokens."""
+        return block_key(self.canonical)
 
     def key(self, chained_hash: bytes) -> bytes:
         """The key of the block whose tokens, and all before them, hash to this."""
-        return block_key(*self._key_parts, chained_hash)
+        return block_key(self._name, chained_hash)
 
     # --- bytes
 

@@ -16,6 +16,8 @@ __all__ = [
     "BLOCK_BYTES_MIN",
     "BREAKER_MS_MAX",
     "BREAKER_MS_MIN",
+    "CHECKS_AT_ONCE",
+    "CHECK_PIECE_BYTES",
     "CLIENTS_MAX",
     "CONTACT_HURRIED_MS",
     "CONTACT_TIMEOUT_MS",
@@ -34,6 +36,7 @@ __all__ = [
     "EVICTION_STEPS_MAX",
     "EVICTION_URGENT_BLOCKS",
     "FETCHES_QUEUED_MAX",
+    "FETCH_CANCEL_MS",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
     "GENERATIONS_PER_DRIVE",
@@ -43,8 +46,10 @@ __all__ = [
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
+    "INDEX_HEADERS_CHECKED_MAX",
     "INLINE_CHUNK_BYTES",
     "INLINE_TIMEOUT_MS",
+    "KEEPALIVE_MS",
     "KEY_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
@@ -88,7 +93,9 @@ __all__ = [
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "RPC_TIMEOUT_MS_MAX",
+    "SAVE_BATCH_PAGES_MAX",
     "SCAN_UNREADABLE_PAGES_MAX",
+    "SCRUB_PIECE_BYTES",
     "SECTOR_BYTES",
     "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_FOLLOWED_MAX",
@@ -211,8 +218,14 @@ DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
 DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered
 SESSIONS_QUEUED_MAX = 1024  # changes of sessions that it has accepted and not answered
+CHECKS_AT_ONCE = 4  # records of a drive that are read and checked because a put is to be settled with them
+CHECK_PIECE_BYTES = 1 << 20  # of such a record is read at a time
+SCRUB_PIECE_BYTES = 256 << 10  # of a quarantined extent is overwritten at a time, one at a time
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more of them bring a sync about
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
+INDEX_HEADERS_CHECKED_MAX = (
+    1024  # records held against an index that was not closed; reading all would be a scan
+)
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20
@@ -285,6 +298,8 @@ SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
+SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one block's at least
+
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
 HTTP_CONNECTIONS_MAX = 32  # taken at a time; others wait in the kernel
@@ -301,6 +316,10 @@ LOG_KINDS_MAX = 1024
 RPC_TIMEOUT_MS = 10_000  # by default
 RPC_TIMEOUT_MS_MAX = 600_000
 FETCH_TIMEOUT_MS = 30_000
+FETCH_CANCEL_MS = (
+    500  # from a get's deadline: a node that has not said by then that it is over loses the client
+)
+KEEPALIVE_MS = 5_000  # between two pings on a quiet connection, and how long each may be unanswered
 
 assert HEADER_BYTES % PAGE_BYTES == 0
 assert BLOCK_BYTES_MIN <= PAGE_BYTES <= BLOCK_BYTES_MAX
@@ -310,6 +329,8 @@ assert DRIVES_MAX * GENERATIONS_PER_DRIVE == GENERATION_MAX + 1
 assert DRIVE_QUEUE_DEPTH >= DRIVE_INFLIGHT_OPS_MIN
 assert DRIVE_INFLIGHT_READ_BYTES_MAX <= DRIVE_INFLIGHT_BYTES_MAX
 assert STORE_QUEUED_MAX >= BATCH_BLOCKS_MAX
+assert CHECK_PIECE_BYTES % PAGE_BYTES == 0 == SCRUB_PIECE_BYTES % PAGE_BYTES
+assert CHECKS_AT_ONCE * CHECK_PIECE_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert PREFETCH_AHEAD_BYTES <= DRIVE_INFLIGHT_READ_BYTES_MAX
 assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
 assert (
@@ -330,6 +351,7 @@ assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX
 assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
+assert FETCH_CANCEL_MS < ARRIVAL_GRACE_MS < RPC_TIMEOUT_MS
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES

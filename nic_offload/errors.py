@@ -15,7 +15,9 @@ __all__ = [
     "FabricStuck",
     "FabricUnavailable",
     "KvError",
+    "NoMemory",
     "PutFailed",
+    "RegionBusy",
     "RuleError",
     "StagingFull",
     "TableFull",
@@ -40,7 +42,8 @@ class FabricError(KvError):
                 f"{doing} got no answer: the provider hangs, on shm perhaps because a peer died with its lock."
                 " Close the fabric, which may take as long, and open another."
             )
-        return cls(f"{doing} failed: {os.strerror(-code)} ({code}).")
+        kind = NoMemory if code == -errno.ENOMEM else cls
+        return kind(f"{doing} failed: {os.strerror(-code)} ({code}).")
 
 
 class FabricUnavailable(FabricError):
@@ -51,8 +54,16 @@ class FabricStuck(FabricError):
     """The fabric's progress thread did not answer in time; every later call but `close` says so at once."""
 
 
+class NoMemory(FabricError):
+    """The machine gave no memory, or let no more of it be registered."""
+
+
 class PutFailed(FabricError):
     """An armed put came to a terminal state other than done; the message names which."""
+
+
+class RegionBusy(FabricError):
+    """The region can't be closed yet: an operation reads from it, or a peer may still write to it."""
 
 
 class RuleError(KvError):

@@ -1,7 +1,8 @@
 """Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may touch.
 
 What always holds: every handle is a context manager and says when it is closed; a region can't be
-closed while a put reads from it; keys of regions are random; once an endpoint is closed, nothing comes in
+closed while an operation of ours uses it, or while somebody holds it because a peer may write to it; keys of regions
+are random; once an endpoint is closed, nothing comes in
 through it and nothing reads memory for it. Events come out in batches through one
 eventfd (`fileno`), never as a callback.
 
@@ -13,14 +14,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
+import errno
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.counter import Counter
-from nic_offload.errors import FabricError
+from nic_offload.errors import FabricError, RegionBusy
 from nic_offload.handle import Handle
 from nic_offload.library import load
 
@@ -104,7 +107,11 @@ class Statistics:
 
 
 class Region(Handle):
-    """Registered memory. `base + offset` is how a peer names a byte of it, with `key`."""
+    """Registered memory. `base + offset` is how a peer names a byte of it, with `key`.
+
+    To revoke the key is not enough while a peer writes: a message whose key was checked before may still be arriving.
+    So whoever asks a peer to write here holds the region until the peer is done, or the endpoint is closed.
+    """
 
     def __init__(
         self,
@@ -121,6 +128,8 @@ class Region(Handle):
         self._memory, self._rights = memory, {"remote_write": remote_write, "remote_read": remote_read}
         self._named: dict[Endpoint, Region] = {}
         self._fabric = fabric
+        self._lock = threading.Lock()
+        self._holds = 0
         out = ffi.new("struct tk_region **")
         pointer = ffi.cast("void *", self.address)
         through = ffi.NULL if endpoint is None else endpoint.handle
@@ -147,16 +156,43 @@ class Region(Handle):
             self._named[endpoint] = self._fabric.register(self._memory, endpoint=endpoint, **self._rights)
         return self._named[endpoint]
 
+    def hold(self) -> None:
+        """A peer is to write to it, for one: until as many `let_go`, the region can't be closed."""
+        with self._lock:
+            if self.handle is None:
+                raise FabricError("The region is closed; register the memory again.")
+            self._holds += 1
+
+    def let_go(self) -> None:
+        """What it was held for is over: nothing of that comes in any more."""
+        with self._lock:
+            assert self._holds
+            self._holds -= 1
+
     def close(self) -> None:
-        """Take the memory back: from now on no peer can write to it. Refused while a put reads from it."""
-        if self.handle is None:
-            return
-        for named in self._named.values():
-            named.close()
-        code = lib.tk_region_close(self.handle)
-        if code:
-            raise FabricError.from_code("Closing a region", code)
-        self.detach()
+        """Take the memory back: when this returns, no byte comes in or goes out. If one still may, RegionBusy."""
+        with self._lock:
+            if self.handle is None:
+                return
+            if self._holds:
+                raise RegionBusy(
+                    f"{self._holds} operations of peers may still write to the region; wait for the gets into it,"
+                    " or close the client, which ends them."
+                )
+            self._close_named()
+            code = lib.tk_region_close(self.handle)
+            if code == -errno.EBUSY:
+                raise RegionBusy(
+                    f"Operations still use the region ({code}); wait until they have ended, or cancel them."
+                )
+            if code:
+                raise FabricError.from_code("Closing a region", code)
+            self.detach()
+
+    def _close_named(self) -> None:
+        for endpoint in list(self._named):
+            self._named[endpoint].close()
+            del self._named[endpoint]
 
     def detach(self, *, release: bool = True) -> None:
         """Forget the handle: the fabric that owned it is closed, or is closing it."""

@@ -6,13 +6,15 @@ thread where the words are mapped for it (it fences first, then stores).
 
 What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
 it is visible to whoever saw the new value. The words vanish with the process that made them: they live
-in an unnamed memory file, so a killed process leaves nothing behind.
+in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed: nobody who has its path can
+cut it, which would end every process that then looks at a word.
 
 What it doesn't do: take a put back. A word that goes backwards fires nothing and un-fires nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -27,6 +29,7 @@ __all__ = ["FlagWord", "FlagWords"]
 _WORD_BYTES = 8
 _NAME = "triggerkv-flags"
 _MEMORY_FILE = f"/memfd:{_NAME} "
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class FlagWord:
@@ -64,8 +67,9 @@ class FlagWords(Handle):
         """Make `count` words, all zero."""
         if count < 1:
             raise KvError(f"A set of flag words needs at least one word, not {count}.")
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, count * _WORD_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return cls(fd, count, f"/proc/{os.getpid()}/fd/{fd}")
 
     @classmethod
@@ -78,6 +82,11 @@ class FlagWords(Handle):
         if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
             os.close(fd)  # the maker has closed its words and something else has taken the number
             raise KvError(f"{path} is not a set of flag words, or no longer.")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            os.close(fd)
+            raise KvError(
+                f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened."
+            )
         return cls(fd, os.fstat(fd).st_size // _WORD_BYTES, path)
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,16 @@ __all__ = ["Runs", "allocate"]
 
 
 def allocate(length: int) -> mmap.mmap:
-    """Zeroed memory in huge pages where the kernel has them, all of it present.
+    """Zeroed memory in huge pages where the kernel has them, all of it present; NoMemory if there is not as much.
 
     It takes a while for a large piece, and lets other threads run meanwhile.
     """
-    memory = mmap.mmap(-1, length)
+    try:
+        memory = mmap.mmap(-1, length)
+    except OSError as error:
+        raise FabricError.from_code(
+            f"Getting {length} bytes of memory", -(error.errno or errno.ENOMEM)
+        ) from error
     view = ffi.from_buffer(memory)
     code = lib.tk_memory_populate(view, length)
     ffi.release(view)

@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from kvstore.client import Block, Client
 from kvstore.demo.node_process import NodeProcess
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nic_offload.fabric import Region
+
+settings.register_profile("busy machine", deadline=None)  # that an example took long says nothing of the code
+settings.load_profile("busy machine")
 
 MIB = 1 << 20
 SMALL_DRIVE = "64MiB"

@@ -151,13 +151,12 @@ def test_layouts_that_differ_in_anything_have_different_fingerprints() -> None:
     assert len({layout.fingerprint for layout in [base, *changed]}) == 1 + len(CHANGES)
 
 
-def test_shards_stages_models_and_adapters_have_keys_of_their_own() -> None:
+def test_layouts_that_differ_in_anything_have_keys_of_their_own() -> None:
+    """Once an engine of another number format had the key of the first one's block, and its puts failed for ever."""
     base = replace(LLAMA, shards=2, stages=2)
-    others = [changed_in(base, name) for name in ("shard", "stage", "model", "weights", "adapter")]
-    assert len({layout.key(b"hash") for layout in [base, *others]}) == 1 + len(others)
-    # In these the key is the same, so that a get finds the block and says that its layout is another.
-    for name in ("dtype", "block_tokens", "order", "isa"):
-        assert changed_in(base, name).key(b"hash") == base.key(b"hash")
+    layouts = [base, *(changed_in(base, name) for name in CHANGES)]
+    assert len({layout.key(b"hash") for layout in layouts}) == 1 + len(CHANGES)
+    assert base.key(b"hash") != base.key(b"other tokens")
 
 
 def test_the_names_are_the_same_in_every_process() -> None:

@@ -33,7 +33,28 @@ version=$("$root/.venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.ve
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 wanted=$( (printf '%s\n' "$version" "$root" && cat requirements-engines.txt) | sha256sum | cut -d' ' -f1)
 stamp=$venv/.stamp-engines
-[[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && exit 0
+
+# What an installed wheel would tell: vLLM finds our connectors by their entry point.
+describe() {
+  local packages
+  packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  local told=$packages/triggerkv-0.dist-info
+  [[ -f $told/entry_points.txt && ! pyproject.toml -nt $told/entry_points.txt ]] && return
+  mkdir -p "$told"
+  printf 'Metadata-Version: 2.1\nName: triggerkv\nVersion: 0\n' >"$told/METADATA"
+  "$venv/bin/python" - >"$told/unfinished" <<'END'
+import tomllib
+
+for group, points in tomllib.load(open("pyproject.toml", "rb"))["project"]["entry-points"].items():
+    print(f"[{group}]", *(f"{name} = {where}" for name, where in points.items()), sep="\n")
+END
+  mv "$told/unfinished" "$told/entry_points.txt"
+}
+
+if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+  describe
+  exit 0
+fi
 
 if [[ ! -d $venv ]]; then why="there is none yet"
 elif [[ ! -f $stamp ]]; then why="the last set-up did not finish"
@@ -49,4 +70,5 @@ log=$root/.cache/pip-engines.log
 }
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 printf '%s\n' "$root" >"$packages/triggerkv-checkout.pth"
+describe
 printf '%s\n' "$wanted" >"$stamp"

@@ -44,7 +44,7 @@ status=0
 for code in "${ended[@]}"; do
   ((code <= 1)) || status=$code
 done
-mapfile -t failures < <(cat .cache/failures-* 2>/dev/null)
+mapfile -t failures < <(sort -u .cache/failures-* 2>/dev/null) # one that fails in its teardown as well is one
 ((${#failures[@]})) || for code in "${ended[@]}"; do
   ((code == 0 || status)) || status=$code # a failure that is on no list
 done

@@ -1,7 +1,8 @@
 """How a client's reserves and fetches reach its node: over the fabric, or by gRPC where that can't be.
 
 What always holds: a call is made once, one way or the other, and both ways it means the same and fails with the same
-errors; when the node's answer is not known, the link is lost.
+errors; when the node's answer is not known, the link is lost. But a fetch whose deadline is over while it is being
+asked for is cancelled, as one is that the node has taken: others use the link as well.
 """
 
 from __future__ import annotations
@@ -178,20 +179,28 @@ class Asking:
                 (*metadata, *self._traced(span)),
                 get.blocks,
                 get.rows(),
-                min(deadline_ns, began_ns + _TIMEOUT_NS),
+                began_ns + _TIMEOUT_NS,  # the get has a deadline of its own, which ends no more than the get
                 answered,
                 tells=watch is not None,
             )
+            if not begun:
+                get.by_rpc()
         if begun:
             return
+        with within(span):
+            failure = self._fetch_by_rpc(get.request(fingerprint), deadline_ns, metadata)
+        with self._client.lock:
+            if isinstance(failure, DeadlineExceeded):
+                asked.failed(failure)
+                get.cancel(self._clock.monotonic_ns())
+            else:
+                answered([] if failure is None else failure)
+
+    def _fetch_by_rpc(self, request: pb.FetchRequest, deadline_ns: int, metadata: Metadata) -> KvError | None:
         left_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
         try:
-            with within(span), self._calling("Fetching blocks"):
-                self._stub.Fetch(
-                    get.request(fingerprint), timeout=min(left_s, RPC_TIMEOUT_MS / 1000), metadata=metadata
-                )
+            with self._calling("Fetching blocks"):
+                self._stub.Fetch(request, timeout=min(left_s, RPC_TIMEOUT_MS / 1000), metadata=metadata)
         except KvError as error:
-            with self._client.lock:
-                answered(error)
-        else:
-            answered([])
+            return error
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import KeyTaken, ProtocolError
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 
 if TYPE_CHECKING:
@@ -55,7 +55,12 @@ class PutResult:
     key: bytes
     durability: Durability | None  # what was reached; None if nothing was
     error: KvError | None
-    already_stored: bool = False
+    already_stored: bool = False  # under this key: nothing was sent, and nobody has compared the bytes
     fired_ns: int = 0  # the flag was seen
     landed_ns: int = 0
     durable_ns: int = 0  # acknowledged as durable as was asked
+
+    @property
+    def has_block(self) -> bool:
+        """Whether a block is stored under the key, be it one with other bytes (KeyTaken), put by somebody before."""
+        return self.error is None or isinstance(self.error, KeyTaken)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from kvstore.wire.keepalive import keepalive_options
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["open_channel"]
 
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *keepalive_options(),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
 )

@@ -24,7 +24,7 @@ import os
 import select
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -53,6 +53,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
+    FETCH_CANCEL_MS,
     FETCH_TIMEOUT_MS,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
@@ -69,7 +70,7 @@ from nic_offload.fabric import Fabric
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from opentelemetry.trace import TracerProvider
@@ -180,7 +181,9 @@ class Client(Handle):
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self.import_session = sessions.import_one
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._settling: list[Callable[[], None]] = []
+        self._stopping = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pump: threading.Thread | None = None
 
     # --- memory
@@ -254,8 +257,13 @@ class Client(Handle):
         deadline_ns = lease_deadline_ns(asked_ns, lease_ms)
         return Reservation(self, link, blocks, leases, words, durability, deadline_ns, watch, span)
 
-    def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer."""
+    def abort(
+        self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
+    ) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer.
+
+        `told`, with the lock held, hears the generations of those that were over: their words have been put.
+        """
         over = threading.Event()
         if link.error is not None or not leases:
             over.set()
@@ -270,12 +278,34 @@ class Client(Handle):
         def check(answered: grpc.Future[pb.AbortResponse]) -> None:
             if answered.exception() is not None:
                 self.lose(link, NodeUnavailable("The node did not take leases back."))
+            else:
+                with self.lock:
+                    told(answered.result().expired)
             over.set()
 
         call.add_done_callback(check)
         return over
 
     # --- gets over the fabric
+
+    def cancel_fetch(
+        self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
+    ) -> None:
+        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not."""
+        request = pb.CancelFetchRequest(
+            connection=link.number,
+            blocks=[pb.CancelledBlock(ack_word=word, ack_generation=one) for word, one in blocks],
+            called=called,
+        )
+        self.calls += 1
+        call = self._stub.CancelFetch.future(request, timeout=FETCH_CANCEL_MS / 1000)
+
+        def check(answered: grpc.Future[pb.CancelFetchResponse]) -> None:
+            if answered.exception() is not None:
+                with self.lock:
+                    failed()
+
+        call.add_done_callback(check)
 
     def get(
         self,
@@ -357,6 +387,11 @@ class Client(Handle):
         """A fresh even tag; it and the odd one after it are the caller's."""
         return next(self._tags)
 
+    def settle(self, decide: Callable[[], None]) -> None:
+        """Call this, with the lock held, once all events have been told that the fabric has reported by now."""
+        self._settling.append(decide)
+        os.eventfd_write(self._wake_fd, 1)
+
     def lose(self, link: Link, error: KvError) -> None:
         """End a link: when this returns, nothing comes in through it any more."""
         if isinstance(error, DeadlineExceeded):
@@ -416,11 +451,15 @@ class Client(Handle):
     def _run_pump(self, fabric: Fabric) -> None:
         poll = select.poll()
         poll.register(fabric.fileno(), select.POLLIN)
-        poll.register(self._stop_fd, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
         while True:
-            ready = poll.poll()
-            if any(fd == self._stop_fd for fd, _ in ready):
+            poll.poll()
+            if self._stopping:
                 return
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            with self.lock:
+                settling, self._settling = self._settling, []
             while events := fabric.reap():
                 with self.lock:
                     for event in events:
@@ -428,6 +467,9 @@ class Client(Handle):
                         operation = link.operations.get(event.tag) if link is not None else None
                         if operation is not None:
                             operation.event(event)
+            with self.lock:
+                for decide in settling:
+                    decide()
 
     def close(self) -> None:
         """End everything; puts that had not been acknowledged fail."""
@@ -437,12 +479,13 @@ class Client(Handle):
             self._closed = True
             if self._link is not None:
                 self.lose(self._link, NodeUnavailable("The client was closed."))
-        os.eventfd_write(self._stop_fd, 1)
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
         if self._pump is not None:
             self._pump.join()
         if self._fabric is not None:
             self._fabric.close()
         self._channel.close()
-        os.close(self._stop_fd)
+        os.close(self._wake_fd)
         if self.spans is not None:
             self.spans.close()

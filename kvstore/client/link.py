@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
-from kvstore.errors import FabricError, KvError, NodeUnavailable, Overloaded
+from kvstore.errors import FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
@@ -34,6 +34,16 @@ __all__ = ["Host", "Link", "Operation"]
 
 _WORD_BYTES = 8
 _WORDS_BYTES = ACK_WORDS * _WORD_BYTES
+
+
+class _Responses(Protocol):
+    """The node's side of the stream."""
+
+    def __iter__(self) -> Iterator[pb.AttachResponse]: ...
+
+    def __next__(self) -> pb.AttachResponse: ...
+
+    def cancel(self) -> bool: ...
 
 
 class Operation(Protocol):
@@ -65,8 +75,26 @@ class Host(Protocol):
         """A fresh even tag; it and the odd one after it are the caller's."""
         ...
 
-    def abort(self, link: Link, leases: Sequence[Leased]) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended."""
+    def abort(
+        self, link: Link, leases: Sequence[Leased], answered: Callable[[Collection[int]], None]
+    ) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended.
+
+        `answered`, with the lock held, hears the generations of those that were over: their words have been put.
+        """
+        ...
+
+    def settle(self, decide: Callable[[], None]) -> None:
+        """Call this, with the lock held, once all events have been told that the fabric has reported by now."""
+        ...
+
+    def cancel_fetch(
+        self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
+    ) -> None:
+        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not.
+
+        `called`: the fetch was asked for by gRPC, and not over the fabric.
+        """
         ...
 
     def lose(self, link: Link, error: KvError) -> None:
@@ -94,9 +122,34 @@ class Link:
         self._fabric = fabric
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
-        self._memory = mmap.mmap(-1, _WORDS_BYTES + MEMORY_BYTES)
-        self.endpoint = fabric.open_endpoint()
-        self._acks = fabric.register(self._memory, endpoint=self.endpoint)
+        self._responses: _Responses | None = None
+        self.is_sure = True  # that nothing comes in any more, once it is lost
+        with contextlib.ExitStack() as undo:
+            self._memory = self._allocate()
+            undo.callback(self._memory.close)
+            self.endpoint = fabric.open_endpoint()
+            undo.callback(self.endpoint.close)
+            self._acks = fabric.register(self._memory, endpoint=self.endpoint)
+            undo.pop_all()
+        try:
+            self._attach(client, tenant, slots, block_bytes_max, timeout_s)
+        except BaseException:
+            # Or the node would keep a connection, and its slots, that nobody has.
+            self._end_stream()
+            self._close_memory()
+            raise
+
+    @staticmethod
+    def _allocate() -> mmap.mmap:
+        try:
+            return mmap.mmap(-1, _WORDS_BYTES + MEMORY_BYTES)
+        except OSError as error:
+            raise NoMemory(
+                f"This process got no {_WORDS_BYTES + MEMORY_BYTES} bytes for a connection: {error.strerror}."
+            ) from error
+
+    def _attach(self, client: Host, tenant: str, slots: int, block_bytes_max: int, timeout_s: float) -> None:
+        fabric = self._fabric
         request = pb.AttachRequest(
             tenant=tenant,
             provider=fabric.provider,
@@ -108,13 +161,9 @@ class Link:
             slots=slots,
             answers_base=self._acks.base + _WORDS_BYTES,
         )
-        try:
-            self._responses = stub.Attach(self._requests(request))
-            answer = self._first_answer(timeout_s)
-            self.peer = fabric.add_peer(answer.fabric_address)
-        except KvError:
-            self._close_memory()
-            raise
+        self._responses = self.stub.Attach(self._requests(request))
+        answer = self._first_answer(self._responses, timeout_s)
+        self.peer = fabric.add_peer(answer.fabric_address)
         self.number = answer.connection
         self.landing_key = answer.landing_key
         self.slots = answer.slots
@@ -126,12 +175,17 @@ class Link:
         yield first
         self._hang_up.wait()  # the stream is open for as long as this has not ended
 
-    def _first_answer(self, timeout_s: float) -> pb.AttachResponse:
+    def _end_stream(self) -> None:
+        self._hang_up.set()
+        if self._responses is not None:
+            self._responses.cancel()
+
+    def _first_answer(self, responses: _Responses, timeout_s: float) -> pb.AttachResponse:
         answers: queue.SimpleQueue[pb.AttachResponse | grpc.RpcError | None] = queue.SimpleQueue()
 
         def read() -> None:
             try:
-                answers.put(next(self._responses, None))
+                answers.put(next(responses, None))
             except grpc.RpcError as failure:
                 answers.put(failure)
 
@@ -139,14 +193,10 @@ class Link:
         try:
             answer = answers.get(timeout=timeout_s)
         except queue.Empty:
-            self._hang_up.set()
-            self._responses.cancel()
             raise NodeUnavailable(f"The node did not answer an attach within {timeout_s:.1f} s.") from None
         if isinstance(answer, grpc.RpcError):
-            self._hang_up.set()
             raise error_from_rpc("Attaching", answer)
         if answer is None:
-            self._hang_up.set()
             raise NodeUnavailable("The node ended the attachment before it began.")
         return answer
 
@@ -156,7 +206,7 @@ class Link:
         def read() -> None:
             why = "the node closed the connection"
             try:
-                for _ in self._responses:
+                for _ in self._responses or ():
                     pass
             except grpc.RpcError as failure:
                 why = (failure.details() if isinstance(failure, grpc.Call) else None) or why
@@ -188,12 +238,17 @@ class Link:
         if self.error is not None:
             return
         self.error = error
-        self._hang_up.set()
-        self._responses.cancel()
-        self._close_memory()
-        # Some providers keep a peer's address until the domain is closed.
-        with contextlib.suppress(FabricError):
-            self._fabric.remove_peer(self.peer)
+        self._end_stream()
+        try:
+            self._close_memory()
+        except FabricError as failure:
+            # The provider hangs, and may write for ever: whoever waited is told, and his memory stays taken.
+            self.error = error = failure
+            self.is_sure = False
+        if self.is_sure:
+            # Some providers keep a peer's address until the domain is closed.
+            with contextlib.suppress(FabricError):
+                self._fabric.remove_peer(self.peer)
         # An operation may have many tags; it is told once.
         told = {id(operation): operation for operation in self.operations.values()}
         self.operations.clear()

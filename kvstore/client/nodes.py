@@ -22,7 +22,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, RegionBusy
 from kvstore.placement import Placement
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
@@ -114,8 +114,15 @@ class Everywhere(Handle):
             return region
 
     def close(self) -> None:
-        """Take it back from all of them."""
+        """Take it back from all of them. RegionBusy if that can't be yet: close it again when its gets have ended."""
+        busy: RegionBusy | None = None
         with self._lock:
-            regions, self._regions = self._regions, {}
-        for region in regions.values():
-            region.close()
+            for client, region in list(self._regions.items()):
+                try:
+                    region.close()
+                except RegionBusy as error:
+                    busy = error
+                else:
+                    del self._regions[client]
+        if busy is not None:
+            raise busy

@@ -10,6 +10,7 @@ has landed or failed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import PutResult
+from kvstore.client.giving_back import GivingBack
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
@@ -116,10 +118,10 @@ class Reservation:
         """Return the leases: nothing will be put. When this returns, the slots are free again."""
         self._spend()
         with self._client.lock:
-            leases = [put.lease for put in self._puts if not put.lease.already_stored]
-            self._link.give_back_words([put.word for put in self._puts])
-            answered = self._client.abort(self._link, leases)
-        answered.wait(RPC_TIMEOUT_MS / 1000)
+            self._link.give_back_words([put.word for put in self._puts if put.lease.already_stored])
+            leases = [(put.lease, put.word) for put in self._puts if not put.lease.already_stored]
+            giving = GivingBack(self._client, self._link, leases)
+        giving.over.wait(RPC_TIMEOUT_MS / 1000)
         if self._span is not None:
             self._span.given_back()
 
@@ -170,14 +172,26 @@ class ArmedPuts:
         if not sent:
             self._all_ended()
             return
+        try:
+            watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
+            if isinstance(flag, FlagWord):
+                flag = self._counter = client.fabric.open_counter(flag)
+            arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
+        except KvError:
+            self._undo(sent)
+            raise
         for tag in self._by_tag:
             link.operations[tag] = self
-        watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
-        if isinstance(flag, FlagWord):
-            flag = self._counter = client.fabric.open_counter(flag)
-        arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
         if self._span is not None:
             self._span.armed()
+
+    def _undo(self, sent: Sequence[_Put]) -> None:
+        """None of them is armed: nothing goes out, nothing is awaited, and the slots are the node's again."""
+        with contextlib.suppress(FabricError):
+            self._client.fabric.cancel([put.tag + 1 for put in sent])
+        if self._counter is not None:
+            self._counter.close()
+        GivingBack(self._client, self._link, [(put.lease, put.word) for put in sent])
 
     def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
         return AckWatch(
@@ -251,10 +265,11 @@ class ArmedPuts:
         else:
             error = FabricError.from_code("A put", status)
         self._client.fabric.cancel([put.tag + 1])
-        self._end(put, error)
         if status in (-errno.ETIMEDOUT, -errno.ECANCELED):
-            self._client.abort(self._link, [put.lease])  # it never went out, and never will
+            self._end(put, error, keep_word=True)
+            GivingBack(self._client, self._link, [(put.lease, put.word)])  # it never went out, and never will
         else:
+            self._end(put, error)
             self._client.lose(self._link, error)
 
     def _late(self, put: _Put) -> None:
@@ -263,12 +278,18 @@ class ArmedPuts:
             self._put_failed(put, -errno.ETIMEDOUT)
 
     def _give_up(self, put: _Put, error: KvError) -> None:
-        """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain."""
-        withdrawn = self._client.fabric.cancel([put.tag])
-        self._end(put, error)
-        if withdrawn:
-            self._client.abort(self._link, [put.lease])
+        """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain.
+
+        One that can't be withdrawn has gone out, or its own deadline has ended it, and that is not told yet.
+        """
+        if self._client.fabric.cancel([put.tag]):
+            self._put_failed(put, -errno.ETIMEDOUT)
         else:
+            self._client.settle(lambda: self._went_out(put, error))
+
+    def _went_out(self, put: _Put, error: KvError) -> None:
+        if put.result is None:
+            self._end(put, error)
             self._client.lose(self._link, error)
 
     def lost(self, error: KvError) -> None:
@@ -278,7 +299,13 @@ class ArmedPuts:
                 self._end(put, error)
 
     def _end(
-        self, put: _Put, error: KvError | None, durability: Durability | None = None, durable_ns: int = 0
+        self,
+        put: _Put,
+        error: KvError | None,
+        durability: Durability | None = None,
+        durable_ns: int = 0,
+        *,
+        keep_word: bool = False,
     ) -> None:
         reached = durability if durability is not None else Durability.LANDED if put.landed_ns else None
         put.result = PutResult(
@@ -293,7 +320,8 @@ class ArmedPuts:
             self._has_landed()
         self._link.operations.pop(put.tag, None)
         self._link.operations.pop(put.tag + 1, None)
-        self._link.give_back_words([put.word])
+        if not keep_word:
+            self._link.give_back_words([put.word])
         self._open -= 1
         if not self._open:
             self._all_ended()
@@ -354,10 +382,24 @@ class ArmedPuts:
 
         What has not gone out never does. If anything has, and the node has not said that it landed, the link is lost.
         """
-        with self._client.lock:
+        with self._done:
             reading = [put.tag for put in self._puts if put.result is None and not put.landed_ns]
-            if reading and self._client.fabric.cancel(reading) < len(reading):
-                self._client.lose(self._link, DeadlineExceeded("A block went out and did not land in time."))
+            if not reading or self._client.fabric.cancel(reading) == len(reading):
+                return
+            settled: list[bool] = []
+
+            def lose_unless_over() -> None:
+                if self._unlanded:
+                    self._client.lose(
+                        self._link, DeadlineExceeded("A block went out and did not land in time.")
+                    )
+                settled.append(True)
+                self._done.notify_all()
+
+            # Some may have failed or landed already, and that is not told yet: they are no reason to lose the link.
+            self._client.settle(lose_unless_over)
+            if not self._done.wait_for(lambda: bool(settled) or not self._unlanded, RPC_TIMEOUT_MS / 1000):
+                lose_unless_over()
 
     def wait(self, timeout_s: float) -> list[PutResult]:
         """Wait until every put has ended; the results in the order of the blocks.

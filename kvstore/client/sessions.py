@@ -2,8 +2,7 @@
 
 What always holds: an append that is tried again after its answer was lost is done once; a resume either brings every
 block of the session into the caller's memory or gives a Miss with how much of its beginning is usable, and never raises
-because a node is away; every call ends within its deadline. An append of more blocks than a call may name is several
-steps: if one fails, the turn has fewer blocks and no tokens until it is tried again.
+because a node is away; every call ends within its deadline; an append is done whole or not at all.
 What it doesn't do: put blocks, which comes before they are appended; know what tokens there are, but for their number.
 """
 
@@ -28,9 +27,9 @@ from kvstore.errors import (
     NoSession,
     Overloaded,
     ProtocolError,
+    SessionRefused,
 )
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
     FETCH_TIMEOUT_MS,
     LEASE_TIMEOUT_MS,
     RPC_TIMEOUT_MS,
@@ -170,20 +169,21 @@ class Session:
         if self._blocks is None:
             self._look()
         first = self._blocks or 0
-        for at in range(0, len(keys), BATCH_BLOCKS_MAX):
-            some = keys[at : at + BATCH_BLOCKS_MAX]
-            is_last = at + len(some) == len(keys)
-            request = pb.AppendSessionRequest(
-                name=self._name,
-                keys=some,
-                tokens=tokens if is_last else 0,
-                first_block=first + at,
-                continues=at > 0,
-                time_to_live_ms=time_to_live_ms,
-                durability=durability_message(durability),
+        if first + len(keys) > SESSION_BLOCKS_MAX:
+            raise SessionRefused(
+                f"A session has at most {SESSION_BLOCKS_MAX} blocks; this one has {first}, and {len(keys)} were to"
+                " be appended. Nothing was."
             )
-            with self._calls.calling("Appending to a session"):
-                self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S, metadata=self.notes.metadata())
+        request = pb.AppendSessionRequest(
+            name=self._name,
+            keys=keys,
+            tokens=tokens,
+            first_block=first,
+            time_to_live_ms=time_to_live_ms,
+            durability=durability_message(durability),
+        )
+        with self._calls.calling("Appending to a session"):
+            self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S, metadata=self.notes.metadata())
         self._blocks = first + len(keys)
         return self._blocks
 
@@ -276,7 +276,10 @@ class Session:
         return export_session(self._calls.client, self, file)
 
     def protect(self, blocks: int = 0) -> None:
-        """Keep its first blocks from being evicted, or all, those to come as well, while the node's process lives."""
+        """Keep its first blocks from being evicted, or all, those to come as well, until that is ended.
+
+        It stands in the session's manifest, synced: a restart of the node, a lost index or power loss doesn't end it.
+        """
         with self._calls.calling("Protecting a session"):
             request = pb.ProtectSessionRequest(name=self._name, blocks=blocks)
             self._calls.stub.ProtectSession(request, timeout=_TIMEOUT_S)

@@ -196,7 +196,7 @@ class Carrier(Handle):
                 ((part.key, _bytes_at(part.address, part.length)) for part in inline),
                 timeout_s=self._left_s(until_ns),
             )
-            stored = [one.error is None for one in results] + [False] * (len(inline) - len(results))
+            stored = [one.has_block for one in results] + [False] * (len(inline) - len(results))
             for part, is_stored in zip(inline, stored, strict=True):
                 done[part.block] &= is_stored
         return done
@@ -216,7 +216,7 @@ class Carrier(Handle):
                 _failed(some, done)
                 continue
             for (part, _), result in zip(some, results, strict=True):
-                done[part.block] &= result.error is None
+                done[part.block] &= result.has_block
 
     def get(self, places: Sequence[Place]) -> list[bool]:
         """Bring blocks into memory; says of each whether its exact bytes are there. Others leave anything in theirs."""
@@ -275,9 +275,9 @@ class Carrier(Handle):
     def close(self) -> None:
         """Let the memory and the client go."""
         areas, self._areas = self._areas, []
+        self._client.close()  # first: it ends whatever still uses the memory
         for area in areas:
             area.region.close()
-        self._client.close()
         self._flags.close()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, PREFIX_STEP_BLOCKS
 from kvstore.lookups import Kind, Outcome
-from kvstore.miss import MissReason
+from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.node.connection import check_fingerprint
 from kvstore.storage.gets import mismatch
@@ -22,7 +22,6 @@ from kvstore.wire.record import record_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.miss import Miss
     from kvstore.node.calls import Context
     from kvstore.node.gate import Gate
     from kvstore.node.node import Node
@@ -106,9 +105,22 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            told = [self._node.store.explain(tenant.id, key) for key in request.keys]
-            return pb.ExplainResponse(explanations=map(_explanation, told))
+            return pb.ExplainResponse(explanations=[self._explain(tenant.id, key) for key in request.keys])
         raise AssertionError
+
+    def _explain(self, tenant: bytes, key: bytes) -> pb.Explanation:
+        told = self._node.store.explain(tenant, key)
+        over_ms = self._never_landed_ms(tenant, key, told)
+        if over_ms:
+            ago_s = (told.now_ms - over_ms) / 1000
+            sentence = f"The block was to be put, but its lease ended {ago_s:.1f} s ago and it had not landed by then."
+            return pb.Explanation(gone_unix_ms=over_ms, sentence=sentence)
+        return _explanation(told)
+
+    def _never_landed_ms(self, tenant: bytes, key: bytes, told: Explanation) -> int:
+        """Tell when the last lease of a block ended in vain, if nothing has happened to the block since; else 0."""
+        over_ms = 0 if told.stored else self._node.lookups.lease_over_ms(tenant, key)
+        return over_ms if over_ms > (0 if told.gone is None else told.gone.at_ms) else 0
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         """Keep blocks from being evicted, for a time."""
@@ -135,7 +147,10 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         entries = store.lookup([(tenant, block.key) for block in blocks])
         for block, entry in zip(blocks, entries, strict=True):
             if entry is None:
-                states.append(pb.BlockState(miss=_miss(store.explain(tenant, block.key).miss)))
+                told = store.explain(tenant, block.key)
+                never = self._never_landed_ms(tenant, block.key, told)
+                miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
+                states.append(pb.BlockState(miss=_miss(miss)))
                 continue
             slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
             item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.node.connection import check_count, check_key
 from kvstore.wire.status import status_of, trailers_of
 
@@ -60,9 +61,9 @@ def kept_durability_of(value: int) -> Durability:
     return max(durability_of(value), Durability.WRITTEN)
 
 
-def check_keys(keys: Sequence[bytes]) -> None:
+def check_keys(keys: Sequence[bytes], blocks_max: int = BATCH_BLOCKS_MAX) -> None:
     """Refuse a batch that is empty or too large, and keys that can't be."""
-    check_count(len(keys))
+    check_count(len(keys), blocks_max)
     for key in keys:
         check_key(key)
 

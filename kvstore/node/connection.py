@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import Expired, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -19,6 +19,7 @@ from kvstore.limits import (
     GENERATION_MAX,
     KEY_BYTES,
 )
+from kvstore.node.cancelling import Cancelled
 from kvstore.node.landing import LandingLayout, Lease, Slots
 from kvstore.node.logs import about
 from kvstore.wire.ack import AckCode, ack_word
@@ -41,15 +42,16 @@ __all__ = [
     "check_fingerprint",
     "check_generation",
     "check_key",
+    "refuse_expired",
 ]
 
 _WORD_BYTES = 8
 
 
-def check_count(blocks: int) -> None:
+def check_count(blocks: int, blocks_max: int = BATCH_BLOCKS_MAX) -> None:
     """Refuse a call that names no block, or too many."""
-    if not 1 <= blocks <= BATCH_BLOCKS_MAX:
-        raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {blocks}.")
+    if not 1 <= blocks <= blocks_max:
+        raise ProtocolError(f"A call names 1 to {blocks_max} blocks, not {blocks}.")
 
 
 def check_key(key: bytes) -> None:
@@ -70,6 +72,12 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
     check_fingerprint(fingerprint)
     if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
         raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
+
+
+def refuse_expired(expires_unix_ms: int, now_ms: int) -> None:
+    """Refuse a time to live that is over before anything is put."""
+    if 0 < expires_unix_ms <= now_ms:
+        raise Expired("The time to live that was asked for is over already; nothing was put.")
 
 
 def check_generation(generation: int) -> None:
@@ -125,12 +133,17 @@ class Connection:
         self.layout = layout
         self.slots = Slots(layout.slots)
         self.closed = False
+        self.cancelled = Cancelled()
         self.ended = asyncio.Event()
         self.fabric = fabric
-        self.endpoint = fabric.open_endpoint()
-        self.peer = fabric.add_peer(peer_address)
         self._memory = memory
-        self._region = fabric.register(self._memory, endpoint=self.endpoint)
+        self.endpoint = fabric.open_endpoint()
+        try:
+            self.peer = fabric.add_peer(peer_address)
+            self._region = fabric.register(self._memory, endpoint=self.endpoint)
+        except BaseException:
+            self.endpoint.close()
+            raise
         self.landing_key = self._region.key
 
     def about(self) -> dict[str, Any]:

@@ -111,6 +111,23 @@ class FairQueue(Generic[T]):
             if not line.flows:
                 del self._lines[tenant]
 
+    def withdraw(self, tenant: Hashable, flow: Hashable, which: Callable[[T], bool]) -> list[T]:
+        """Take out what a connection does not want any more; give it."""
+        line = self._lines.get(tenant)
+        things = None if line is None else line.flows.get(flow)
+        if line is None or things is None:
+            return []
+        gone = [thing for thing in things if which(thing)]
+        kept = deque(thing for thing in things if not which(thing))
+        self._count -= len(gone)
+        if kept:
+            line.flows[flow] = kept
+        else:
+            del line.flows[flow]
+            if not line.flows:
+                del self._lines[tenant]
+        return gone
+
     def _flow(self, thing: T) -> deque[T]:
         line = self._lines.get(thing.tenant)
         if line is None:

@@ -4,10 +4,11 @@ A fetch's life: queued (bounded; tenants and connections in turn) -> found in th
 fills a piece of it) -> sending (the C core checks the payload's CRC and, only if it holds, puts the bytes and chains
 the acknowledgement word to them) -> over; the piece stays in the hot memory until something else needs the room.
 
-What always holds: no byte leaves whose record failed a check, wherever it was; a client is told of a miss by the same
-word that would have told of the bytes; memory is not used again while the drive or the fabric has it; a hot piece is
-only sent for the record that the index names at that moment; a client that takes nothing in holds no more of the memory
-than it leaves to all others, and what is asked of the drive ahead of a newcomer is bounded.
+What always holds: no byte leaves whose record failed a check, wherever it was; each fetch has one word, put once:
+behind its last byte, or to say that none will come, because it is missed or was cancelled; memory is not used again
+while the drive or the fabric has it; a hot piece is only sent for the record that the index names at that moment; a
+client that takes nothing in holds no more of the memory than it leaves to all others, and what is asked of the drive
+ahead of a newcomer is bounded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Outcome
 from kvstore.miss import MissReason
+from kvstore.node.cancelling import Noted
 from kvstore.node.fair import FairQueue
 from kvstore.node.landing import pages_of
 from kvstore.storage.gets import mismatch
@@ -37,7 +39,7 @@ from nic_offload.fabric import EventKind
 from nic_offload.trigger import TriggeredPut, arm, put_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
@@ -84,6 +86,8 @@ class _Fetch:
     hot: bool = False  # the piece was there before
     generation: int = 0  # of the record in it
     sending: bool = False
+    cancelled: bool = False
+    told: bool = False  # that it was cancelled: its look-up waits for it no more
 
     @property
     def name(self) -> tuple[bytes, bytes]:
@@ -137,11 +141,64 @@ class Fetches:
         looking.expect()
         self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
-        self._queued.add(
-            _Fetch(connection, request, looking, at, next(self._tags), now_ns)
-            for at, request in enumerate(requests)
-        )
+        wanted: list[_Fetch] = []
+        untold: list[FetchRequest] = []
+        for at, request in enumerate(requests):
+            noted = connection.cancelled.take(request.ack_generation)
+            if noted is Noted.NOT:
+                wanted.append(_Fetch(connection, request, looking, at, next(self._tags), now_ns))
+                continue
+            if noted is Noted.UNTOLD:
+                untold.append(request)
+            self._looked(request, looking)
+        self._queued.add(wanted)
+        self._say_cancelled(connection, untold)
         self.pump()
+
+    def cancel(self, connection: Connection, words: Mapping[int, int], *, called: bool) -> None:
+        """End fetches, given as generation and word of each. Their words say so, or stand behind bytes on their way.
+
+        `called`: they were asked for by gRPC, so of those that are not known here nothing is under way anywhere.
+        """
+        gone = self._queued.withdraw(
+            connection.tenant, connection.number, lambda fetch: fetch.request.ack_generation in words
+        )
+        told = [fetch.request for fetch in gone]
+        for fetch in gone:
+            self._looked(fetch.request, fetch.looking)
+        known = {request.ack_generation for request in told}
+        sending: list[int] = []
+        for fetch in self._under_way.values():
+            if fetch.connection is not connection or fetch.request.ack_generation not in words:
+                continue
+            known.add(fetch.request.ack_generation)
+            if not fetch.cancelled:
+                fetch.cancelled = True
+                if fetch.sending:
+                    sending.append(fetch.tag)
+                else:  # the drive has its memory still
+                    fetch.told = True
+                    told.append(fetch.request)
+                    self._looked(fetch.request, fetch.looking)
+        unknown = words.keys() - known
+        self._say_cancelled(connection, told)
+        if called:
+            self._say(connection, [(words[one], one) for one in connection.cancelled.by_rpc(unknown)])
+        else:
+            connection.cancelled.over_fabric(unknown)
+        if sending:
+            self._fabric.cancel(
+                sending
+            )  # exact: what it takes back ends as cancelled, and the rest has gone out
+        self.pump()
+
+    def _say_cancelled(self, connection: Connection, requests: Iterable[FetchRequest]) -> None:
+        self._say(connection, [(request.ack_word, request.ack_generation) for request in requests])
+
+    def _say(self, connection: Connection, words: Iterable[tuple[int, int]]) -> None:
+        puts = [connection.word_put(word, generation, AckCode.CANCELLED) for word, generation in words]
+        if puts:
+            put_words(self._fabric, puts)
 
     @property
     def waiting(self) -> int:
@@ -244,15 +301,13 @@ class Fetches:
             fetch = self._under_way[done.tag]
             fetch.looking.drive_last_ns = now_ns
             self._reading_bytes -= fetch.size_bytes
-            if fetch.connection.closed:
+            if fetch.connection.closed or fetch.cancelled:
                 self._end(fetch)
             elif done.miss is not None:
                 fetch.looking.missed(fetch.at, fetch.request.key, done.miss.reason)
                 misses.append(self._miss(fetch, done.miss.reason))
                 self._end(fetch)
             else:
-                assert fetch.piece is not None
-                self._memory.pages.keep(fetch.piece, done.generation)
                 fetch.looking.outcomes[fetch.at] = Outcome.DRIVE
                 if fetch.request.seen is not None:
                     fetch.request.seen.read(done.length)
@@ -263,9 +318,13 @@ class Fetches:
             put_words(self._fabric, misses)
         if puts:
             self._send(puts, now_ns)
-            names = [self._under_way[put.tag].name for put in puts]
-            entries = self._store.lookup(names)  # it may have been replaced while it was read
-            self._memory.shelve((*name, entry) for name, entry in zip(names, entries, strict=True))
+            sent = [self._under_way[put.tag] for put in puts]
+            entries = self._store.lookup([fetch.name for fetch in sent])  # it may have gone while it was read
+            self._memory.keep(
+                (fetch.piece, fetch.generation, fetch.name, entry)
+                for fetch, entry in zip(sent, entries, strict=True)
+                if fetch.piece is not None
+            )
         self.pump()
 
     def _send(self, puts: Sequence[TriggeredPut], now_ns: int) -> None:
@@ -301,14 +360,19 @@ class Fetches:
     def _end(self, fetch: _Fetch) -> None:
         del self._under_way[fetch.tag]
         assert fetch.piece is not None
-        if fetch.request.seen is not None:
-            fetch.request.seen.over()
         self._memory.shares.release(fetch.flow, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
-        fetch.looking.left -= 1
-        if not fetch.looking.left:
-            self._lookings.pop(fetch.looking, None)
-            fetch.looking.over()
+        if not fetch.told:
+            self._looked(fetch.request, fetch.looking)
+
+    def _looked(self, request: FetchRequest, looking: Looking) -> None:
+        """One block more of a look-up is over."""
+        if request.seen is not None:
+            request.seen.over()
+        looking.left -= 1
+        if not looking.left:
+            self._lookings.pop(looking, None)
+            looking.over()
 
     def sent(self, event: Event) -> None:
         """The fabric is done with a put of ours."""
@@ -319,6 +383,8 @@ class Fetches:
             self._failed(fetch, event.status)
         else:
             self._sent[fetch.hot, fetch.queued_ns] += 1
+            if not fetch.hot and self._store.has_doubts:
+                self._store.believe([fetch.generation])
         self._end(fetch)
 
     def _note_sent(self) -> None:
@@ -330,6 +396,10 @@ class Fetches:
         self._sent.clear()
 
     def _failed(self, fetch: _Fetch, status: int) -> None:
+        if status == -errno.ECANCELED or (fetch.cancelled and status == -errno.EBADMSG):
+            fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
+            self._say_cancelled(fetch.connection, [fetch.request])
+            return
         if status != -errno.EBADMSG:
             failure = FabricError.from_code("Sending a block", status)
             log.warning("%s", failure, extra=fetch.connection.about())

@@ -9,7 +9,9 @@ Always holds:
 - A piece in use is never given to another; one that is found was kept under exactly that generation, which no two
   records share, so a record that was replaced or deleted is never found by those who ask the index first.
 - What is on the shelf (`nic_offload.shelf`) is what the index names: it is listed in the step in which that was seen,
-  and `unlist` is called in the step in which it ends. A piece that the shelf sends is in use.
+  and `changed` is called in the step in which it ends. A piece that the shelf sends is in use.
+- Of what is kept by name, only what the index names is kept: a record that is deleted, evicted, replaced, over or
+  forgotten as broken gives its room back in that step, or, if it is in use, when its last user is done.
 - A scan does not flush it: what was found once more lies in the protected part (up to four fifths of the pages), and
   only what did not earn that makes room first, oldest first.
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.node.fair import Shares
@@ -31,10 +33,13 @@ from nic_offload.memory import allocate
 from nic_offload.shelf import Shelf, Shelved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.storage.index import Entry
     from nic_offload.fabric import Fabric
+
+Name: TypeAlias = "tuple[bytes, bytes]"
+Lookup: TypeAlias = "Callable[[Sequence[Name]], Sequence[Entry | None]]"
 
 __all__ = ["HotMemory", "HotPages", "HotStatistics", "Piece"]
 
@@ -47,6 +52,7 @@ class Piece:
     pages: int
     users: int = 1
     generation: int = 0  # of the record that is kept in it; 0: none
+    name: Name | None = None  # of that record, if its keeper said
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class HotPages:
         """
         self._freed = freed
         self._may_go = may_go
+        self._named: dict[Name, int] = {}  # what is kept under a name
         self._going: dict[int, Piece] = {}  # forgotten, by the generation that they had, and still so used
         self.refused = False
         self._pages = pages
@@ -116,11 +123,13 @@ class HotPages:
                 del self._going[generation]
                 self.release(piece)
 
-    def keep(self, piece: Piece, generation: int) -> None:
+    def keep(self, piece: Piece, generation: int, name: Name | None = None) -> None:
         """Its bytes are this record's: let others find it, unless they have it already."""
         if piece.generation or generation in self._probation or generation in self._protected:
             return
-        piece.generation = generation
+        if name is not None:
+            self._named[name] = generation
+        piece.generation, piece.name = generation, name
         self._probation[generation] = piece
         self._kept_pages += piece.pages
 
@@ -170,11 +179,26 @@ class HotPages:
             del self._probation[piece.generation]
         self._kept_pages -= piece.pages
         generation, piece.generation = piece.generation, 0
+        if piece.name is not None and self._named.get(piece.name) == generation:
+            del self._named[piece.name]
         if not self._may_go(generation):
             piece.users += 1
             self._going[generation] = piece
         elif not piece.users:
             self._free.release(piece.start, piece.pages)
+
+    def drop_dead(self, names: Iterable[Name], lookup: Lookup) -> None:
+        """The index has changed under these names: let go of what is kept under them, unless it names that now."""
+        kept = [name for name in names if name in self._named]
+        if not kept:
+            return
+        for name, entry in zip(kept, lookup(kept), strict=True):
+            generation = self._named.get(name, 0)
+            piece = self.peek(generation)
+            if piece is not None and (entry is None or entry.generation != generation):
+                self.forget(
+                    piece
+                )  # one that is in use is freed, and waiters are woken, when its last user is done
 
     def statistics(self) -> HotStatistics:
         """Where it stands."""
@@ -247,10 +271,20 @@ class HotMemory:
         if blocks:
             self.shelf.put(blocks)
 
-    def unlist(self, names: Iterable[tuple[bytes, bytes]]) -> None:
-        """The index names something else under these, or nothing."""
+    def keep(self, found: Iterable[tuple[Piece, int, Name, Entry | None]]) -> None:
+        """Keep what was read, if the index still names it, and let it be sent without us."""
+        kept = []
+        for piece, generation, name, entry in found:
+            if entry is not None and entry.generation == generation:
+                self.pages.keep(piece, generation, name)
+                kept.append((*name, entry))
+        self.shelve(kept)
+
+    def changed(self, names: Sequence[Name], lookup: Lookup) -> None:
+        """The index names something else under these, or nothing: nobody is sent what it named, nor is that kept."""
         for tenant, key in names:
             self.shelf.unlist(tenant, key)
+        self.pages.drop_dead(names, lookup)
 
     def close(self) -> None:
         """Give the memory back; the fabric is closed already."""

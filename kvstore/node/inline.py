@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
-from kvstore.node.connection import check_block
+from kvstore.node.connection import check_block, refuse_expired
 from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.gets import mismatch
@@ -85,6 +85,7 @@ class InlineBlocks:
     ) -> Durability:
         """Take a block in chunks and keep it; returns the durability reached."""
         check_block(key, fingerprint, length)
+        refuse_expired(expires_unix_ms, self._clock.wall_ms())
         began_ns = self._clock.monotonic_ns()
         piece = self.take(peer, length)
         try:
@@ -107,7 +108,7 @@ class InlineBlocks:
             def finish(batch: Sequence[PutDone]) -> None:
                 self.give_back(peer, piece)
                 lengths = [length] if batch[0].error is None else []
-                self.counters.kept(lengths, 1 - len(lengths))
+                self.counters.kept(lengths, [batch[0].error])
                 self.timings.inline_kept(tenant, batch[0].durability, began_ns, landed_ns, lengths)
                 if not kept.done():
                     kept.set_result(batch[0])
@@ -188,7 +189,9 @@ class InlineBlocks:
         def finish(batch: Sequence[GetDone]) -> None:
             done = self._store.verify_payload(item, batch[0])
             if done.miss is None:
-                self.memory.pages.keep(piece, done.generation)
+                name = (item.tenant, item.key)
+                (entry,) = self._store.lookup([name])  # it may have gone while it was read
+                self.memory.keep([(piece, done.generation, name, entry)])
                 self.counters.found([done.length], in_memory=False)
                 self.timings.got_from_drive.note(self._clock.monotonic_ns() - began_ns)
             else:

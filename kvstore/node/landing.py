@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import Overloaded
-from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
@@ -94,9 +94,16 @@ class Lease:
     expires_unix_ms: int
     state: SlotState = SlotState.LEASED
     leased_ns: int = 0
+    deadline_ns: int = 0
     landed_ns: int = 0
     trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
     traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans
+
+    def ended_in_vain(self, now_ns: int) -> bool:
+        """Whether its client, who gives up some time before the lease ends, had it for as long as he could."""
+        granted_ns = self.deadline_ns - self.leased_ns
+        margin_ns = min(LEASE_MARGIN_MS * 1_000_000, granted_ns // 2)
+        return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the way there and back takes time too
 
 
 class Slots:

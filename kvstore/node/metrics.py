@@ -133,7 +133,9 @@ def _of_node(node: Node, version: str) -> list[Metric]:
         ),
         _counter("kvstore_syncs_total", "Times that a drive was made to keep what it has.", store.syncs),
         _counter(
-            "kvstore_corrupt_blocks_total", "Blocks that failed a check and were dropped.", store.quarantined
+            "kvstore_corrupt_blocks_total",
+            "Blocks that failed a check or could not be read, and were dropped.",
+            store.quarantined,
         ),
     ]
 
@@ -144,6 +146,11 @@ def _of_blocks(node: Node) -> list[Metric]:
         _counter("kvstore_puts_total", "Blocks that were kept.", counters.puts),
         _counter("kvstore_put_bytes_total", "Bytes of them.", counters.put_bytes),
         _counter("kvstore_puts_failed_total", "Blocks that could not be kept.", counters.puts_failed),
+        _counter(
+            "kvstore_puts_taken_total",
+            "Blocks that were not kept because their key has another one.",
+            counters.puts_taken,
+        ),
         _counters(
             "kvstore_hits_total",
             "Blocks that were sent, by where they were.",
@@ -274,8 +281,14 @@ def _of_drives(states: Sequence[DriveState]) -> list[Metric]:
             {number: one.drive_in_flight for number, one in here.items()},
         ),
         _gauges(
+            "kvstore_drive_doubted_blocks",
+            "Of them, those that nobody has checked since a crash.",
+            "drive",
+            {number: one.doubted for number, one in here.items()},
+        ),
+        _gauges(
             "kvstore_drive_quarantined_bytes",
-            "Of it, what failed a check and is not used again.",
+            "Of it, what failed a check or could not be read, and is not in use again.",
             "drive",
             {number: one.quarantined_bytes for number, one in here.items()},
         ),

@@ -18,7 +18,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded, ProtocolError
+from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -31,7 +31,7 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
-from kvstore.node.connection import Connection, check_count
+from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
@@ -47,6 +47,7 @@ from kvstore.node.traces import Traces
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutItem
+from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import allocate
@@ -128,7 +129,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.unlist(names)
+        self.hot.changed(names, self.store.lookup)
         for listener in self.block_listeners:
             listener(names, reason)
 
@@ -175,6 +176,12 @@ class Node:
             connection = Connection(
                 next(self._numbers), tenant, credentials, self.fabric, peer_address, acks, layout, memory
             )
+        except NoMemory as error:
+            self._landing_bytes -= layout.total_bytes
+            raise Overloaded(
+                f"The node's machine has no {layout.total_bytes} bytes of memory for a client's {layout.slots} slots;"
+                " attach with fewer, or later."
+            ) from error
         except BaseException:
             self._landing_bytes -= layout.total_bytes
             raise  # the memory, if there is any, goes with its last reference
@@ -251,7 +258,8 @@ class Node:
             raise ProtocolError(f"A lease lasts up to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
         for block in blocks:
             connection.check(block)
-        stored = self._stored(connection, blocks, durability)
+        refuse_expired(expires_unix_ms, self.clock.wall_ms())
+        stored = self._stored(connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
@@ -261,23 +269,32 @@ class Node:
         self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
-            lease.leased_ns = now_ns
+            lease.leased_ns, lease.deadline_ns = now_ns, deadline_ns
         in_order = iter(leases)
         return [None if there else next(in_order) for there in stored]
 
     def _stored(
-        self, connection: Connection, blocks: Sequence[BlockRequest], durability: Durability
+        self,
+        connection: Connection,
+        blocks: Sequence[BlockRequest],
+        durability: Durability,
+        expires_unix_ms: int,
     ) -> list[bool]:
         if durability is Durability.SYNCED:
             # The index knows what is written, not what is synced; the store sorts it out when the block lands.
             return [False] * len(blocks)
         entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
         now_ms = self.clock.wall_ms()
+        doubtful = self.store.doubtful([entry.generation for entry in entries if entry is not None])
         stored = [
             entry is not None
+            and entry.generation not in doubtful
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
             and not 0 < entry.expires_ms <= now_ms
+            and lives_as_long(
+                entry.expires_ms, expires_unix_ms
+            )  # else it is put, and its header written anew
             for entry, block in zip(entries, blocks, strict=True)
         ]
         self.store.used(
@@ -285,19 +302,26 @@ class Node:
         )
         return stored
 
-    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> int:
-        """Take leases back from a client that promises not to write; returns how many there were to take."""
+    def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+        """Take leases back from a client that promises not to write.
+
+        Returns how many there were to take, and the generations of those that were over: their words have been put.
+        """
+        over = [generation for _, generation in leases if connection.slots.is_quarantined(generation)]
         released = [
             lease
             for slot, generation in leases
             if (lease := connection.slots.abort(slot, generation)) is not None
         ]
         self.fabric.cancel([lease.generation for lease in released])
+        now_ns = self.clock.monotonic_ns()
         for lease in released:
             self._leased.pop(lease.generation, None)
+            if lease.ended_in_vain(now_ns):
+                self.lookups.lease_over(connection.tenant, lease.key)
         if self.spans is not None:
-            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), self.clock.monotonic_ns())
-        return len(released)
+            self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), now_ns)
+        return len(released), over
 
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, Event]] = []
@@ -374,12 +398,20 @@ class Node:
                 kept.setdefault((connection.tenant, done.durability), []).append(lease)
             if connection.closed:
                 self._free_if_idle(connection)
+            elif done.error is not None and lease.durability is Durability.LANDED:
+                # It was acknowledged, and its word may be somebody else's now.
+                log.warning(
+                    "a block that was to be in memory only could not be kept: %s",
+                    done.error,
+                    extra=connection.about(),
+                )
             elif done.error is not None:
-                log.warning("a block could not be kept: %s", done.error, extra=connection.about())
+                level = logging.DEBUG if isinstance(done.error, KeyTaken) else logging.WARNING
+                log.log(level, "a block could not be kept: %s", done.error, extra=connection.about())
                 words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
             elif lease.durability > Durability.LANDED:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
-        self.counters.kept(lengths, len(batch) - len(lengths))
+        self.counters.kept(lengths, (done.error for done in batch))
         if words:
             put_words(self.fabric, words)
         for (tenant, durability), leases in kept.items():

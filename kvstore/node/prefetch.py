@@ -183,17 +183,19 @@ class Prefetches:
             del self._left[one.tenant, one.flow]
 
     def _arrived(self, batch: Sequence[GetDone]) -> None:
-        kept: list[tuple[bytes, bytes]] = []
+        pieces: list[Piece] = []
+        kept: list[tuple[Piece, int, tuple[bytes, bytes]]] = []
         for done in batch:
             piece, one = self._reading.pop(done.tag)
+            pieces.append(piece)
             one.asked.reading -= 1
             self._reading_bytes -= piece.pages * PAGE_BYTES
             if done.miss is None:
-                self._memory.pages.keep(piece, done.generation)
-                kept.append((one.tenant, one.key))
+                kept.append((piece, done.generation, (one.tenant, one.key)))
                 one.asked.came(one)
             one.asked.end_if_over()
+        entries = self._store.lookup([name for _, _, name in kept])  # it may have gone while it was read
+        self._memory.keep((*one, entry) for one, entry in zip(kept, entries, strict=True))
+        for piece in pieces:
             self._memory.pages.release(piece)
-        entries = self._store.lookup(kept)
-        self._memory.shelve((*name, entry) for name, entry in zip(kept, entries, strict=True))
         self.pump()

@@ -18,6 +18,7 @@ import grpc
 from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
+from kvstore.limits import KEEPALIVE_MS
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
@@ -43,6 +44,7 @@ from kvstore.wire import (
     sessions_pb2_grpc,
     steps_pb2_grpc,
 )
+from kvstore.wire.keepalive import keepalive_options
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -67,9 +69,11 @@ _STOP_GRACE_S = 1.0
 _PROGRESS_NS = 1_000_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    *keepalive_options(),
+    (
+        "grpc.http2.min_ping_interval_without_data_ms",
+        KEEPALIVE_MS // 5,
+    ),  # of a client's pings; else they are refused
 )
 
 

@@ -9,7 +9,7 @@ from kvstore.errors import ProtocolError
 from kvstore.lookups import Kind, Outcome
 from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of, refusals
-from kvstore.node.connection import AckArea, BlockRequest
+from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
 from kvstore.node.inline import deadline
 from kvstore.version import package_version
 from kvstore.wire import kvstore_pb2 as pb
@@ -74,8 +74,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 slots=request.slots,
             )
             peer = context.peer()
-            self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
             try:
+                self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
                 answer = pb.AttachResponse(
                     connection=connection.number,
                     node=self._name,
@@ -119,7 +119,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             owner = self._gate.enter_with("abort", context)
             connection = self._node.connection(request.connection, owner)
             leases = [(lease.slot, lease.generation) for lease in request.leases]
-            return pb.AbortResponse(released=self._node.abort(connection, leases))
+            released, expired = self._node.abort(connection, leases)
+            return pb.AbortResponse(released=released, expired=expired)
         raise AssertionError
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:  # noqa: N802
@@ -144,7 +145,24 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 ],
                 context,
             )
+            connection.cancelled.called(block.ack_generation for block in request.blocks)
             return pb.FetchResponse()
+        raise AssertionError
+
+    async def CancelFetch(  # noqa: N802
+        self, request: pb.CancelFetchRequest, context: Context
+    ) -> pb.CancelFetchResponse:
+        """End fetches whose time is over."""
+        async with refusals(context, self._node.counters):
+            owner = self._gate.enter_with("cancel_fetch", context)
+            connection = self._node.connection(request.connection, owner)
+            check_count(len(request.blocks))
+            for block in request.blocks:
+                connection.acks.target(block.ack_word)
+                check_generation(block.ack_generation)
+            words = {block.ack_generation: block.ack_word for block in request.blocks}
+            self._node.fetches.cancel(connection, words, called=request.called)
+            return pb.CancelFetchResponse()
         raise AssertionError
 
     async def Put(  # noqa: N802

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.durability import Durability
 from kvstore.errors import NoSession, Overloaded, ProtocolError
 from kvstore.limits import (
+    PROTECTED_SESSIONS_MAX,
     PROTECTED_SESSIONS_OF_TENANT_MAX,
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
@@ -43,7 +45,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
-        self._protected: dict[bytes, set[SessionName]] = {}  # by tenant
+        self._protecting: set[SessionName] = set()  # whose manifests are being written
 
     async def AppendSession(  # noqa: N802 - named by the proto, like all that follow
         self, request: pb.AppendSessionRequest, context: Context
@@ -51,7 +53,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Name blocks as a turn."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("append session", context, request.name, len(request.keys))
-            check_keys(request.keys)
+            check_keys(request.keys, SESSION_BLOCKS_MAX)
             item = SessionItem(
                 _name(tenant, request.name),
                 SessionStep.APPEND,
@@ -186,7 +188,6 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 delete_blocks=request.delete_blocks,
             )
             done = await self._do(item)
-            self._no_longer_protected(name)
             self._node.traces.forget(name)
             self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
             self._gate.audit.note("remove session", tenant=tenant.name, peer=context.peer())
@@ -212,14 +213,17 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         async with refusals(context, self._node.counters):
             name = _name(self._enter("protect session", context, request.name), request.name)
             self._stored(name)
-            mine = self._protected.get(name.tenant, set())
-            if len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:  # some may have ended by themselves
-                mine.intersection_update([one for one in mine if self._node.store.manifests.get(one)])
-            if name not in mine and len(mine) >= PROTECTED_SESSIONS_OF_TENANT_MAX:
-                raise Overloaded(f"A tenant protects at most {PROTECTED_SESSIONS_OF_TENANT_MAX} sessions.")
-            if self._node.store.protect(name, request.blocks or SESSION_BLOCKS_MAX) is not None:
-                raise Overloaded("The node protects as many sessions as it can; end the protection of some.")
-            self._protected.setdefault(name.tenant, set()).add(name)
+            blocks = request.blocks or SESSION_BLOCKS_MAX
+            if blocks > SESSION_BLOCKS_MAX:
+                raise ProtocolError(
+                    f"A session has 1 to {SESSION_BLOCKS_MAX} blocks to protect, not {blocks}."
+                )
+            self._refuse_to_protect(name)
+            self._protecting.add(name)
+            try:
+                await self._do(SessionItem(name, SessionStep.PROTECT, Durability.SYNCED, 0, blocks=blocks))
+            finally:
+                self._protecting.discard(name)
             return pb.ProtectSessionResponse()
         raise AssertionError
 
@@ -229,8 +233,10 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Let a session's blocks go again."""
         async with refusals(context, self._node.counters):
             name = _name(self._enter("unprotect session", context, request.name), request.name)
-            self._no_longer_protected(name)
-            return pb.UnprotectSessionResponse(was_protected=self._node.store.unprotect(name) is None)
+            was_protected = name in self._node.store.protected
+            if was_protected:
+                await self._do(SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0))
+            return pb.UnprotectSessionResponse(was_protected=was_protected)
         raise AssertionError
 
     async def PrefetchSession(  # noqa: N802
@@ -282,11 +288,14 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             raise done.error
         return done
 
-    def _no_longer_protected(self, name: SessionName) -> None:
-        mine = self._protected.get(name.tenant, set())
-        mine.discard(name)
-        if not mine:
-            self._protected.pop(name.tenant, None)
+    def _refuse_to_protect(self, name: SessionName) -> None:
+        protected = {*self._node.store.protected, *self._protecting}
+        if name in protected:
+            return
+        if sum(one.tenant == name.tenant for one in protected) >= PROTECTED_SESSIONS_OF_TENANT_MAX:
+            raise Overloaded(f"A tenant protects at most {PROTECTED_SESSIONS_OF_TENANT_MAX} sessions.")
+        if len(protected) >= PROTECTED_SESSIONS_MAX:
+            raise Overloaded("The node protects as many sessions as it can; end the protection of some.")
 
 
 def _name(tenant: Tenant, name: pb.SessionName) -> SessionName:

@@ -13,12 +13,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvstore.errors import KeyTaken
 from kvstore.miss import MissReason
 from kvstore.wire import observing_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from kvstore.errors import KvError
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.storage.eviction.items import Reason
@@ -33,6 +35,7 @@ class Counters:
     puts: int = 0
     put_bytes: int = 0
     puts_failed: int = 0
+    puts_taken: int = 0
     hits_memory: int = 0
     hits_drive: int = 0
     got_bytes: int = 0
@@ -42,12 +45,14 @@ class Counters:
     leases_over: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
 
-    def kept(self, lengths: Iterable[int], failed: int = 0) -> None:
-        """Note the ends of a batch of puts: payloads of those kept, and how many were not."""
-        lengths = list(lengths)
+    def kept(self, lengths: Iterable[int], errors: Iterable[KvError | None]) -> None:
+        """Note the ends of a batch of puts: payloads of those kept, and why others were not (None: they were)."""
+        lengths, failures = list(lengths), [error for error in errors if error is not None]
+        taken = sum(isinstance(error, KeyTaken) for error in failures)
         self.puts += len(lengths)
         self.put_bytes += sum(lengths)
-        self.puts_failed += failed
+        self.puts_failed += len(failures) - taken
+        self.puts_taken += taken
 
     def found(self, lengths: Iterable[int], *, in_memory: bool) -> None:
         """Note blocks that are sent."""
@@ -78,6 +83,7 @@ def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
         puts=counters.puts,
         put_bytes=counters.put_bytes,
         puts_failed=counters.puts_failed,
+        puts_taken=counters.puts_taken,
         hits_memory=counters.hits_memory,
         hits_drive=counters.hits_drive,
         got_bytes=counters.got_bytes,
@@ -89,6 +95,7 @@ def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
         leases_over=counters.leases_over,
         syncs=store.syncs,
         quarantined=store.quarantined,
+        blocks_doubted=store.doubted,
         uptime_ms=(node.clock.monotonic_ns() - node.began_ns) // 1_000_000,
         blocks=store.blocks,
         capacity_bytes=store.capacity_bytes,

@@ -16,14 +16,15 @@ Of the other drives of its store it asks only which blocks and sessions they hav
 
 from __future__ import annotations
 
+import logging
 import os
 import select
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import Corrupt, Overloaded, ProtocolError, StorageError
+from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
@@ -35,18 +36,24 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import Miss, MissReason
+from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
+from kvstore.storage.doubts import Doubts
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.folder import SyncNote
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.index_check import check_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
-from kvstore.storage.recovery import extents_around, rebuild
+from kvstore.storage.recovery import check_manifests, extents_around, rebuild
+from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
+from kvstore.storage.scrubs import Scrubs
 from kvstore.storage.sessions import Sessions
 from kvstore.storage.superblock import EPOCH_FORMATTED
 from kvstore.storage.traffic import Traffic
@@ -57,7 +64,7 @@ from nic_offload.checksum import crc32c_at
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -83,6 +90,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Drive", "check_batch", "check_steps"]
 
+log = logging.getLogger(__name__)
+
 
 class Drive(Handle):
     """An open drive."""
@@ -98,13 +107,28 @@ class Drive(Handle):
         self._extents = opened.extents
         self._traffic = Traffic(volume.disk)
         self._clock = clock
-        self._writes = Writes(volume, self._extents, self._traffic)
+        self._writes = Writes(volume, self._extents, self._traffic, opened.note_synced)
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
+        self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
+        self._doubts = opened.doubts
         self.manifests = Manifests(index)
-        self.keeping = keeping = Keeping(index, self._writes, self._wipes, volume.superblock, clock, policy)
+        self.keeping = keeping = Keeping(
+            index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
+        )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
-        self._puts = Puts(self._writes, index, keeping, self._quota_queue, clock)
+        renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
+        self._puts = Puts(
+            self._writes,
+            index,
+            keeping,
+            self._quota_queue,
+            renewals,
+            clock,
+            checks=Checks(volume.codec, self._extents, self._traffic, keeping),
+            doubtful=self.doubtful,
+            elsewhere=self._elsewhere,
+        )
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
             self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
@@ -119,6 +143,7 @@ class Drive(Handle):
         )
         self._rebuilt = opened.rebuilt
         self._closed = False
+        index.failed = self._index_failed
         keeping.restore()
 
     @classmethod
@@ -173,7 +198,25 @@ class Drive(Handle):
 
     def has_synced(self, generation: int) -> bool:
         """Tell whether a block that is stored here survives power loss by now."""
-        return generation <= self._writes.synced_generation
+        return self._puts.has_synced(generation)
+
+    @property
+    def has_doubts(self) -> bool:
+        """Tell whether any block may be doubted."""
+        return bool(self._doubts) or self._writes.sync_failed
+
+    def doubtful(self, generations: Sequence[int]) -> Collection[int]:
+        """Tell which of these blocks are not known to be whole: no put is to be settled with them."""
+        if not self.has_doubts:
+            return ()
+        found = self._doubts.of(generations)
+        if self._writes.sync_failed:  # the drive may have lost what it was to sync, in part
+            found.update(one for one in generations if not self.has_synced(one))
+        return found
+
+    def believe(self, generations: Sequence[int]) -> None:
+        """Note that the CRC of these blocks was checked and is right."""
+        self._doubts.believe(generations)
 
     @property
     def puts_left(self) -> int:
@@ -201,6 +244,20 @@ class Drive(Handle):
         if len(items) > self.puts_left:
             raise Overloaded("The drive has as many puts to do as it accepts.")
         self._puts.accept(items, done)
+        self._quota_queue.step()
+        self._set_off()
+
+    def _elsewhere(self, name: Name) -> Callable[[Sequence[tuple[PutItem, PutsDone]]], None] | None:
+        now_ms = self._clock.wall_ms()
+        for other in self.others:
+            entry = other.lookup([name])[0] if other.takes_puts else None
+            if entry is not None and not 0 < entry.expires_ms <= now_ms:
+                return other._take_over  # noqa: SLF001 - a drive of the same store
+        return None
+
+    def _take_over(self, puts: Sequence[tuple[PutItem, PutsDone]]) -> None:
+        for item, done in puts:
+            self._puts.accept([item], done)
         self._quota_queue.step()
         self._set_off()
 
@@ -276,22 +333,26 @@ class Drive(Handle):
         return self._index.names_of(generations)
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Tell of each (tenant, key) what the index has; expired blocks are told too."""
-        return self._index.lookup(keys)
+        """Tell of each (tenant, key) what the index has; expired blocks are told too. One that fails has nothing."""
+        try:
+            return self._index.lookup(keys)
+        except StorageError:  # the drive has stopped by it
+            return [None] * len(keys)
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
         """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
         if done.miss is not None:
             return done
         if crc32c_at(item.slot_address + HEADER_BYTES, done.length) == done.crc32c:
+            self.believe([done.generation])
             return done
         self.quarantine(item.tenant, item.key, done.generation)
         return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"))
 
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
-        """Forget a block that failed a check. Its extent is not used again until the store is opened anew.
+        """Forget a block that failed a check. Its extent is used again when the drive has overwritten all of it.
 
-        Its header is wiped: it may be good, and would come back after a later deletion of the name.
+        Its header is wiped first: it may be good, and would come back after a later deletion of the name.
         """
         self.keeping.quarantine((tenant, key), generation, wipe=True)
         self._traffic.pump()  # whoever checked the payload need not call again soon
@@ -334,9 +395,11 @@ class Drive(Handle):
         """Do what has become possible, and call the callbacks of what has ended."""
         self._traffic.poll()
         self._writes.settle_finished()
+        self._puts.settle_renewed()
         self._wipes.settle_finished()
         if not self._closed:
             self._sessions.expire(min(self.sessions_left, SESSIONS_EXPIRED_AT_ONCE))
+        self._doubts.commit()
         self._quota_queue.step()
         self._room.step()
         self._writes.sync_if_awaited()
@@ -356,9 +419,10 @@ class Drive(Handle):
         return Statistics(
             capacity_bytes=self.capacity_bytes,
             free_bytes=self._extents.free_pages * PAGE_BYTES,
-            blocks=len(self._index),
+            blocks=len(self.keeping.core),
             quarantined=self.keeping.quarantined,
             quarantined_bytes=self.keeping.quarantined_bytes,
+            doubted=len(self._doubts),
             eviction=self.keeping.core.statistics(),
             puts_pending=self._puts.outbox.promised,
             waiting_for_room=self._writes.waiting,
@@ -366,7 +430,7 @@ class Drive(Handle):
             gets_pending=self._gets.outbox.promised,
             deletes_pending=self._deletes.outbox.promised,
             sessions_pending=self._sessions.outbox.promised,
-            wipes_pending=self._wipes.pending,
+            wipes_pending=self._wipes.pending + self._scrubs.pending,
             drive_queued=self._traffic.queued,
             drive_in_flight=self._traffic.in_flight,
             drive_in_flight_bytes=self._traffic.in_flight_bytes,
@@ -382,11 +446,13 @@ class Drive(Handle):
         self._closed = True
         self._room.close()
         self._quota_queue.close()
+        self._scrubs.close()
         with ExitStack() as last:
             last.callback(self._volume.disk.close)
             last.callback(self._index.abandon)
             self._set_off()
             self._drain()
+            self._doubts.commit()
             if self._writes.stopped is None:
                 self._volume.end_epoch()  # the sync in it takes in all blocks as well
                 self._index.close_clean(self._volume.superblock, self._boot_id)
@@ -399,6 +465,14 @@ class Drive(Handle):
         """Do soon what quotas that have changed bring about."""
         self._look_again()
         self._wake_if_due()
+
+    def _index_failed(self, error: StorageError) -> None:
+        """Take no more puts: the next opening makes another index, of what the drive has then."""
+        if self._writes.stopped is None:
+            log.warning("%s It is built anew at the next start.", error)
+        self._writes.stop(
+            ReadOnly(f"{error} The drive takes no more puts until the store is opened anew."), 0
+        )
 
     def _look_again(self) -> None:
         self._room.look_again()
@@ -432,7 +506,7 @@ class Drive(Handle):
         """Tell whether anything that was accepted has not ended."""
         if any(outbox.promised for outbox in self._outboxes):
             return True
-        return self._wipes.pending > 0 or self._writes.waiting_for_sync > 0
+        return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0
 
     def _check(self, items: Sequence[object]) -> None:
         if self._closed:
@@ -449,8 +523,13 @@ def check_batch(items: Sequence[object]) -> None:
 def check_steps(items: Sequence[SessionItem]) -> None:
     """Refuse steps of sessions that are too many, or too large."""
     check_batch(items)
-    if any(len(item.keys) > BATCH_BLOCKS_MAX for item in items):
-        raise ProtocolError(f"A session is appended at most {BATCH_BLOCKS_MAX} blocks at a time.")
+    if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
+        raise ProtocolError(f"A session is appended at most {SESSION_BLOCKS_MAX} blocks at a time.")
+
+
+def _half(doubt: StorageError) -> str:
+    said = str(doubt).rstrip(".")
+    return said[:1].lower() + said[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,6 +540,8 @@ class _OpenedIndex:
     extents: Extents
     boot_id: str
     rebuilt: bool
+    doubts: Doubts
+    note_synced: Callable[[int], None]
 
 
 def _open_index(
@@ -473,14 +554,25 @@ def _open_index(
     is_empty: bool,
 ) -> _OpenedIndex:
     """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
-    index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
+    index: Index | None = None
     live, extents = None, None
+    superblock, synced = volume.superblock, notes.synced
+    is_noted = (synced.drive_uuid, synced.epoch) == (superblock.drive_uuid, superblock.epoch)
+    synced_generation = synced.generation if is_noted else 0
+    blank = is_empty or superblock.epoch == EPOCH_FORMATTED
     with ExitStack() as undo:
-        if index is not None:
+        try:
+            index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
-            with suppress(Corrupt):  # a trusted index that contradicts itself is not believed after all
-                live, extents = extents_around(index, volume.superblock)
-        blank = is_empty or volume.superblock.epoch == EPOCH_FORMATTED
+            live, extents = extents_around(index, superblock)
+            if not index.is_sealed:
+                check_index(index, superblock, volume.disk)
+            if not index.was_clean:
+                check_manifests(volume.disk, superblock, index, synced_generation)
+        except StorageError as doubt:
+            extents = None
+            if not blank:
+                log.warning("The index in %s is built anew from the drive: %s.", folder, _half(doubt))
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()
@@ -490,8 +582,17 @@ def _open_index(
                 volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
             live, extents = extents_around(index, volume.superblock)
         assert live is not None
+        doubts = Doubts(index)
+        if rebuilt or not index.knows_doubts:
+            doubts.add_above(0)
+        elif not index.was_clean:
+            doubts.add_above(synced_generation)
         clean = blank or (index.was_clean and not rebuilt)
         volume.begin_epoch(None if clean else live)
         index.begin_epoch(volume.superblock, boot_id, notes)
         undo.pop_all()
-    return _OpenedIndex(index, extents, boot_id, rebuilt)
+
+    def note_synced(generation: int) -> None:
+        notes.write_synced(SyncNote(volume.superblock.drive_uuid, volume.superblock.epoch, generation))
+
+    return _OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced)

@@ -19,12 +19,14 @@ It doesn't open, format or write drives: `plan` is pure, and the store does what
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import ConfigError, Corrupt, ForeignDrive, StorageError
 from kvstore.limits import DRIVES_MAX
 from kvstore.storage.folder import sync_folder
+from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["SET_NAME", "DriveSet", "Plan", "count_drives", "not_usable", "plan", "read_set", "write_set"]
 
 SET_NAME: Final = "kvstore.drives"
+
+log = logging.getLogger(__name__)
 
 
 class DriveSet(NamedTuple):
@@ -57,27 +61,49 @@ class Plan(NamedTuple):
 
 
 def read_set(data: Path) -> DriveSet | None:
-    """Read the folder's file; None if there is none or it is damaged."""
+    """Read the folder's file; None, and a word in the log, if there is none or it is damaged.
+
+    It is believed to the last bit or not at all: a set's number that is too high would void every drive.
+    """
     try:
-        said = json.loads((data / SET_NAME).read_text(encoding="utf-8"))
-        return DriveSet(bytes.fromhex(said["store"]), int(said["set"]), int(said["drives"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        text = (data / SET_NAME).read_bytes()
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        log.warning("%s in %s can't be read: %s.", SET_NAME, data, error.strerror)
+        return None
+    try:
+        said = json.loads(text)
+        found = DriveSet(bytes.fromhex(said["store"]), int(said["set"]), int(said["drives"]))
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if found is None or _text(found) != text:
+        log.warning(
+            "%s in %s is damaged, or of an older version: which drives were in use last is asked of the drives.",
+            SET_NAME,
+            data,
+        )
+        return None
+    return found
 
 
 def write_set(data: Path, drive_set: DriveSet) -> None:
     """Make a set count, durably. Its number has to be on all its drives already."""
     part = data / f"{SET_NAME}.part"
-    said = {"store": drive_set.store_uuid.hex(), "set": drive_set.number, "drives": drive_set.drives}
     try:
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(said, file)
+        with part.open("wb") as file:
+            file.write(_text(drive_set))
             file.flush()
             os.fsync(file.fileno())
         part.rename(data / SET_NAME)
         sync_folder(data)
     except OSError as error:
         raise StorageError(f"The data folder {data} cannot be written: {error.strerror}.") from error
+
+
+def _text(drive_set: DriveSet) -> bytes:
+    said = {"store": drive_set.store_uuid.hex(), "set": drive_set.number, "drives": drive_set.drives}
+    return json.dumps({**said, "crc32c": crc32c(json.dumps(said).encode())}).encode()
 
 
 def plan(

@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import FolderLocked, StorageError
 from kvstore.limits import DRIVES_MAX, PAGE_BYTES
+from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CommitNote", "FolderLock", "NotePlace", "drive_path", "index_path", "sync_folder"]
+__all__ = ["CommitNote", "FolderLock", "NotePlace", "SyncNote", "drive_path", "index_path", "sync_folder"]
 
 _LOCK_NAME: Final = "kvstore.lock"
 _NOTE: Final = struct.Struct("<16sQQ")
+_NOTE_BYTES: Final = _NOTE.size + 8  # with its check, and in whole words
+_NO_NOTE: Final = (bytes(16), 0, 0)
+_SYNCED_AT: Final = PAGE_BYTES // 2  # behind all notes of commits
 
-assert _NOTE.size * DRIVES_MAX <= PAGE_BYTES
+assert _NOTE_BYTES * DRIVES_MAX <= _SYNCED_AT
 
 
 def drive_path(data: Path, number: int) -> Path:
@@ -45,6 +49,14 @@ class CommitNote(NamedTuple):
     drive_uuid: bytes
     epoch: int
     commit: int
+
+
+class SyncNote(NamedTuple):
+    """The last sync that is known to have happened: of which drive, in which epoch, up to which generation."""
+
+    drive_uuid: bytes
+    epoch: int
+    generation: int
 
 
 class FolderLock:
@@ -79,20 +91,37 @@ class FolderLock:
 
 
 class NotePlace:
-    """Where the commits of one index are noted; good for as long as the lock is held."""
+    """Where the commits of one index and the syncs of its drive are noted; good for as long as the lock is held."""
 
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
-        self._at = number * _NOTE.size
+        self._at = number * _NOTE_BYTES
 
     @property
     def note(self) -> CommitNote:
-        """What was noted last, by this process or by one before it."""
-        return CommitNote._make(_NOTE.unpack_from(self._page, self._at))
+        """What was noted last, by this process or by one before it; of no drive, if that is damaged."""
+        return CommitNote._make(self._read(b"note", self._at))
 
     def write_note(self, note: CommitNote) -> None:
         """Note a commit: a store to a page that outlives the process, so it costs next to nothing."""
-        _NOTE.pack_into(self._page, self._at, *note)
+        self._write(b"note", self._at, note)
+
+    @property
+    def synced(self) -> SyncNote:
+        """What was synced last; nothing, if the note is damaged."""
+        return SyncNote._make(self._read(b"synced", _SYNCED_AT + self._at))
+
+    def write_synced(self, note: SyncNote) -> None:
+        """Note a sync."""
+        self._write(b"synced", _SYNCED_AT + self._at, note)
+
+    def _read(self, kind: bytes, at: int) -> tuple[bytes, int, int]:
+        row = self._page[at : at + _NOTE.size + CHECK_BYTES]
+        return _NOTE.unpack_from(row) if is_whole(kind, row) else _NO_NOTE
+
+    def _write(self, kind: bytes, at: int, note: tuple[bytes, int, int]) -> None:
+        row = checked(kind, _NOTE.pack(*note))
+        self._page[at : at + len(row)] = row
 
 
 def sync_folder(folder: Path) -> None:

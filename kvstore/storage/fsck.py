@@ -14,17 +14,20 @@ when the store was last open: all that is on them is voided when they come back.
 from __future__ import annotations
 
 import shutil
+from array import array
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.errors import ConfigError, Corrupt, StorageError
-from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.bay import FolderBay
+from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.index_check import check_index
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, rebuild
@@ -69,6 +72,7 @@ _NOTES: Final = (
     "records left by a killed process, to be voided",
     "blocks that a session names and that are gone",
     "drives that were left out, to be voided",
+    "blocks whose life a killed process had made longer",
 )
 
 
@@ -152,7 +156,7 @@ def check(
             drive.compare(boot)
             drive.count([one.second for one in drives])
             if payloads:
-                _check_payloads(drive.disk, drive.second, drive.report)
+                _check_payloads(drive.disk, drive.second, drive.doubts, drive.report)
         for drive in drives:
             if repair and any(_DAMAGE[what] for what in drive.report.damage):
                 drive.swap(boot)
@@ -206,16 +210,24 @@ class _Checked:
         self.second = Index.empty(self._second_path, superblock.capacity_bytes)
         last.callback(self.second.abandon)
         self._highest = rebuild(disk, superblock, self.second, progress)
+        self.doubts = Doubts(self.second)
+        self.doubts.add_above(0)
 
     def compare(self, boot_id: str) -> None:
         """Hold the folder's index against the drive."""
         _check_drive(self.disk, self._superblock, self.report)
-        first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
-        if first is None:
-            self.report.add("index that cannot be believed", f"index-{self._number}")
+        example = f"index-{self._number}"
+        try:
+            first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
+        except Corrupt as doubt:
+            self.report.add("index that cannot be believed", f"{example}: {doubt}")
             return
         try:
+            if not first.is_sealed:
+                _believe(first, self._superblock, self.disk, example, self.report)
             _compare(first, self.second, self._superblock, self.report)
+        except StorageError as doubt:  # it can't be read to its end, and what was found until then stands
+            self.report.add("index that cannot be believed", f"{example}: {doubt}")
         finally:
             first.abandon()
 
@@ -245,6 +257,13 @@ class _Checked:
         sync_folder(self._data)
         shutil.rmtree(old, ignore_errors=True)
         self.report.repaired = True
+
+
+def _believe(index: Index, superblock: Superblock, disk: Disk, example: str, report: Report) -> None:
+    try:
+        check_index(index, superblock, disk)
+    except Corrupt as doubt:
+        report.add("index that cannot be believed", f"{example}: {doubt}")
 
 
 def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
@@ -285,6 +304,8 @@ def _compare_block(
         return
     if drives is None:
         report.add("blocks in the index and not on the drive", example)
+    elif not clean and ours is not None and ours == drives._replace(expires_ms=ours.expires_ms):
+        report.add("blocks whose life a killed process had made longer", example)
     elif not clean and (ours is None or drives.generation > newest):
         report.add("records left by a killed process, to be voided", example)
     elif ours is None:
@@ -324,7 +345,8 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     report.counts["counts of references that are wrong"] += len(wanted) + len(naming)
 
 
-def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
+def _check_payloads(disk: Disk, index: Index, doubts: Doubts, report: Report) -> None:
+    whole = array("Q")  # to be believed when nothing is read from the index any more
     for (_, key), entry in index.entries():
         size = record_bytes(entry.length) - HEADER_BYTES
         try:
@@ -334,6 +356,11 @@ def _check_payloads(disk: Disk, index: Index, report: Report) -> None:
             continue
         if crc32c(memoryview(payload)[: entry.length]) != entry.crc32c:
             report.add("payloads that fail their CRC", key.hex())
+        else:
+            whole.append(entry.generation)
+    for first in range(0, len(whole), BATCH_BLOCKS_MAX):
+        doubts.believe(whole[first : first + BATCH_BLOCKS_MAX])
+    doubts.commit()
 
 
 def _joined(

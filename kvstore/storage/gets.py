@@ -2,7 +2,8 @@
 
 Always holds: a block is handed out only with a header that is exactly the one that the index and the
 request name, tag included; an extent is pinned from the look-up to the end of the read, so nothing new
-can be written there, and the block has a guard for as long, so it is not evicted for room.
+can be written there, and the block has a guard for as long, so it is not evicted for room; a block that could not
+be read is read once more, and if that fails too it is quarantined, so that its name can be put again.
 
 It doesn't check payloads; see `GetDone` for whose duty that is.
 """
@@ -13,13 +14,15 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
+from kvstore.storage.index import is_header_of
 from kvstore.storage.items import GetDone, GetItem, GetsDone
 from kvstore.storage.outbox import Outbox
-from kvstore.wire.record import HEADER_USED_BYTES, Flaw, Header, Kind, record_bytes
+from kvstore.wire.record import HEADER_USED_BYTES, Header, record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Gets", "mismatch"]
+
+_READS_MAX: Final = 3  # of one block: twice all of it, then its header alone
 
 
 class Gets:
@@ -58,8 +63,13 @@ class Gets:
     def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Take gets on; each is reported through the outbox."""
         now_ms = self._clock.wall_ms()
-        stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        try:
+            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            for item in items:
+                self._miss(item, done, MissReason.UNREADABLE, str(error))
+            return
         reading = []
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
@@ -81,19 +91,29 @@ class Gets:
     def arrived(self, read: _Read, result: int) -> None:
         """Take the result of a read."""
         item, entry = read.item, read.entry
+        if result < 0 and read.failed < _READS_MAX - 1:
+            read.failed += 1
+            self._traffic.add(read)
+            return
         self._extents.unpin(entry.offset // PAGE_BYTES)
         self._keeping.unguard([entry.generation], Guard.PIN)
+        name = (item.tenant, item.key)
         if result < 0:
+            self._keeping.unreadable(name, entry.generation, wipe=True)
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
             return
         found = self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
-        if found == _expected(item, entry):
+        # Another record's good header is not ours to wipe.
+        is_its = is_header_of(found, name, entry)
+        is_foreign = isinstance(found, Header) and not is_its
+        if read.failed == _READS_MAX - 1:
+            self._keeping.unreadable(name, entry.generation, wipe=not is_foreign)
+            self._miss(item, read.done, MissReason.UNREADABLE, "only the header could be read")
+        elif is_its:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         else:
-            # Another record's good header is not ours to wipe.
-            name = (item.tenant, item.key)
-            self._keeping.quarantine(name, entry.generation, wipe=isinstance(found, Flaw))
+            self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
             self._miss(item, read.done, MissReason.CORRUPT, "the header on the drive is not this block's")
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
@@ -105,33 +125,24 @@ class _Read:
 
     reads: Final = True
 
-    __slots__ = ("_gets", "done", "entry", "item", "size_bytes")
+    __slots__ = ("_gets", "done", "entry", "failed", "item")
 
     def __init__(self, gets: Gets, item: GetItem, done: GetsDone, entry: Entry) -> None:
         self._gets = gets
         self.item = item
         self.done = done
         self.entry = entry
-        self.size_bytes = record_bytes(entry.length)
+        self.failed = 0  # reads
+
+    @property
+    def size_bytes(self) -> int:
+        return record_bytes(self.entry.length) if self.failed < _READS_MAX - 1 else PAGE_BYTES
 
     def begin(self, tag: int) -> DiskOp:
         return DiskOp(DiskOpKind.READ, self.item.slot_address, self.size_bytes, self.entry.offset, tag)
 
     def end(self, result: int) -> None:
         self._gets.arrived(self, result)
-
-
-def _expected(item: GetItem, entry: Entry) -> Header:
-    return Header(
-        Kind.BLOCK,
-        item.key,
-        item.tenant,
-        item.fingerprint,
-        entry.generation,
-        entry.length,
-        entry.crc32c,
-        entry.expires_ms,
-    )
 
 
 def mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:

@@ -1,8 +1,10 @@
 """The index: (tenant, key) -> where the block lies, and generation -> which block, in LMDB. A cache of the drive.
 
-It is trusted at opening only if it says the same drive and the same epoch as the superblock, and was
-either closed cleanly or written under this very boot of the kernel, whose page cache survives a killed
-process, with every commit that the folder's lock file has noted. Otherwise it is thrown away and built anew.
+It is trusted at opening only if its file is whole (`kvstore.storage.index_file`), it says the same drive and the same
+epoch as the superblock, and it was either closed cleanly or written under this very boot of the kernel, whose page
+cache survives a killed process, with every commit that the folder's lock file has noted. One whose file is not to the
+last byte what was closed is looked through first (`kvstore.storage.index_check`). Otherwise it is thrown away and
+built anew.
 
 Always holds:
 
@@ -12,10 +14,13 @@ Always holds:
 - Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
   boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
   all before it.
+- Who is doubted (`kvstore.storage.doubts`) is noted by generation, and gone with the block.
 - A batch is published, or removed, in one transaction: all of it or nothing.
 - Each block has one row by name and one by generation. The latter are appended: generations rise.
+- What LMDB raises is a StorageError; an index that raised while it was open is not believed again.
 
-It doesn't know about extents or pins. Sessions are `kvstore.storage.manifests`, in tables of their own.
+It doesn't know about extents or pins. Sessions and doubts are in tables of their own
+(`kvstore.storage.manifests` and `.doubts`).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -31,10 +36,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import lmdb
 import numpy as np
 
-from kvstore.errors import StorageError
+from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.folder import CommitNote
-from kvstore.wire.record import record_bytes
+from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, seal, unseal
+from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
+from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,13 +54,14 @@ if TYPE_CHECKING:
     Name = tuple[bytes, bytes]
     """Tenant and key."""
 
-__all__ = ["Entry", "Index", "kernel_boot_id"]
+__all__ = ["Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
 
 T = TypeVar("T")
 
 _ENTRY: Final = struct.Struct("<QIIQQ16s")
-_EXPIRES: Final = struct.Struct("<24xQ16x")
-_BORN: Final = struct.Struct("<16xQ24x")  # generation
+_ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16s{CHECK_BYTES}x")
+_EXPIRES: Final = struct.Struct(f"<24xQ16x{CHECK_BYTES}x")
+_BORN: Final = struct.Struct(f"<16xQ24x{CHECK_BYTES}x")  # generation
 _ROW: Final = np.dtype(
     [
         ("offset", "<u8"),
@@ -62,6 +70,7 @@ _ROW: Final = np.dtype(
         ("generation", "<u8"),
         ("expires_ms", "<u8"),
         ("fingerprint", "V16"),
+        ("check", f"V{CHECK_BYTES}"),
     ]
 )
 _LIFE: Final = ["offset", "length", "generation", "expires_ms"]
@@ -71,15 +80,21 @@ _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numb
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
 _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
-_META_KEY: Final = b"store"
+_META_KEY: Final = b"store 2"  # the rows had no checks before 2
+_COMMIT: Final = struct.Struct("<Q")
+_COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
 _MAP_BYTES_MIN: Final = 64 << 20
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
 _PAGES_BITS: Final = 16  # of a record; the largest has 2^14 + 1
 _PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
 _GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
+_DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
+_EPOCH: Final = struct.Struct("<Q")
+_FAILURES: Final = (lmdb.Error, struct.error)
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
+_DOUBTS: Final = b"doubts"
 
-assert _ENTRY.size == _BORN.size == _ROW.itemsize
+assert _ENTRY_ROW.size == _EXPIRES.size == _BORN.size == _ROW.itemsize
 assert _OWNER.size == 48 + _PLACE.size
 
 
@@ -92,6 +107,26 @@ class Entry(NamedTuple):
     generation: int
     expires_ms: int
     fingerprint: bytes
+
+
+def header_of(name: Name, entry: Entry) -> Header:
+    """Give the header that a block has to have on the drive."""
+    tenant, key = name
+    return Header(
+        Kind.BLOCK,
+        key,
+        tenant,
+        entry.fingerprint,
+        entry.generation,
+        entry.length,
+        entry.crc32c,
+        entry.expires_ms,
+    )
+
+
+def is_header_of(found: object, name: Name, entry: Entry) -> bool:
+    """Tell whether a header is the one that the index names, but for its expiry, which may have been put off."""
+    return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
 
 
 def kernel_boot_id() -> str:
@@ -109,28 +144,43 @@ class Index:
         self._notes: NotePlace | None = None  # where commits are noted, from the epoch's beginning on
         self._noted = (b"", 0)
         self.was_clean = False
+        self.knows_doubts = True  # an older build noted none
+        self.doubts: Any = None  # the table; an older build's index that is only read has none
+        self.has_doubts = False  # or may have
+        self.is_sealed = False  # its file is, to the last byte, what was closed
+        self._doubted = False
+        self.failed: Callable[[StorageError], object] = lambda _: None  # hears when LMDB has raised
         self._covered_bytes = 0
         self._open(durable=False)
 
     @classmethod
     def trusted(
         cls, folder: Path, superblock: Superblock, boot_id: str, note: CommitNote, *, readonly: bool = False
-    ) -> Index | None:
-        """Open the index of yesterday if it can be believed."""
-        if not (folder / "data.mdb").is_file():
-            return None
+    ) -> Index:
+        """Open the index of yesterday if it can be believed; Corrupt, with the reason in half a sentence, if not.
+
+        One that is not sealed has to be looked through before a row of it is taken for true.
+        """
+        if not (folder / DATA_NAME).is_file():
+            raise Corrupt("there is none")
+        sealed = is_sealed(folder)
+        if not sealed:
+            check_structure(folder)
         try:
             index = cls(folder, superblock.capacity_bytes, readonly=readonly)
-        except (StorageError, lmdb.Error):
-            return None
-        try:
-            believed = index._is_of(superblock, boot_id, note)
-        except (StorageError, lmdb.Error, struct.error):
-            believed = False
-        if believed:
-            return index
-        index.abandon()
-        return None
+        except (StorageError, lmdb.Error) as error:
+            raise Corrupt(f"it can't be opened: {error}") from error
+        with ExitStack() as undo:
+            undo.callback(index.abandon)
+            try:
+                doubt = index._doubt(superblock, boot_id, note)
+            except (StorageError, lmdb.Error, struct.error) as error:
+                raise Corrupt(f"it can't be read: {error}") from error
+            if doubt:
+                raise Corrupt(doubt)
+            undo.pop_all()
+        index.is_sealed = sealed
+        return index
 
     @classmethod
     def empty(cls, folder: Path, capacity_bytes: int) -> Index:
@@ -142,6 +192,7 @@ class Index:
 
     def begin_epoch(self, superblock: Superblock, boot_id: str, notes: NotePlace) -> None:
         """Say which epoch this index belongs to. The superblock has to be durable with it already."""
+        unseal(self._folder)
         self._notes = notes
         self._noted = (superblock.drive_uuid, superblock.epoch)
         self._put_meta(superblock, boot_id, clean=False)
@@ -150,23 +201,31 @@ class Index:
         """Make everything durable, say so, and close. The superblock and all records are durable already."""
         # LMDB's synced commit makes all data pages durable before the page that makes them current, so
         # power loss in the middle leaves the mark of the epoch before, which is over.
+        if self._doubted:
+            self.abandon()
+            return
         self._env.close()
         self._open(durable=True)
         self._put_meta(superblock, boot_id, clean=True)
         self._env.sync(True)
         self._env.close()
+        with suppress(OSError):  # one that has no seal is looked through at the next opening
+            seal(self._folder)
 
     def abandon(self) -> None:
-        """Close without saying that all is well."""
+        """Close without saying that all is well. One that raised is taken away: the next opening makes another."""
         self._env.close()
+        if self._doubted and not self._readonly:
+            with suppress(OSError):
+                (self._folder / DATA_NAME).unlink(missing_ok=True)
 
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         """Find many in one read transaction."""
         try:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
                 found = [transaction.get(tenant + key) for tenant, key in names]
-                return [None if value is None else Entry._make(_ENTRY.unpack(value)) for value in found]
-        except lmdb.Error as error:
+                return [None if value is None else Entry._make(_ENTRY_ROW.unpack(value)) for value in found]
+        except _FAILURES as error:
             raise self._unreadable(error) from error
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
@@ -184,7 +243,7 @@ class Index:
                     (expires_ms,) = _EXPIRES.unpack(row)
                     if 0 < expires_ms <= now_ms:
                         return count
-        except lmdb.Error as error:
+        except _FAILURES as error:
             raise self._unreadable(error) from error
         return len(keys)
 
@@ -197,7 +256,7 @@ class Index:
                     row = transaction.get(tenant + key)
                     if row is None or 0 < _EXPIRES.unpack(row)[0] <= now_ms:
                         missing.append(key)
-        except lmdb.Error as error:
+        except _FAILURES as error:
             raise self._unreadable(error) from error
         return missing
 
@@ -213,7 +272,7 @@ class Index:
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
-            rows.append((name, _ENTRY.pack(*entry)))
+            rows.append((name, checked(name, _ENTRY.pack(*entry))))
             owners.append((_GENERATION.pack(entry.generation), _OWNER.pack(name, entry.offset, entry.length)))
         self.write(lambda transaction: self._put_all(transaction, rows, owners))
 
@@ -225,6 +284,16 @@ class Index:
             if rival is None or rival.generation < entry.generation:
                 newest[name] = entry
         self.publish(newest.items())
+
+    def renew(self, entries: Iterable[tuple[Name, Entry]]) -> None:
+        """Let blocks that are there live as these entries say; all else of an entry is as it was."""
+
+        def renew_all(transaction: Any) -> None:
+            for (tenant, key), entry in entries:
+                name = tenant + key
+                transaction.put(name, checked(name, _ENTRY.pack(*entry)), db=self.blocks)
+
+        self.write(renew_all)
 
     def remove(self, names: Iterable[Name]) -> list[Entry | None]:
         """Forget blocks; give what was known of each."""
@@ -238,7 +307,7 @@ class Index:
         """Give all entries, in the order of their names."""
         with self.reading() as transaction:
             for name, value in transaction.cursor(self.blocks):
-                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY.unpack(value))
+                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(value))
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
         """Give generation, name, offset and length of all blocks, in the order of generations."""
@@ -251,7 +320,7 @@ class Index:
     def lives(self) -> NDArray[Any]:
         """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
         parts = [np.empty(0, _LIFE_ROW)]
-        with self._env.begin(buffers=True) as transaction:
+        with self.reading(buffers=True) as transaction:
             rows = transaction.cursor(self.blocks).iternext(keys=False)
             while part := b"".join(islice(rows, _LIVES_AT_ONCE)):
                 parts.append(np.frombuffer(part, _ROW)[_LIFE].astype(_LIFE_ROW))
@@ -267,7 +336,7 @@ class Index:
     def generations_of_tenant(self, tenant: bytes) -> NDArray[np.uint64]:
         """Give the generations of all blocks of a tenant, in ascending order."""
         parts = [np.empty(0, np.uint64)]
-        with self._env.begin() as transaction, transaction.cursor(self.blocks) as cursor:
+        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             there = cursor.set_range(tenant)
             items = iter(cursor)
             while there and (part := list(islice(items, _LIVES_AT_ONCE))):
@@ -281,7 +350,7 @@ class Index:
     def extents(self) -> Iterator[tuple[int, int]]:
         """Give page and pages of every record in whatever table, in the order of pages."""
         packed: list[int] = []
-        with self._env.begin(buffers=True) as transaction:
+        with self.reading(buffers=True) as transaction:
             # Generations lie nearly in the order of pages, and densely, so this is faster than by name.
             rows = transaction.cursor(self.generations).iternext(keys=False)
             packed += [_packed(*_OWNER.unpack(row)[1:]) for row in rows]
@@ -296,12 +365,12 @@ class Index:
             return int(transaction.stat(self.blocks)["entries"])
 
     @contextmanager
-    def reading(self) -> Iterator[Any]:
-        """Begin a read transaction, whose errors are ours, and which gives bytes."""
+    def reading(self, *, buffers: bool = False) -> Iterator[Any]:
+        """Begin a read transaction, whose errors are ours, and which gives bytes, or views of the map."""
         try:
-            with self._env.begin() as transaction:
+            with self._env.begin(buffers=True) if buffers else self._env.begin() as transaction:
                 yield transaction
-        except lmdb.Error as error:
+        except _FAILURES as error:
             raise self._unreadable(error) from error
 
     def write(self, change: Callable[[Any], T]) -> T:
@@ -311,11 +380,12 @@ class Index:
                 with self._env.begin(write=True) as transaction:
                     commit = transaction.id()
                     result = change(transaction)
+                    transaction.put(_COMMIT_KEY, _COMMIT.pack(commit), db=self._meta)
             except lmdb.MapFullError:
                 self._map_bytes *= 2
                 self._env.set_mapsize(self._map_bytes)
-            except lmdb.Error as error:
-                raise StorageError(f"The index in {self._folder} could not be written: {error}.") from error
+            except _FAILURES as error:
+                raise self._fails(f"could not be written: {error}") from error
             else:
                 self._cover()
                 if self._notes is not None:
@@ -347,12 +417,22 @@ class Index:
         row = transaction.pop(name, db=self.blocks)
         if row is None:
             return None
-        entry = Entry._make(_ENTRY.unpack(row))
+        if not is_whole(name, row):  # its header is about to be wiped, wherever the row says that it is
+            raise self._fails("contradicts itself: a block's row was changed")
+        entry = Entry._make(_ENTRY_ROW.unpack(row))
         transaction.delete(_GENERATION.pack(entry.generation), db=self.generations)
+        if self.has_doubts:
+            transaction.delete(_GENERATION.pack(entry.generation), db=self.doubts)
         return entry
 
-    def _unreadable(self, error: lmdb.Error) -> StorageError:
-        return StorageError(f"The index in {self._folder} could not be read: {error}.")
+    def _unreadable(self, error: Exception) -> StorageError:
+        return self._fails(f"could not be read: {error}")
+
+    def _fails(self, how: str) -> StorageError:
+        self._doubted = True
+        error = StorageError(f"The index in {self._folder} {how}.")
+        self.failed(error)
+        return error
 
     def _open(self, *, durable: bool) -> None:
         # The folder's lock keeps other processes out and one thread uses the index, so LMDB's own locks
@@ -360,23 +440,30 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=len(_TABLES),
+            max_dbs=len(_TABLES) + 1,
             readonly=self._readonly,
             create=not self._readonly,
             sync=durable,
             metasync=durable,
             lock=False,
             readahead=False,
-            meminit=False,
+            meminit=True,  # else what the heap held before, KV among it, gets into the file with the ends of pages
         )
         try:
             self._refuse_if_cut()
             self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
                 self._env.open_db(table, create=not self._readonly) for table in _TABLES
             )
+            self._open_doubts()
         except BaseException:
             self._env.close()
             raise
+
+    def _open_doubts(self) -> None:
+        with suppress(lmdb.NotFoundError):
+            self.doubts = self._env.open_db(_DOUBTS, create=not self._readonly)
+            with self._env.begin() as transaction:
+                self.has_doubts = transaction.stat(self.doubts)["entries"] > 0
 
     def _refuse_if_cut(self) -> None:
         # Touching a page behind the end of a mapped file kills the process, so this comes before any look-up.
@@ -397,25 +484,40 @@ class Index:
     def _file_bytes(self) -> int:
         return (self._folder / "data.mdb").stat().st_size
 
-    def _is_of(self, superblock: Superblock, boot_id: str, note: CommitNote) -> bool:
+    def _doubt(self, superblock: Superblock, boot_id: str, note: CommitNote) -> str:
+        """Say why this is not the index of this drive as it was left; nothing if it is."""
         with self._env.begin(db=self._meta) as transaction:
-            meta = transaction.get(_META_KEY)
-        if meta is None:
-            return False
-        drive_uuid, epoch, clean, boot = _META.unpack(meta)
+            meta, commit = transaction.get(_META_KEY), transaction.get(_COMMIT_KEY)
+            doubted = transaction.get(_DOUBTED_KEY)
+        if meta is None or commit is None or not is_whole(_META_KEY, meta):
+            return "it is of another version, or not of an index"
+        drive_uuid, epoch, clean, boot = _META.unpack(meta[:-CHECK_BYTES])
         if (drive_uuid, epoch) != (superblock.drive_uuid, superblock.epoch):
-            return False
-        self.was_clean = bool(clean)
-        if self.was_clean:
-            return True
-        # A process may die between a commit and its note, so the index may be further, by one.
+            return "it is of another drive or another time"
         commits = self._env.info()["last_txnid"]
-        known = (note.drive_uuid, note.epoch) == (drive_uuid, epoch) and commits >= note.commit
-        return known and boot == boot_id.encode()
+        if _COMMIT.unpack(commit)[0] != commits:
+            return "its head is of another commit than its rows"
+        self.was_clean = bool(clean)
+        self.knows_doubts = doubted == _EPOCH.pack(epoch)
+        if self.was_clean:
+            return ""
+        # A process may die between a commit and its note, so the index may be further, by one.
+        if (note.drive_uuid, note.epoch) != (drive_uuid, epoch) or commits not in (
+            note.commit,
+            note.commit + 1,
+        ):
+            return "it lacks a commit"
+        return "" if boot == boot_id.encode() else "the power may have gone since it was written"
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
-        meta = _META.pack(superblock.drive_uuid, superblock.epoch, clean, boot_id.encode())
-        self.write(lambda transaction: transaction.put(_META_KEY, meta, db=self._meta))
+        row = _META.pack(superblock.drive_uuid, superblock.epoch, clean, boot_id.encode())
+        meta = checked(_META_KEY, row)
+
+        def put(transaction: Any) -> None:
+            transaction.put(_META_KEY, meta, db=self._meta)
+            transaction.put(_DOUBTED_KEY, _EPOCH.pack(superblock.epoch), db=self._meta)
+
+        self.write(put)
 
 
 def _packed(offset: int, length: int) -> int:

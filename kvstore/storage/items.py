@@ -55,9 +55,10 @@ class PutItem(NamedTuple):
 
 
 class PutDone(NamedTuple):
-    """A put has ended. Without an error, the first block of its name is as durable as asked.
+    """A put has ended. Without an error, a block of its name and with its bytes is as durable as asked.
 
-    That first block's bytes and expiry are the ones that count: names are written once.
+    Names are written once: it may be an earlier put's block, which lives at least as long as this one asked. If that
+    has other bytes, which the CRCs tell, the error is KeyTaken.
     """
 
     tag: int
@@ -119,6 +120,7 @@ class SessionStep(enum.Enum):
     FORK = enum.auto()  # become what the first so many blocks of `source` are
     REMOVE = enum.auto()  # be gone, and with it, if so asked, the blocks that nothing names any more
     LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
+    PROTECT = enum.auto()  # keep its first so many blocks from being evicted, over restarts too; 0: none
     EXPIRE = enum.auto()  # be gone, if its time is over by now
 
 
@@ -169,6 +171,7 @@ class Statistics:
     blocks: int
     quarantined: int
     quarantined_bytes: int
+    doubted: int
     eviction: eviction.Statistics
     puts_pending: int
     waiting_for_room: int

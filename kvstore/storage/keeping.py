@@ -5,23 +5,26 @@ Always holds:
 - The core knows exactly the blocks that are in the index, from the opening on, and the ground where each lies.
 - A block is guarded while a get reads it, and while a put of it waits for a sync; to be asked for is to be used.
 - Whatever leaves the index leaves it with a reason, which the last ones can be asked for.
-- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that comes back
-  takes its place again, if the session it stood in last has a gap there.
+- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that is replaced
+  hands on its places in all its sessions; one that comes back takes its place again, if the session it stood in last
+  has a gap there.
+- What a session's manifest protects is protected from the opening on, before anything may go.
 
-It decides nothing: the core does, and `kvstore.storage.room` asks it. Guards last as long as the process.
+It decides nothing: the core does, and `kvstore.storage.room` asks it. Other guards last as long as the process.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.errors import ReadOnly, StorageError
-from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES
+from kvstore.errors import NoSpace, ReadOnly, StorageError
+from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES, PROTECTED_SESSIONS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
@@ -37,9 +40,11 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.deadlines import Deadlines
+    from kvstore.storage.doubts import Doubts
     from kvstore.storage.eviction.items import Eviction, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.scrubs import Scrubs
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import Superblock
@@ -58,7 +63,7 @@ _SAID: Final = {
     Reason.EXPIRED: "removed when its time to live was over",
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
-    Reason.QUARANTINED: "forgotten because it failed a check",
+    Reason.QUARANTINED: "forgotten because it failed a check or could not be read",
 }
 
 
@@ -77,11 +82,14 @@ class Explanation(NamedTuple):
     """Where a block is, or where it went."""
 
     stored: bool  # it can be got, unless its time is over or it fails a check
+    doubted: bool  # nobody has checked it since a crash
     gone: Eviction | None  # the last one of its name that went, if that is remembered
     now_ms: int
 
     def __str__(self) -> str:
         """Say it in one sentence."""
+        if self.stored and self.doubted:
+            return "The block was found when the node began after a crash, and has not been checked yet."
         if self.stored:
             return "The block is stored."
         if self.gone is None:
@@ -115,15 +123,20 @@ class Keeping:
         index: Index,
         writes: Writes,
         wipes: Wipes,
+        scrubs: Scrubs,
+        doubts: Doubts,
         superblock: Superblock,
         clock: Clock,
         policy: str,
     ) -> None:
         first, until = records_begin(superblock.capacity_bytes), superblock.capacity_bytes
         pages = (until - first) // PAGE_BYTES
+        self._pages = pages
         self._index = index
         self._writes = writes
         self._wipes = wipes
+        self._scrubs = scrubs
+        self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
         self.marks = watermarks(pages)
@@ -134,8 +147,10 @@ class Keeping:
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
-        self.quarantined = 0
-        self.quarantined_bytes = 0
+        self.quarantined = 0  # since the opening
+        self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
+        self.protected: set[SessionName] = set()
+        self._places: dict[Name, tuple[list[int], int]] = {}  # of blocks that are being replaced
 
     # Ways in.
 
@@ -157,7 +172,11 @@ class Keeping:
         for name, entry in blocks:
             self.ground.put(entry.offset // PAGE_BYTES, _pages(entry), entry.generation)
             before = self._history.of(name)
-            if before is not None and before.session and self.core.lacks(before.session, before.position):
+            if name in self._places:
+                sessions, position = self._places.pop(name)
+                for session in sessions:
+                    self.core.joined([entry.generation], session, position, now_ms)
+            elif before is not None and before.session and self.core.lacks(before.session, before.position):
                 self.core.joined([entry.generation], before.session, before.position, now_ms)
         self._tell([name for name, _ in blocks], None)
 
@@ -172,15 +191,17 @@ class Keeping:
         return gone
 
     def let_go(self, blocks: Iterable[tuple[Name, Entry]], reason: Reason, *, wipe: bool = True) -> None:
-        """Wipe and free blocks that the index does not have any more; if they can't be trusted, don't free them."""
+        """Wipe and free blocks that the index does not have any more; what is quarantined is overwritten before."""
         now_ms = self._clock.wall_ms()
-        reusable = reason is not Reason.QUARANTINED
         blocks = list(blocks)
         self._tell([name for name, _ in blocks], reason)
         for name, entry in blocks:
+            if reason is Reason.SUPERSEDED:  # what comes next under the name stands where this one stood
+                self._places[name] = self.core.places(entry.generation)
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
-            self._leave_ground(entry, reusable=reusable, wipe=wipe)
+            instead = self._quarantine_pages(name, entry) if reason is Reason.QUARANTINED else None
+            self._leave_ground(entry, instead, wipe=wipe)
 
     def evict(self, victims: Sequence[Eviction]) -> None:
         """Drop blocks that the core has forgotten already. If the index fails, the store has stopped."""
@@ -211,17 +232,58 @@ class Keeping:
             self.drop(names, Reason.CLEARED)
 
     def quarantine(self, name: Name, generation: int, *, wipe: bool) -> None:
-        """Forget a block that failed a check. Its extent is not used again until the store is opened anew."""
-        entry = self._index.lookup([name])[0]
-        if entry is None or entry.generation != generation:
-            return  # a newer one has taken its place, or it has been forgotten
+        """Forget a block that failed a check, or could not be read.
+
+        Its extent counts against its tenant, until the drive has overwritten it without an error (`scrubs`); one where
+        another record's header stands is not ours to wipe, and stays so until the store is opened anew.
+        """
         try:
+            entry = self._index.lookup([name])[0]
+            if entry is None or entry.generation != generation:
+                return  # a newer one has taken its place, or it has been forgotten
             self._forget([name])
         except StorageError:  # the block will be checked, and missed, again
             return
         self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
         self.quarantined += 1
-        self.quarantined_bytes += record_bytes(entry.length)
+
+    def unreadable(self, name: Name, generation: int, *, wipe: bool) -> None:
+        """Quarantine a block that could not be read, twice; on a drive that takes no writes, doubt it.
+
+        Such a drive may be away for a while with all that it has, and can wipe nothing.
+        """
+        if self._writes.stopped is None:
+            self.quarantine(name, generation, wipe=wipe)
+        else:
+            with suppress(StorageError):
+                self._doubts.add([generation])
+
+    def believe(self, generations: Iterable[int]) -> None:
+        """Note that the CRC of these blocks was checked and is right."""
+        self._doubts.believe(generations)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """How much is not in use because it failed a check."""
+        return self._quarantined_pages.total() * PAGE_BYTES
+
+    def quarantined_pages_of(self, tenant: bytes) -> int:
+        """How much of it was a tenant's."""
+        return self._quarantined_pages[tenant]
+
+    def _quarantine_pages(self, name: Name, entry: Entry) -> Callable[[int, int], None]:
+        tenant = name[0]
+        self._quarantined_pages[tenant] += _pages(entry)
+
+        def overwrite(start: int, pages: int) -> None:
+            self._scrubs.add(start, pages, lambda: self._in_use_again(tenant, pages))
+
+        return overwrite
+
+    def _in_use_again(self, tenant: bytes, pages: int) -> None:
+        self._quarantined_pages[tenant] -= pages
+        if not self._quarantined_pages[tenant]:
+            del self._quarantined_pages[tenant]
 
     def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
         if self.listener is not None and names:
@@ -234,10 +296,12 @@ class Keeping:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             raise
 
-    def _leave_ground(self, entry: Entry, *, reusable: bool = True, wipe: bool = True) -> None:
+    def _leave_ground(
+        self, entry: Entry, instead: Callable[[int, int], None] | None = None, *, wipe: bool = True
+    ) -> None:
         self.ground.take(entry.offset // PAGE_BYTES)
         if wipe:
-            self._wipes.free([(entry.offset, entry.length)], reusable=reusable)
+            self._wipes.free([(entry.offset, entry.length)], instead=instead)
 
     # Uses and guards.
 
@@ -271,6 +335,20 @@ class Keeping:
         """Give the generations of all blocks of a tenant, in ascending order."""
         return _column("Q", self._index.generations_of_tenant(tenant))
 
+    def renewed(self, generation: int, expires_ms: int) -> None:
+        """Note that a block lives longer."""
+        self.core.renewed(generation, expires_ms)
+
+    def refusal(self, pages: int) -> NoSpace | None:
+        """Say why a block of so many pages could not stay: what is protected leaves no room for it for good."""
+        protected = self.core.protected_pages
+        if not protected or protected + self.marks.low_pages + pages <= self._pages:
+            return None
+        return NoSpace(
+            f"The drive has no room for {pages * PAGE_BYTES} bytes that would stay: {protected * PAGE_BYTES} of its"
+            f" {self._pages * PAGE_BYTES} are protected."
+        )
+
     def has_passing_guards(self) -> bool:
         """Tell whether any block has a guard that is to end by and by."""
         guarded = self.core.statistics().guarded
@@ -278,10 +356,25 @@ class Keeping:
 
     def protect(self, name: SessionName, blocks: int) -> Refusal | None:
         """Let nothing of a session's first blocks go, until it is unprotected."""
-        return self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+        refusal = self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
+        if refusal is None:
+            self.protected.add(name)
+        return refusal
+
+    def may_protect(self, name: SessionName) -> bool:
+        """Tell whether a session is protected, or one more may be."""
+        return name in self.protected or len(self.protected) < PROTECTED_SESSIONS_MAX
+
+    def protect_first(self, name: SessionName, blocks: int) -> None:
+        """Do what a session's manifest says, 0 blocks included."""
+        if blocks:
+            self.protect(name, blocks)
+        else:
+            self.unprotect(name)
 
     def unprotect(self, name: SessionName) -> Refusal | None:
         """Let a session's blocks go again."""
+        self.protected.discard(name)
         return self.core.unprotect_session(self._digest(*name), self._clock.wall_ms())
 
     # Sessions.
@@ -305,12 +398,13 @@ class Keeping:
 
     def explain(self, name: Name) -> Explanation:
         """Tell where a block is, or went."""
-        stored = self._index.lookup([name])[0] is not None
-        return Explanation(stored, self._history.of(name), self._clock.wall_ms())
+        entry = self._index.lookup([name])[0]
+        doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
+        return Explanation(entry is not None, doubted, self._history.of(name), self._clock.wall_ms())
 
     def miss(self, name: Name) -> Miss:
         """Give the miss of a block that is not in the index."""
-        return Explanation(stored=False, gone=self._history.of(name), now_ms=0).miss
+        return Explanation(stored=False, doubted=False, gone=self._history.of(name), now_ms=0).miss
 
     # The opening.
 
@@ -337,6 +431,9 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
     """Let all drives of a store know who stands where in the sessions of one of them, and itself when they end."""
     for name, stored in manifests.all():
         deadlines.set(name, stored.manifest.expires_ms)
+        if stored.manifest.protected:
+            for keeping in of_drives:
+                keeping.protect(name, stored.manifest.protected)
         keys: Sequence[bytes] = ()
         with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
             keys = manifests.keys(name) or ()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import StorageError
 from kvstore.limits import SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.storage.rows import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Manifests:
                     raise StorageError(
                         "The index contradicts itself: a session names a chunk that is not there."
                     )
-                keys += split_keys(row[_CHUNK.size :])
+                keys += split_keys(row[_CHUNK.size : -CHECK_BYTES])
         keys += stored.manifest.tail
         return keys[first:until]
 
@@ -149,7 +150,7 @@ class Manifests:
         """Tell how many chunks and tails name each block."""
         with self._index.reading() as transaction:
             rows = [transaction.get(tenant + key, db=self._index.references) for tenant, key in names]
-        return [0 if row is None else _COUNT.unpack(row)[0] for row in rows]
+        return [0 if row is None else _COUNT.unpack_from(row)[0] for row in rows]
 
     def chunk_keys(self, tenant: bytes, chunk: bytes) -> tuple[bytes, ...]:
         """Give the keys in a chunk."""
@@ -157,7 +158,7 @@ class Manifests:
             row = transaction.get(tenant + chunk, db=self._index.chunks)
         if row is None:
             raise StorageError("A chunk of the session has gone meanwhile.")
-        return split_keys(row[_CHUNK.size :])
+        return split_keys(row[_CHUNK.size : -CHECK_BYTES])
 
     def all(self) -> Iterator[tuple[SessionName, Stored]]:
         """Give all sessions."""
@@ -181,7 +182,7 @@ class Manifests:
         """Give all blocks that are named, and how often."""
         with self._index.reading() as transaction:
             for name, row in transaction.cursor(self._index.references):
-                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), _COUNT.unpack(row)[0]
+                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), _COUNT.unpack_from(row)[0]
 
     def replace(
         self, name: SessionName, new: Stored | None, written: Mapping[bytes, tuple[Place, bytes]]
@@ -222,7 +223,7 @@ class _Change:
             self._freed.append(old.place)
         if new is not None:
             value = _PLACE.pack(*new.place) + pack_manifest(new.manifest)
-            self._transaction.put(self._row_name, value, db=self._index.sessions)
+            self._transaction.put(self._row_name, checked(self._row_name, value), db=self._index.sessions)
         elif old is not None:
             self._transaction.delete(self._row_name, db=self._index.sessions)
         return Changed(self._freed, [(self._tenant, key) for key in self._unreferenced])
@@ -231,7 +232,7 @@ class _Change:
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
         if row is not None:
             *place, count = _CHUNK.unpack_from(row)
-            self._put_chunk(chunk, Place._make(place), count + 1, row[_CHUNK.size :])
+            self._put_chunk(chunk, Place._make(place), count + 1, row[_CHUNK.size : -CHECK_BYTES])
             if written is not None:
                 self._freed.append(written[0])  # another session was first with the same chunk
         elif written is None:
@@ -247,26 +248,29 @@ class _Change:
             raise StorageError("The index contradicts itself: a session names a chunk that is not there.")
         *place, count = _CHUNK.unpack_from(row)
         if count > 1:
-            self._put_chunk(chunk, Place._make(place), count - 1, row[_CHUNK.size :])
+            self._put_chunk(chunk, Place._make(place), count - 1, row[_CHUNK.size : -CHECK_BYTES])
         else:
             self._transaction.delete(self._tenant + chunk, db=self._index.chunks)
             self._freed.append(Place._make(place))
-            self._count(set(split_keys(row[_CHUNK.size :])), -1)
+            self._count(set(split_keys(row[_CHUNK.size : -CHECK_BYTES])), -1)
 
     def _put_chunk(self, chunk: bytes, place: Place, count: int, payload: bytes) -> None:
-        self._transaction.put(
-            self._tenant + chunk, _CHUNK.pack(*place, count) + payload, db=self._index.chunks
-        )
+        name = self._tenant + chunk
+        row = checked(name, _CHUNK.pack(*place, count) + payload)
+        self._transaction.put(name, row, db=self._index.chunks)
 
     def _count(self, keys: Iterable[bytes], step: int) -> None:
         table = self._index.references
         for key in keys:
             name = self._tenant + key
             row = self._transaction.get(name, db=table)
-            count = (0 if row is None else _COUNT.unpack(row)[0]) + step
-            assert count >= 0
+            count = (0 if row is None else _COUNT.unpack_from(row)[0]) + step
+            if count < 0:
+                raise StorageError(
+                    "The index contradicts itself: a block has fewer references than sessions."
+                )
             if count:
-                self._transaction.put(name, _COUNT.pack(count), db=table)
+                self._transaction.put(name, checked(name, _COUNT.pack(count)), db=table)
             else:
                 self._transaction.delete(name, db=table)
                 self._unreferenced[key] = None
@@ -287,7 +291,7 @@ def _listed(session: bytes, manifest: Manifest) -> Listed:
 
 
 def _stored(row: Sequence[int] | bytes) -> Stored:
-    manifest = parse_manifest(bytes(row[_PLACE.size :]))
+    manifest = parse_manifest(bytes(row[_PLACE.size : -CHECK_BYTES]))
     if manifest is None:
         raise StorageError("The index contradicts itself: a session's row is none.")
     return Stored(Place._make(_PLACE.unpack_from(bytes(row[: _PLACE.size]))), manifest)

@@ -4,11 +4,17 @@ Always holds:
 
 - A put is reported only when its record is whole on the drive, in the index, and, if asked for, synced
   (`kvstore.storage.writes` keeps the order of all records).
-- A name is written once: later puts of it share the fate of the first, and of what is stored already.
+- A name is written once: later puts of it with the same bytes share the fate of the first, and of what is stored;
+  those with other bytes are told so, and change nothing.
+- The longest life that any of them asks for counts, and is on the drive before that one is reported
+  (`kvstore.storage.renewals`).
+- What is stored settles no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it is
+  whole the put is settled with it; if not, it is quarantined, and the put is written, or handed to another drive
+  that has a block of the name.
 - What a put replaces is wiped before its extent is free.
 - A put of a tenant at his quota waits before it is queued (`kvstore.storage.quotas`).
 
-It doesn't check payloads: `crc32c` is the caller's word.
+It doesn't check payloads of puts: `crc32c` is the caller's word.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import StorageError
+from kvstore.errors import Expired, KeyTaken, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -27,22 +33,29 @@ from kvstore.limits import (
     PAGE_BYTES,
     TENANT_BYTES,
 )
+from kvstore.storage.checks import Finding
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.index import Entry
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
+from kvstore.storage.renewals import Renewal, lives_as_long
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.checks import Checks
     from kvstore.storage.index import Index, Name
     from kvstore.storage.keeping import Keeping
     from kvstore.storage.quotas import QuotaQueue
+    from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes
     from kvstore.wire.record import HeaderCodec
+
+    Doubtful = Callable[[Sequence[int]], Collection[int]]
+    TakesPuts = Callable[[Sequence[tuple[PutItem, PutsDone]]], None]
 
 __all__ = ["Puts"]
 
@@ -53,33 +66,104 @@ class Puts:
     """All puts that have not been reported yet."""
 
     def __init__(
-        self, writes: Writes, index: Index, keeping: Keeping, queue: QuotaQueue, clock: Clock
+        self,
+        writes: Writes,
+        index: Index,
+        keeping: Keeping,
+        queue: QuotaQueue,
+        renewals: Renewals,
+        clock: Clock,
+        *,
+        checks: Checks,
+        doubtful: Doubtful,
+        elsewhere: Callable[[Name], TakesPuts | None],
     ) -> None:
+        self._elsewhere = elsewhere
+        self._checks = checks
+        self._doubtful = doubtful
         self._queue = queue
+        self._renewals = renewals
         self._writes = writes
         self._index = index
         self._keeping = keeping
         self._clock = clock
-        self._by_name: dict[Name, _Write] = {}  # accepted and not published
+        self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Take puts on; each is reported through the outbox, later or at once."""
-        stored = self._index.lookup([(item.tenant, item.key) for item in items])
         self.outbox.promised += len(items)
+        try:
+            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+        except StorageError as error:
+            for item in items:
+                self._report(item, done, error)
+            return
+        doubtful = self._doubtful([entry.generation for entry in stored if entry is not None])
         for item, entry in zip(items, stored, strict=True):
-            refusal = _refusal(item)
+            refusal = _refusal(item, self._clock.wall_ms())
             if refusal is not None:
                 self._report(item, done, refusal)
             elif (first := self._by_name.get((item.tenant, item.key))) is not None:
                 first.followers.append((item, done))
             elif entry is None or self._is_over(entry):
-                write = _Write(self._writes, self, item, done, replaces=entry)
-                self._by_name[item.tenant, item.key] = write
-                self._queue.add(write)
+                self._write(item, done, entry)
+            elif entry.generation in doubtful:
+                self._check(item, done, entry)
             else:
                 self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
+
+    def _write(self, item: PutItem, done: PutsDone, replaces: Entry | None) -> None:
+        write = _Write(self._writes, self, item, done, replaces=replaces)
+        self._by_name[write.name] = write
+        self._queue_unless_refused(write)
+
+    def _queue_unless_refused(self, write: _Write) -> None:
+        refusal = self._keeping.refusal(write.size_bytes // PAGE_BYTES)
+        if refusal is None:
+            self._queue.add(write)
+        else:
+            self._ended(write, list(write.items()), None, refusal)
+
+    def _check(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
+        """Settle a put with what is stored if that is whole, and write it otherwise."""
+        write = _Write(self._writes, self, item, done, replaces=None)
+        self._by_name[write.name] = write
+        self._checks.check(write.name, entry, lambda finding: self._checked(write, entry, finding))
+
+    def _checked(self, write: _Write, entry: Entry, finding: Finding) -> None:
+        name, generation = write.name, entry.generation
+        wipe = finding is not Finding.FOREIGN
+        if finding is Finding.UNREADABLE:
+            self._keeping.unreadable(name, generation, wipe=wipe)
+        elif finding is not Finding.WHOLE:
+            self._keeping.quarantine(name, generation, wipe=wipe)
+        try:
+            now = self._index.lookup([name])[0]  # others may have removed it meanwhile
+        except StorageError as error:
+            self._ended(write, list(write.items()), None, error)
+            return
+        if now is None or self._is_over(now):
+            other = None if finding is Finding.WHOLE else self._elsewhere(name)
+            if other is not None and not write.afterwards:
+                self._hand_over(write, other)
+                return
+            write.replaces = now
+            self._queue_unless_refused(write)
+        elif finding is Finding.WHOLE:
+            self._keeping.believe([generation])
+            self._keeping.used([generation])
+            self._ended(write, list(write.items()), now, None)
+        else:  # it could not be quarantined: the drive has stopped, or its index has
+            self._ended(write, list(write.items()), None, self._writes.stopped_again())
+
+    def _hand_over(self, write: _Write, other: TakesPuts) -> None:
+        """Let another drive decide, which has a block of this name as well: it may have been acknowledged there."""
+        items = list(write.items())
+        del self._by_name[write.name]
+        self.outbox.promised -= len(items)
+        other(items)
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
@@ -105,25 +189,78 @@ class Puts:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
         self._queue.quotas.leave(record)
-        del self._by_name[record.name]
-        for item, done in ((record.item, record.done), *record.followers):
-            if error is None:
-                self._settle(item, done, record.entry())
+        self._ended(record, list(record.items()), record.entry(), error)
+
+    def settle_renewed(self) -> None:
+        """Report the puts that waited for a longer life; where the block has gone meanwhile, put it."""
+        for renewal, is_there in self._renewals.settle_finished():
+            if is_there or renewal.error is not None:
+                self._ended(renewal, renewal.followers, renewal.entry, renewal.error)
+                continue
+            del self._by_name[renewal.name]
+            for item, done in renewal.followers:
+                under_way = self._by_name.get(renewal.name)
+                if under_way is None:
+                    self._write(item, done, None)
+                else:
+                    under_way.followers.append((item, done))
+            self._afterwards(renewal)
+
+    def _ended(
+        self,
+        work: _Write | Renewal,
+        items: Sequence[tuple[PutItem, PutsDone]],
+        entry: Entry | None,
+        error: StorageError | None,
+    ) -> None:
+        """Report puts of one name, but for those that want it to live longer still. There is an entry or an error."""
+        del self._by_name[work.name]
+        for item, done in items:
+            if error is None and entry is not None:
+                self._settle(item, done, entry)
             else:
                 self._report(item, done, error)
-        for then in record.afterwards:
+        self._afterwards(work)
+
+    def _afterwards(self, work: _Write | Renewal) -> None:
+        """Do what waited for the end of the puts of a name, when the last of them has ended."""
+        more = self._by_name.get(work.name)
+        if more is not None:
+            more.afterwards += work.afterwards
+            return
+        for then in work.afterwards:
             then()
 
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
         """Report a put whose name is stored, as soon as it is as durable as this put asks."""
         if (entry.length, entry.fingerprint) != (item.length, item.fingerprint):
             self._report(
-                item, done, StorageError("The key is stored already, with another length or layout.")
+                item, done, KeyTaken("Another block is stored under the key, of another length or layout.")
             )
-        elif item.durability is Durability.SYNCED and entry.generation > self._writes.synced_generation:
+        elif entry.crc32c != item.crc32c:
+            self._report(item, done, KeyTaken("Another block is stored under the key, with other bytes."))
+        elif not lives_as_long(entry.expires_ms, item.expires_ms):
+            self._renew(item, done, entry)
+        elif item.durability is Durability.SYNCED and not self.has_synced(entry.generation):
             self._report_when_synced(item, done, entry.generation)
         else:
             self._report(item, done, None)
+
+    def has_synced(self, generation: int) -> bool:
+        """Tell whether a block that is stored survives power loss by now, for as long as it is said to live."""
+        return generation <= self._writes.synced_generation and not self._renewals.is_unsynced(generation)
+
+    def _renew(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
+        name = (item.tenant, item.key)
+        under_way = self._by_name.get(name)
+        if under_way is not None:  # for one that was put together with this one
+            under_way.followers.append((item, done))
+        elif self._writes.stopped is not None:
+            self._report(item, done, self._writes.stopped_again())
+        else:
+            renewal = Renewal(self._renewals, name, entry, item, [(item, done)])
+            self._by_name[name] = renewal
+            self._renewals.add(renewal)
 
     def _report_when_synced(self, item: PutItem, done: PutsDone, generation: int) -> None:
         self._keeping.guard([generation], Guard.WRITE)
@@ -144,7 +281,7 @@ class Puts:
 class _Write(Charged):
     """One block on its way to the drive, and the later puts of its name."""
 
-    __slots__ = ("afterwards", "done", "followers", "item", "replaces")
+    __slots__ = ("afterwards", "done", "expires_ms", "followers", "item", "replaces")
 
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
@@ -152,6 +289,7 @@ class _Write(Charged):
         super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
         self.item = item
         self.done = done
+        self.expires_ms = item.expires_ms
         self.replaces = replaces
         self.followers: list[tuple[PutItem, PutsDone]] = []
         self.afterwards: list[Callable[[], None]] = []
@@ -160,14 +298,22 @@ class _Write(Charged):
     def name(self) -> Name:
         return self.item.tenant, self.item.key
 
+    def items(self) -> Iterator[tuple[PutItem, PutsDone]]:
+        yield self.item, self.done
+        yield from self.followers
+
     def entry(self) -> Entry:
         item = self.item
         return Entry(
-            self.offset, item.length, item.crc32c, self.generation, item.expires_ms, item.fingerprint
+            self.offset, item.length, item.crc32c, self.generation, self.expires_ms, item.fingerprint
         )
 
     def fill_in(self, codec: HeaderCodec) -> None:
         item = self.item
+        for other, _ in self.followers:  # which have come by now: the longest life costs no write of its own
+            alike = other[2:5] == item[2:5]  # fingerprint, length and CRC
+            if alike and not lives_as_long(self.expires_ms, other.expires_ms):
+                self.expires_ms = other.expires_ms
         header = Header(
             Kind.BLOCK,
             item.key,
@@ -176,7 +322,7 @@ class _Write(Charged):
             self.generation,
             item.length,
             item.crc32c,
-            item.expires_ms,
+            self.expires_ms,
         )
         codec.pack(_HeaderPage.from_address(self.address), 0, header, self.offset)
         used_bytes = HEADER_BYTES + item.length
@@ -184,8 +330,10 @@ class _Write(Charged):
         ctypes.memset(self.address + used_bytes, 0, self.size_bytes - used_bytes)
 
 
-def _refusal(item: PutItem) -> StorageError | None:
+def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
     assert item.slot_address % PAGE_BYTES == 0
+    if 0 < item.expires_ms <= now_ms:
+        return Expired("The block's time to live was over before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
         return StorageError(
             f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."

@@ -1,7 +1,7 @@
 """Quotas: how many bytes of a store a tenant may have, and that he makes room for himself when he would have more.
 
-What counts is what his blocks take on the drives, whole pages and headers included, and what his puts that are under
-way will take. Manifests of sessions are not counted.
+What counts is what his blocks take on the drives, whole pages and headers included, what his puts that are under way
+will take, and what is quarantined. Manifests of sessions are not counted.
 
 Always holds:
 
@@ -139,7 +139,8 @@ class Quotas:
 
     def waits_for_own(self, tenant: bytes) -> bool:
         """Tell whether something of a tenant will be free to go by and by."""
-        return tenant in self._under_way or any(one.has_passing_guards() for one in self._drives)
+        scrubbed = any(one.quarantined_pages_of(tenant) for one in self._drives)
+        return scrubbed or tenant in self._under_way or any(one.has_passing_guards() for one in self._drives)
 
     def make_room(self, tenant: bytes, pages: int, blocks_max: int) -> Made:
         """Let so many of a tenant's blocks go that there is room for these pages, as far as they may."""
@@ -181,7 +182,10 @@ class Quotas:
 
     def _used_pages(self, tenant: bytes) -> int:
         number = self._numbers[tenant]
-        stored = sum(keeping.core.owners.pages.get(number, 0) for keeping in self._drives)
+        stored = sum(
+            keeping.core.owners.pages.get(number, 0) + keeping.quarantined_pages_of(tenant)
+            for keeping in self._drives
+        )
         return stored + self._under_way.get(tenant, 0)
 
     def _excess_pages(self, tenant: bytes, pages: int) -> int:

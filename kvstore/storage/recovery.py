@@ -14,7 +14,7 @@ from array import array
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.errors import StorageError
+from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.storage.ahead import Ahead
 from kvstore.storage.extents import Extents
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Index
     from kvstore.wire.record import Superblock
 
-__all__ = ["Found", "extents_around", "rebuild", "scan"]
+__all__ = ["Found", "check_manifests", "extents_around", "rebuild", "scan"]
 
 _WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
 _JUMPED_OVER_BYTES: Final = (
@@ -42,16 +42,17 @@ _BATCH_RECORDS: Final = 4096
 
 
 class Found(NamedTuple):
-    """A valid header and where it stands."""
+    """A valid header, where it stands, and whether the roll allows its record."""
 
     offset: int
     header: Header
+    is_allowed: bool
 
 
 def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -> Generator[Found]:
-    """Give every record that the walk over the drive meets, in the order of the drive; close it unless it ended."""
+    """Give every header that the walk over the drive meets, in the order of the drive; close it unless it ended."""
     with Ahead(disk, _WINDOW_BYTES) as ahead:
-        walk = _Walk(ahead, superblock)
+        walk = _Walk(ahead, superblock, Roll(disk, superblock))
         position = records_begin(superblock.capacity_bytes)
         for begin, end in disk.data_ranges(position):
             # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
@@ -67,13 +68,12 @@ def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -
 def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress | None = None) -> int:
     """Fill an empty index from the drive; give the highest generation met, 0 if there is none."""
     generation_max = 0
-    roll = Roll(disk, superblock)
     sessions = _Sessions(disk, index)
     batch: list[tuple[tuple[bytes, bytes], Entry]] = []
     with closing(scan(disk, superblock, progress)) as records:
-        for offset, header in records:
+        for offset, header, is_allowed in records:
             generation_max = max(generation_max, header.generation)
-            if not roll.allows(offset, header.generation):
+            if not is_allowed:
                 continue
             if header.kind != Kind.BLOCK:
                 sessions.add(offset, header)
@@ -101,6 +101,27 @@ def extents_around(index: Index, superblock: Superblock) -> tuple[array[int], Ex
 
     first = records_begin(superblock.capacity_bytes)
     return pages, Extents.around(noted(), first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+
+
+def check_manifests(disk: Disk, superblock: Superblock, index: Index, synced_generation: int) -> None:
+    """Read each record of a session or a chunk that is not known to be synced; Corrupt if one is not whole.
+
+    Their payloads are in the index, so nobody would notice until the index is gone.
+    """
+    codec, manifests = HeaderCodec(superblock.secret, superblock.drive_uuid), Manifests(index)
+    places = [stored.place for _, stored in manifests.all()]
+    places += [place for _, _, place, _ in manifests.all_chunks()]
+    for place in places:
+        if place.generation > synced_generation:
+            try:
+                record = disk.read_at(place.offset, record_bytes(place.length))
+            except StorageError as error:
+                raise Corrupt("A session's record cannot be read.") from error
+            header = codec.parse(record, 0, place.offset)
+            payload = memoryview(record)[HEADER_BYTES : HEADER_BYTES + place.length]
+            is_its = isinstance(header, Header) and header.generation == place.generation
+            if not is_its or crc32c(payload) != place.crc32c:
+                raise Corrupt("A session's record is not whole.")
 
 
 class _Sessions:
@@ -162,8 +183,9 @@ class _Sessions:
 class _Walk:
     """The position's window onto the drive: large while there is little to jump over, one page otherwise."""
 
-    def __init__(self, ahead: Ahead, superblock: Superblock) -> None:
+    def __init__(self, ahead: Ahead, superblock: Superblock, roll: Roll) -> None:
         self._ahead = ahead
+        self._roll = roll
         self._capacity_bytes = superblock.capacity_bytes
         self._codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
         self._window = b""
@@ -184,8 +206,13 @@ class _Walk:
         size = record_bytes(header.length)
         if position + size > self._capacity_bytes:
             return None, self._next_magic(at)
+        if not self._roll.allows(position, header.generation):
+            # It is not known to lie beside what is live: a crash may have brought an older record back, inside which
+            # this one began and from which it reaches into the next. So it is not jumped over.
+            self._window_bytes = _WINDOW_BYTES
+            return Found(position, header, is_allowed=False), self._next_magic(at)
         self._window_bytes = PAGE_BYTES if size > _JUMPED_OVER_BYTES else _WINDOW_BYTES
-        return Found(position, header), position + size
+        return Found(position, header, is_allowed=True), position + size
 
     def _show(self, position: int, end: int) -> int:
         at = position - self._window_at

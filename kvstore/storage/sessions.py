@@ -7,6 +7,7 @@ wiped only when it has been synced, or when the session itself goes.
 - `holds` is true of a name for as long as any record of it may be on the drive, even one that power loss would bring
   back, except where a removal was reported that need not survive power loss. So a store that keeps the steps of a
   session on the drive that holds it never has a session on two drives.
+- What is protected of a session stands in its manifest, so it is protected in every life of the store.
 - A session whose time is over is gone for every step that begins then, and leaves the drive by `expire`; if it came
   back by power loss, it would be over still.
 
@@ -28,6 +29,7 @@ from kvstore.limits import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
     KEY_BYTES,
+    SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
     TENANT_BYTES,
@@ -172,13 +174,21 @@ class Sessions:
             elif over:
                 self._begin_anew(step)
             elif (before := self._done_before(step.item)) is not None:
-                step.manifest = before
-                self._end(step)
+                self._done_again(step, before)
             else:
                 self._write(step, self._wanted(step.item))
         except StorageError as error:
             step.error = error
             self._end(step)
+
+    def _done_again(self, step: _Step, before: Manifest) -> None:
+        """Leave an append at what it was, but for when the session ends: there the last word counts."""
+        expires_ms = step.item.expires_ms
+        if expires_ms is None or expires_ms == before.expires_ms:
+            step.manifest = before
+            self._end(step)
+        else:
+            self._write(step, (before._replace(expires_ms=expires_ms), []))
 
     def _is_over(self, stored: Stored | None) -> bool:
         return stored is not None and stored.is_over(self._clock.wall_ms())
@@ -210,6 +220,9 @@ class Sessions:
         stored = None if self._is_over(stored) else stored
         if item.step is SessionStep.LIMIT and stored is not None:
             return stored.manifest._replace(expires_ms=item.expires_ms or 0), []
+        if item.step is SessionStep.PROTECT and stored is not None:
+            self._refuse_to_protect(item)
+            return stored.manifest._replace(protected=item.blocks), []
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
             raise SessionRefused("There is a session of this name already.")
         if source is None or source.tenant != name.tenant:
@@ -226,8 +239,20 @@ class Sessions:
         )
         label = item.label if item.step is SessionStep.FORK else stored.manifest.label
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
-        expires_ms = 0 if item.step is SessionStep.FORK else stored.manifest.expires_ms
-        return Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label, expires_ms), []
+        kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
+        if item.step is SessionStep.FORK:  # it begins without end and without protection
+            return kept, []
+        return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), []
+
+    def _refuse_to_protect(self, item: SessionItem) -> None:
+        if not 0 <= item.blocks <= SESSION_BLOCKS_MAX:
+            raise SessionRefused(
+                f"A session has at most {SESSION_BLOCKS_MAX} blocks to protect, not {item.blocks}."
+            )
+        if item.blocks and not all(keeping.may_protect(item.name) for keeping in self._all_keeping()):
+            raise SessionRefused(
+                "The store protects as many sessions as it counts; end the protection of some."
+            )
 
     def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
         """Fork what is on another drive: the chunks are written here as well."""
@@ -291,11 +316,14 @@ class Sessions:
     def _tell(self, item: SessionItem, blocks: int) -> None:
         """Let the eviction know, on every drive, which blocks the session has now."""
         keys = self._manifests.keys(item.name) or () if item.step is SessionStep.FORK else item.keys
+        first = blocks - len(keys) if item.first_block is None else item.first_block
         for keeping in self._all_keeping():
             if item.step is SessionStep.TRUNCATE:
                 keeping.cut(item.name, blocks)
+            elif item.step is SessionStep.PROTECT:
+                keeping.protect_first(item.name, item.blocks)
             else:
-                keeping.joined(item.name, keys, blocks - len(keys))
+                keeping.joined(item.name, keys, first)
 
     def _all_keeping(self) -> list[Keeping]:
         return [self._keeping, *(other.keeping for other in self._others)]

@@ -12,7 +12,7 @@ Always holds:
 
 - A block is looked for at home first, then on the other drives in order, and counts as missing when none has it. It is
   put where it is already, or else on the first drive in order that takes writes; so too if it is on a failed drive that
-  will never make it as durable as is asked.
+  will never make it as durable, or let it live as long, as is asked.
 - A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
 - A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
   first drive in their user's order that takes writes. What lies on a drive that has failed can be read, not changed.
@@ -45,6 +45,7 @@ from kvstore.storage.items import DriveState, GetDone, Statistics
 from kvstore.storage.keeping import restore_sessions
 from kvstore.storage.opening import open_drives
 from kvstore.storage.quotas import Quotas
+from kvstore.storage.renewals import lives_as_long
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -228,8 +229,25 @@ class Store(Handle):
         drive = self._only or self._drive_of(done.generation)
         return done if drive is None else drive.verify_payload(item, done)
 
+    @property
+    def has_doubts(self) -> bool:
+        """Tell whether any block may be doubted, which is so for a while after a crash."""
+        return any(drive.has_doubts for drive in self.drives)
+
+    def doubtful(self, generations: Sequence[int]) -> Collection[int]:
+        """Tell which of these blocks are not known to be whole: nobody is to be told that they are stored."""
+        if not self.has_doubts:
+            return ()
+        return {one for drive, some in self._by_drive(generations).items() for one in drive.doubtful(some)}
+
+    def believe(self, generations: Sequence[int]) -> None:
+        """Note that the CRC of these blocks was checked and is right."""
+        if self.has_doubts:
+            for drive, some in self._by_drive(generations).items():
+                drive.believe(some)
+
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
-        """Forget a block that failed a check. Its extent is not used again until the store is opened anew."""
+        """Forget a block that failed a check. Its extent is used again when the drive has overwritten all of it."""
         drive = self._only or self._drive_of(generation)
         if drive is not None:
             drive.quarantine(tenant, key, generation)
@@ -261,7 +279,10 @@ class Store(Handle):
             drive.release([of_generation[generation] for generation in some], guard)
 
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
-        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected.
+
+        It lasts as long as the process, or until a step of the session says otherwise: `SessionStep.PROTECT` lasts.
+        """
         refusals = [drive.protect(session, blocks) for drive in self.drives]
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
@@ -272,6 +293,11 @@ class Store(Handle):
         """Let a session's blocks go again; NOT_HELD if it was not protected."""
         refusals = [drive.unprotect(session) for drive in self.drives]
         return next(filter(None, refusals), None)
+
+    @property
+    def protected(self) -> Collection[SessionName]:
+        """Tell which sessions are protected."""
+        return self.drives[0].keeping.protected  # all drives are told
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
         """Tell where a block is, or why it is gone."""
@@ -372,7 +398,7 @@ class Store(Handle):
         return by_drive
 
     def _find(self, names: Sequence[Name]) -> list[tuple[Drive | None, Entry | None]]:
-        """Find blocks, each at home first; one that is over only counts where no drive has it otherwise."""
+        """Find blocks, each at home first; one that is over, or doubted, only counts where no drive has another."""
         now_ms = self._clock.wall_ms()
         order = self._placement.order
         orders = [order(tenant, key) for tenant, key in names]
@@ -386,15 +412,18 @@ class Store(Handle):
             for where, places in by_drive.items():
                 drive = self.drives[where]
                 entries = drive.lookup([names[at] for at in places])
+                doubtful = drive.doubtful([entry.generation for entry in entries if entry is not None])
                 for at, entry in zip(places, entries, strict=True):
                     if entry is None:
                         left.append(at)
-                    elif not _is_over(entry, now_ms):
-                        found[at] = drive, entry
-                    else:
+                        continue
+                    over = _is_over(entry, now_ms)
+                    if over or entry.generation in doubtful:
                         left.append(at)
-                        if found[at][0] is None:
+                        if found[at][0] is None or (not over and _is_over(found[at][1], now_ms)):
                             found[at] = drive, entry
+                    else:
+                        found[at] = drive, entry
             if not left:
                 break
         return found
@@ -429,7 +458,9 @@ class Store(Handle):
 
 def _will_do(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
     """Tell whether what a failed drive has is as good as the put that is asked for."""
-    if entry is None or _is_over(entry, now_ms):
+    if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry.generation]):
+        return False
+    if not lives_as_long(entry.expires_ms, item.expires_ms):
         return False
     return item.durability < Durability.SYNCED or failed.has_synced(entry.generation)
 

@@ -92,7 +92,7 @@ def _newest(pages: list[bytes]) -> Superblock | None:
 
 def _is_blank(disk: Disk) -> bool:
     """Look further than our own pages: other people's file systems begin later."""
-    return not any(disk.read_at(0, _BLANK_BYTES))
+    return disk.read_at(0, _BLANK_BYTES).count(0) == _BLANK_BYTES
 
 
 def _unreadable(pages: list[bytes]) -> StorageError:

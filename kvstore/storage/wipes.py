@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.storage.writes import Writes
 
     Wiped = Callable[[StorageError | None], None]
+    Freed = Callable[[int, int], object]
 
 __all__ = ["Wipes"]
 
@@ -48,11 +49,14 @@ class Wipes:
         self.pending_pages = 0  # that will be free
 
     def free(
-        self, records: Iterable[tuple[int, int]], then: Wiped | None = None, *, reusable: bool = True
+        self, records: Iterable[tuple[int, int]], then: Wiped | None = None, *, instead: Freed | None = None
     ) -> None:
-        """Wipe and free records, by offset and length of payload; call back when all begun so far are wiped."""
+        """Wipe and free records, by offset and length of payload; call back when all begun so far are wiped.
+
+        `instead` of being free, their pages are given to somebody: the first, and how many.
+        """
         for offset, length in records:
-            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES if reusable else 0)
+            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES, instead or self._extents.release)
             self._waiting.append(wipe)
             self._begin_or_park(wipe)
             self.pending += 1
@@ -77,8 +81,8 @@ class Wipes:
                 continue
             self.pending -= 1
             self.pending_pages -= first.pages
-            if first.result is not None and first.result >= 0 and first.pages:
-                self._extents.release(first.offset // PAGE_BYTES, first.pages)
+            if first.result is not None and first.result >= 0:
+                first.freed(first.offset // PAGE_BYTES, first.pages)
 
     def _begin_or_park(self, wipe: _Wipe) -> None:
         if self._extents.is_pinned(wipe.offset // PAGE_BYTES):
@@ -95,14 +99,15 @@ class Wipes:
 class _Wipe:
     """One header page."""
 
-    __slots__ = ("_wipes", "offset", "pages", "result")
+    __slots__ = ("_wipes", "freed", "offset", "pages", "result")
     size_bytes: int = PAGE_BYTES
     reads: Final = False
 
-    def __init__(self, wipes: Wipes, offset: int, pages: int) -> None:
+    def __init__(self, wipes: Wipes, offset: int, pages: int, freed: Freed) -> None:
         self._wipes = wipes
         self.offset = offset
-        self.pages = pages  # 0: they stay out of use
+        self.pages = pages
+        self.freed = freed
         self.result: int | None = None
 
     def begin(self, tag: int) -> DiskOp:

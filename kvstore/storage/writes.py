@@ -84,8 +84,12 @@ class RecordWrite:
 class Writes:
     """All records that are being written."""
 
-    def __init__(self, volume: Volume, extents: Extents, traffic: Traffic) -> None:
+    def __init__(
+        self, volume: Volume, extents: Extents, traffic: Traffic, note_synced: Callable[[int], object]
+    ) -> None:
+        """`note_synced` is told up to which generation all that was written survives power loss."""
         self._volume = volume
+        self._note_synced = note_synced
         self._extents = extents
         self._traffic = traffic
         self._begun: deque[RecordWrite] = deque()  # given to the drive and not retired, by generation
@@ -96,6 +100,7 @@ class Writes:
         self._resumed: RecordWrite | None = None  # had waited, and is queued again
         self.queued_pages = 0  # of all that have no place yet
         self._published_generation = self.synced_generation = volume.last_generation  # opening has synced
+        note_synced(self.synced_generation)
         self._failed_generation = GENERATION_MAX + 1  # none at or above it will be reported as kept
         self.stopped: StorageError | None = None
         self.syncs = 0
@@ -219,6 +224,7 @@ class Writes:
             self._awaiting, self._unhurried = [], []
         else:
             self.synced_generation = sync.generation
+            self._note_synced(sync.generation)
         for then in sync.awaited:
             then(failure)
 

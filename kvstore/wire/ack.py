@@ -8,9 +8,19 @@ that waits for WRITTEN sees LANDED on the way and ends at the first code that is
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
+from kvstore.errors import (
+    Expired,
+    KeyTaken,
+    KvError,
+    LeaseExpired,
+    NoSpace,
+    QuotaExceeded,
+    ReadOnly,
+    StorageError,
+)
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import Miss, MissReason
 
@@ -20,6 +30,7 @@ _CODE_BITS = 8
 _MISS = 0x80
 
 
+@enum.unique
 class AckCode(enum.IntEnum):
     """Codes of a put, then of a fetch. A fetch's miss is `0x80 | reason`."""
 
@@ -31,7 +42,29 @@ class AckCode(enum.IntEnum):
     READ_ONLY = 0x42
     STORAGE_FAILED = 0x43
     QUOTA_EXCEEDED = 0x44
+    KEY_TAKEN = 0x45
+    EXPIRED = 0x46
+    CANCELLED = 0x7E  # nothing of it will be written any more
     SERVED = 0x7F
+
+
+_ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
+    AckCode.LEASE_EXPIRED: (
+        LeaseExpired,
+        "The lease of the slot ended before the block landed; reserve it again.",
+    ),
+    AckCode.NO_SPACE: (NoSpace, "The node's drives have no extent free for the block."),
+    AckCode.QUOTA_EXCEEDED: (
+        QuotaExceeded,
+        "The tenant's quota of bytes is used up, and none of his blocks may go.",
+    ),
+    AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
+    AckCode.KEY_TAKEN: (
+        KeyTaken,
+        "Another block is stored under the key; the bytes of this put were not kept.",
+    ),
+    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
+}
 
 
 def ack_word(generation: int, code: int) -> int:
@@ -43,28 +76,21 @@ def ack_word(generation: int, code: int) -> int:
 
 def code_of_error(error: KvError) -> AckCode:
     """How a put's failure travels."""
-    if isinstance(error, NoSpace):
-        return AckCode.NO_SPACE
-    if isinstance(error, QuotaExceeded):
-        return AckCode.QUOTA_EXCEEDED
-    return AckCode.READ_ONLY if isinstance(error, ReadOnly) else AckCode.STORAGE_FAILED
+    for code, (kind, _) in _ERRORS.items():
+        if isinstance(error, kind):
+            return AckCode(code)
+    return AckCode.STORAGE_FAILED
 
 
 def error_of_code(code: int) -> KvError | None:
     """What a put's final code means to the client; None: it is as durable as it says."""
-    match code:
-        case AckCode.LANDED | AckCode.WRITTEN | AckCode.SYNCED:
-            return None
-        case AckCode.LEASE_EXPIRED:
-            return LeaseExpired("The lease of the slot ended before the block landed; reserve it again.")
-        case AckCode.NO_SPACE:
-            return NoSpace("The node's drives have no extent free for the block.")
-        case AckCode.QUOTA_EXCEEDED:
-            return QuotaExceeded("The tenant's quota of bytes is used up, and none of his blocks may go.")
-        case AckCode.READ_ONLY:
-            return ReadOnly("The node's drive failed and takes no more writes.")
-        case _:
-            return StorageError(f"The node could not write the block (code {code}).")
+    if code in (AckCode.LANDED, AckCode.WRITTEN, AckCode.SYNCED):
+        return None
+    known = _ERRORS.get(code)
+    if known is None:
+        return StorageError(f"The node could not write the block (code {code}).")
+    kind, sentence = known
+    return kind(sentence)
 
 
 def code_of_miss(reason: MissReason) -> int:
@@ -76,4 +102,6 @@ def miss_of_code(code: int) -> Miss | None:
     """What a fetch's code means; None: the bytes are in the client's memory."""
     if code == AckCode.SERVED:
         return None
+    if code == AckCode.CANCELLED:
+        return Miss(MissReason.NODE_AWAY, "it did not come by the deadline, and was cancelled")
     return Miss(MissReason(code & ~_MISS))

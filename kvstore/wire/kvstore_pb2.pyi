@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b bf404d21de9567b0977ebdf5d7ca32a0
+# Generated from proto sources with BLAKE2b 9712d2b486d4fd6371fc1ef487076e61
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -136,10 +136,12 @@ class AbortLease(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
-    __slots__ = ("released",)
+    __slots__ = ("released", "expired")
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     released: int
-    def __init__(self, released: _Optional[int] = ...) -> None: ...
+    expired: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, released: _Optional[int] = ..., expired: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("connection", "blocks")
@@ -164,6 +166,28 @@ class FetchBlock(_message.Message):
     def __init__(self, name: _Optional[_Union[BlockName, _Mapping]] = ..., target: _Optional[int] = ..., target_key: _Optional[int] = ..., ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CancelFetchRequest(_message.Message):
+    __slots__ = ("connection", "blocks", "called")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CALLED_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    blocks: _containers.RepeatedCompositeFieldContainer[CancelledBlock]
+    called: bool
+    def __init__(self, connection: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[CancelledBlock, _Mapping]]] = ..., called: bool = ...) -> None: ...
+
+class CancelledBlock(_message.Message):
+    __slots__ = ("ack_word", "ack_generation")
+    ACK_WORD_FIELD_NUMBER: _ClassVar[int]
+    ACK_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ack_word: int
+    ack_generation: int
+    def __init__(self, ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ...) -> None: ...
+
+class CancelFetchResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.limits import (
     KEY_BYTES,
+    SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
     SESSION_CHUNKS_MAX,
@@ -43,6 +44,7 @@ __all__ = [
 _FIXED = struct.Struct("<16s16sIIII")
 _TURN = struct.Struct("<IIQ")
 _EXPIRES = struct.Struct("<Q")
+_PROTECTED = struct.Struct("<QI")  # when it expires, then how many blocks
 CHUNK_PAYLOAD_BYTES = SESSION_CHUNK_BLOCKS * KEY_BYTES
 
 assert struct.calcsize("<16s16s") == USER_BYTES + SESSION_BYTES
@@ -66,6 +68,7 @@ class Manifest(NamedTuple):
     turns: tuple[Turn, ...] = ()
     label: bytes = b""
     expires_ms: int = 0  # 0: it does not end by itself
+    protected: int = 0  # so many of its first blocks are kept from eviction
 
     @property
     def blocks(self) -> int:
@@ -107,8 +110,11 @@ def pack_manifest(manifest: Manifest) -> bytes:
     counts = map(len, (manifest.chunks, manifest.tail, manifest.turns, manifest.label))
     fixed = _FIXED.pack(manifest.user, manifest.session, *counts)
     turns = (_TURN.pack(*turn) for turn in manifest.turns)
-    expires = _EXPIRES.pack(manifest.expires_ms) if manifest.expires_ms else b""
-    return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label, expires))
+    if manifest.protected:
+        last = _PROTECTED.pack(manifest.expires_ms, manifest.protected)
+    else:
+        last = _EXPIRES.pack(manifest.expires_ms) if manifest.expires_ms else b""
+    return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label, last))
 
 
 def parse_manifest(payload: bytes) -> Manifest | None:
@@ -122,19 +128,28 @@ def parse_manifest(payload: bytes) -> Manifest | None:
         return None
     turns_at = _FIXED.size + (chunks + tail) * KEY_BYTES
     label_at = turns_at + turns * _TURN.size
-    expires_at = label_at + label
-    expires_ms = 0
-    if len(payload) != expires_at:
-        if len(payload) != expires_at + _EXPIRES.size:
-            return None
-        (expires_ms,) = _EXPIRES.unpack_from(payload, expires_at)
-        if not expires_ms:
-            return None
+    last_at = label_at + label
+    last = _parse_last(payload[last_at:])
+    if last is None or len(payload) < last_at:
+        return None
     keys = split_keys(payload[_FIXED.size : turns_at])
     read = tuple(map(Turn._make, _TURN.iter_unpack(payload[turns_at:label_at])))
-    label_bytes = payload[label_at:expires_at]
-    manifest = Manifest(user, session, keys[:chunks], keys[chunks:], read, label_bytes, expires_ms)
+    label_bytes = payload[label_at:last_at]
+    manifest = Manifest(user, session, keys[:chunks], keys[chunks:], read, label_bytes, *last)
     return manifest if _follow_each_other(read, manifest.blocks) else None
+
+
+def _parse_last(data: bytes) -> tuple[int, int] | None:
+    """Read what stands behind the label: when the session ends, and what of it is protected; None if it is neither."""
+    if not data:
+        return 0, 0
+    if len(data) == _EXPIRES.size:
+        (expires_ms,) = _EXPIRES.unpack(data)
+        return (expires_ms, 0) if expires_ms else None
+    if len(data) == _PROTECTED.size:
+        expires_ms, protected = _PROTECTED.unpack(data)
+        return (expires_ms, protected) if 0 < protected <= SESSION_BLOCKS_MAX else None
+    return None
 
 
 def _follow_each_other(turns: Sequence[Turn], blocks: int) -> bool:

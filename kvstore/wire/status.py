@@ -26,9 +26,11 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.NoSpace, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.QuotaExceeded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.Expired, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NoSession, grpc.StatusCode.NOT_FOUND),
     (errors.SessionRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.KeyTaken, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Corrupt, grpc.StatusCode.DATA_LOSS),
     (KvError, grpc.StatusCode.INTERNAL),
 )

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _ROUNDS = 7
 _TOKENS = 4096
-_OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": "kvstore.engines.vllm.connector"}
-_SPEC = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+_OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": None}
+_SPEC = {"kv_connector": "TriggerKvOffloadingConnector", "kv_connector_module_path": None}
 _SPEC_EXTRA = {
     "spec_name": "TriggerKvOffloadingSpec",
     "spec_module_path": "kvstore.engines.vllm.offloading",

@@ -17,11 +17,11 @@ from kvstore.config import NodeConfig, parse_listen, parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import (
     ConfigError,
-    FabricError,
     KvError,
     NodeUnavailable,
     Overloaded,
     ProtocolError,
+    RegionBusy,
 )
 from kvstore.limits import ACK_WORDS, BATCH_BLOCKS_MAX, LEASE_TIMEOUT_MS_MAX
 from kvstore.miss import Miss, MissReason
@@ -116,7 +116,7 @@ def test_a_reservation_is_armed_once(rig: Rig) -> None:
 
 def test_a_region_that_a_put_waits_for_is_not_closed(rig: Rig) -> None:
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
-    with pytest.raises(FabricError, match="busy"):
+    with pytest.raises(RegionBusy, match="still use the region"):
         rig.from_region.close()
     puts.cancel()
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import NodeUnavailable, ProtocolError, StorageError
+from kvstore.errors import KeyTaken, NodeUnavailable, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
@@ -95,7 +95,7 @@ def test_more_bytes_than_a_client_may_hold_wait_for_his_own(node: NodeInProcess,
 def test_each_block_has_its_own_answer(client: Client) -> None:
     client.put_inline(key(1), b"stored with another length")
     results = client.put_many_inline([(key(0), b"a"), (key(1), b"b"), (key(2), b"c")])
-    assert [type(one.error) for one in results] == [type(None), StorageError, type(None)]
+    assert [type(one.error) for one in results] == [type(None), KeyTaken, type(None)]
     got = list(client.get_many_inline([(key(0), 1), (key(9), 1), (key(1), 1), (key(2), 1)]))
     assert [got[0], got[3]] == [b"a", b"c"]
     assert [one.reason for one in got if isinstance(one, Miss)] == [MissReason.UNKNOWN, MissReason.LENGTH]

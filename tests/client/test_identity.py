@@ -172,6 +172,13 @@ def fetch(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
     )
 
 
+def cancel_fetch(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
+    block = pb.CancelledBlock(ack_word=9, ack_generation=1)
+    return stub.CancelFetch(
+        pb.CancelFetchRequest(connection=acme.connection, blocks=[block]), metadata=metadata, timeout=WAIT_S
+    )
+
+
 def put(stub: Stubs, _: Acme, tenant: str, metadata: Any) -> Any:
     start = pb.PutStart(tenant=tenant, name=NAME)
     parts = [pb.PutRequest(start=start), pb.PutRequest(chunk=b"a" * PAGE)]
@@ -255,6 +262,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Reserve": reserve,
     "Abort": abort,
     "Fetch": fetch,
+    "CancelFetch": cancel_fetch,
     "Put": put,
     "Get": get,
     "Status": status,
@@ -265,7 +273,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
 }
 FILES = (pb, blocks_pb2, batches_pb2, lookups_pb2, observing_pb2, sessions_pb2, steps_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
-BY_CONNECTION = {"Reserve", "Abort", "Fetch"}
+BY_CONNECTION = {"Reserve", "Abort", "Fetch", "CancelFetch"}
 # And this concerns no tenant.
 FOR_ANY_TENANT = {"Status"}
 OF_WRONG_PROVIDER = {"Attach"}  # so that it ends: it got past the gate

@@ -8,11 +8,34 @@ import sys
 import time
 from typing import Any
 
+_CALLS = (
+    *(
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+    ),
+    *("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_transfer_results"),
+    *(
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+        "get_kv_connector_stats",
+        "take_events",
+    ),
+)
+
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints is for the log
     from vllm import LLM, SamplingParams
+
+    if "LMCache" in sys.argv[1]:
+        # vLLM for CPUs looks into the `__dict__` of every object of every module, and LMCache imports llvmlite, whose
+        # library answers to any name with a function: vLLM fails on that.
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
 
     llm = LLM(**json.loads(sys.argv[1]))
     print(json.dumps("ready"), file=answers)
@@ -28,8 +51,10 @@ def main() -> None:
         given: Any = [{"prompt_token_ids": one, **({"cache_salt": salt} if salt else {})} for one in prompts]
         began = time.perf_counter()
         outputs = llm.generate(given, how, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        _wait_for_saves()
         return {
-            "seconds": time.perf_counter() - began,
+            "seconds": seconds,
             "answers": [list(one.outputs[0].token_ids) for one in outputs],
             "cached": sum(one.num_cached_tokens or 0 for one in outputs),
         }
@@ -39,11 +64,93 @@ def main() -> None:
         match told.pop("do"):
             case "say":
                 answer: Any = say(**told)
+            case "steps":
+                answer = _steps(llm, **told)
             case "forget":
                 answer = {"forgotten": llm.reset_prefix_cache(reset_connector=told["all"])}
             case "counts":
                 answer = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
         print(json.dumps(answer), file=answers)
+
+
+def _wait_for_saves() -> None:
+    """Let the connector's thread send what the last steps have copied: who asks next shall find it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    working = getattr(get_kv_transfer_group(), "_working", None) if has_kv_transfer_group() else None
+    if (saves := getattr(working, "_saves", None)) is not None:
+        saves._thread.submit(lambda: None).result(60)
+
+
+def _steps(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Let one request decode, give it company, and time each step until that has its answer."""
+    from vllm import SamplingParams
+
+    core = llm.llm_engine.engine_core.engine_core
+    schedule, counts = core.scheduler.schedule, []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        order = schedule(*arguments, **named)
+        counts.append(order.total_num_scheduled_tokens)
+        return order
+
+    core.scheduler.schedule = counted
+    spent = _Spent()
+    if core.scheduler.connector is not None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        spent.count(core.scheduler.connector)
+        spent.count(get_kv_transfer_group())
+    for name, given, length in (("first", prompt[:40], 4000), ("second", prompt, tokens)):
+        how = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": given}, how)
+        if name == "first":
+            for _ in range(10):
+                llm.llm_engine.step()
+            counts.clear()
+    seconds: list[float] = []
+    of_connector: list[float] = []
+    is_over = False
+    while not is_over:
+        spent.seconds = 0.0
+        began = time.perf_counter()
+        outputs = llm.llm_engine.step()
+        seconds.append(time.perf_counter() - began)
+        of_connector.append(spent.seconds)
+        is_over = any(one.finished for one in outputs)
+    llm.llm_engine.abort_request(["first"])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    core.scheduler.schedule = schedule
+    spent.end()
+    return {"steps": list(zip(counts, seconds, of_connector, strict=False))}
+
+
+class _Spent:
+    """The seconds that an engine was in calls of its connector."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._counted: list[tuple[Any, str]] = []
+
+    def count(self, connector: Any) -> None:
+        for name in _CALLS:
+            setattr(connector, name, self._counting(getattr(connector, name)))
+            self._counted.append((connector, name))
+
+    def end(self) -> None:
+        for connector, name in self._counted:
+            delattr(connector, name)
+
+    def _counting(self, call: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return counted
 
 
 if __name__ == "__main__":

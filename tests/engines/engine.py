@@ -27,6 +27,25 @@ CONNECTOR = {
 }
 
 
+# What any engine is started with here.
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+    "seed": 0,
+}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONPATH": str(ROOT),
+}
+
+
 @dataclass(frozen=True)
 class Said:
     answers: list[list[int]]
@@ -46,16 +65,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        given: dict[str, Any] = {
-            "model": str(model),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "kv_cache_memory_bytes": 64 << 20,
-            "block_size": 32,
-            "seed": 0,
-            "disable_log_stats": False,
-        } | arguments
+        given = {**ARGUMENTS, "model": str(model), "disable_log_stats": False, **arguments}
         if node is not None:
             transfer = CONNECTOR | (transfer or {})
             given["kv_transfer_config"] = transfer | {
@@ -66,13 +76,8 @@ class Engine:
         self._log = place / f"{name}.log"
         environment = {
             **os.environ,
+            **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": str(ROOT),
             "TEST_DIGESTS": str(self.digests / f"{name}.txt"),
         }
         with self._log.open("w") as log:
@@ -98,6 +103,11 @@ class Engine:
     def say(self, prompts: list[list[int]], *, tokens: int = 1, **how: Any) -> Said:
         """Let it go on from these tokens, all at once."""
         return Said(**self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how}))
+
+    def steps(self, prompt: list[int], *, tokens: int) -> list[tuple[int, float, float]]:
+        """Give a request that decodes the company of this one: each step's tokens, seconds, and those in our calls."""
+        answer = self._ask({"do": "steps", "prompt": prompt, "tokens": tokens})
+        return [(count, seconds, ours) for count, seconds, ours in answer["steps"]]
 
     def forget(self, *, connector: bool = False) -> None:
         """Empty its own prefix cache, and what the connector has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING
 
 from kvstore.demo.node_process import NodeProcess
@@ -10,7 +11,16 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.wire.record import RECORD_MAGIC
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Look again and again; it fails when the time is over."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
 
 
 class Node(NodeProcess):

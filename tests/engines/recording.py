@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
@@ -19,8 +22,9 @@ if TYPE_CHECKING:
 
     from kvstore.engines.vllm.loading import Loaded
     from kvstore.engines.vllm.plan import Wanted
+    from kvstore.engines.vllm.transport import Page
 
-__all__ = ["BrokenConnector", "RecordingConnector", "RecordingSpec"]
+__all__ = ["BrokenConnector", "LossyConnector", "RecordingConnector", "RecordingSpec"]
 
 
 class RecordingConnector(TriggerKvConnector):
@@ -29,6 +33,9 @@ class RecordingConnector(TriggerKvConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         assert isinstance(self._working, Working)
+        assert self._identity is not None
+        with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
+            lines.write(f"layout {self._identity.layout.hex()} -\n")
         take = self._working._take
 
         def record(loaded: Loaded) -> None:
@@ -64,6 +71,27 @@ class RecordingConnector(TriggerKvConnector):
                     content = memory.bytes_of(buffer, offset, group.page_bytes)
                     digest = blake2b(content, digest_size=16).hexdigest()
                     lines.write(f"{what} {key.hex()} {digest}\n")
+
+
+class LossyConnector(RecordingConnector):
+    """Some pages are gone between look-up and load: what is left in their place is nobody's."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        assert isinstance(self._working, Working)
+        memory, transport = self._working.memory, self._working._loads._transport
+        fetch, dice = transport.fetch, random.Random(7)
+
+        def lossy(pages: Sequence[Page], timeout_s: float) -> list[bool]:
+            here = fetch(pages, timeout_s)
+            for at, page in enumerate(pages):
+                if dice.random() < 0.05:
+                    place = memory.bytes_of(page.buffer, page.offset, page.length)
+                    place[:] = np.float32(dice.uniform(1, 9)).tobytes() * (page.length // 4)
+                    here[at] = False
+            return here
+
+        transport.fetch = lossy  # type: ignore[method-assign]
 
 
 class BrokenConnector(TriggerKvConnector):

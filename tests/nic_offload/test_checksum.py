@@ -61,6 +61,16 @@ def test_a_long_one_in_pieces_equals_the_whole() -> None:
         assert crc32c(data[cut:], crc32c(data[:cut])) == whole
 
 
+@pytest.mark.parametrize("length", [256 << 10, 512 << 10, 1 << 20, 4 << 20])
+def test_the_last_byte_of_a_round_length_counts(length: int) -> None:
+    data = bytearray(random.Random(3).randbytes(length))
+    whole = crc32c(data)
+    assert whole == other.crc32c(bytes(data)) == by_table(bytes(data))
+    data[-1] ^= 1
+    assert crc32c(data) != whole
+    assert by_table(bytes(data)) != whole
+
+
 def test_every_bit_counts() -> None:
     data = bytearray(random.Random(2).randbytes(LANES + 9))
     whole = crc32c(data)

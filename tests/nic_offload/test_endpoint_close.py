@@ -189,6 +189,8 @@ def test_a_closed_handle_is_refused(pair: Pair) -> None:
 
 
 def test_a_fabric_closes_with_everything_in_flight(provider: str) -> None:
+    if provider == "shm":
+        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
     for _ in range(5):
         with Pair(provider) as pair:
             flag = pair.flags[0]

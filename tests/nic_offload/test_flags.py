@@ -88,6 +88,38 @@ def test_a_path_that_has_become_another_file_is_refused(tmp_path: Path) -> None:
     assert other.read_bytes() == b"somebody's data"
 
 
+CUT = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+for length in (0, 1 << 20):
+    try:
+        os.ftruncate(fd, length)
+    except PermissionError:
+        continue
+    sys.exit("it was cut")
+"""
+
+
+def test_nobody_can_cut_the_words_off_under_those_who_look_at_them() -> None:
+    """Once whoever had the path could end the process of each that had the words mapped, by SIGBUS."""
+    with FlagWords.create(2) as words:
+        subprocess.run([sys.executable, "-c", CUT, words.path], check=True, timeout=30)
+        words[1].store(7)
+        assert words[1].load() == 7
+        with FlagWords.open(words.path) as opened:
+            assert (len(opened), opened[1].load()) == (2, 7)
+
+
+def test_words_that_somebody_could_cut_are_not_opened() -> None:
+    fd = os.memfd_create("triggerkv-flags")
+    try:
+        os.ftruncate(fd, 16)
+        with pytest.raises(KvError, match="could be cut"):
+            FlagWords.open(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
 def test_a_word_keeps_its_memory_alive() -> None:
     word = FlagWords.create(1)[0]
     gc.collect()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.nic_offload.rig import Pair
 
 LANDED, WRITTEN, DURABLE = 1, 2, 3
+A_ROUND = 256 << 10  # of a checksum are made at a time
 
 
 def landing(
@@ -66,7 +67,7 @@ def reported(pair: Pair, count: int) -> bool:
     return len(pair.near.of(1)) == count
 
 
-@pytest.mark.parametrize("length", [1, 4097, (1 << 20) - 1])
+@pytest.mark.parametrize("length", [1, 4097, A_ROUND, 2 * A_ROUND, 3 * A_ROUND + 1, (1 << 20) - 1])
 def test_a_block_lands_with_its_checksum_and_is_acknowledged(pair: Pair, length: int) -> None:
     block = os.urandom(length)
     pair.near.fill(0, block)
@@ -87,8 +88,8 @@ def test_a_block_lands_with_its_checksum_and_is_acknowledged(pair: Pair, length:
 def test_a_wrong_generation_is_not_taken_then_the_right_one_is(pair: Pair) -> None:
     watch_landings(pair.far.fabric, [landing(pair, 1, 1 << 32 | 7, 100)])
     pair.far.fabric.cancel([0])  # when it returns, the watch stands
-    # The last two differ in one half of the word alone.
-    for count, wrong in enumerate((6, 8, 7, 1 << 32 | 6), 1):
+    # Those of the second row differ in one half of the word alone; a later one is as wrong as an earlier one.
+    for count, wrong in enumerate((6, 8, 7, 1 << 32 | 6, 1 << 32 | 8, 1 << 33 | 7, (1 << 64) - 1), 1):
         pair.there.arm(pair.there.put(10 + count, 100, flag=(0, wrong)))
         wait_until(partial(stale, pair, count), "a stale word")
     pair.back.fence()

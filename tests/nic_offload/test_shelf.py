@@ -301,6 +301,18 @@ def test_blocks_of_another_owner_are_not_found(rig: Rig) -> None:
     rig.left_to_us(Wanted((*rows, Row(3, 100, 3))))
 
 
+def test_no_name_of_any_other_owner_is_this_ones(rig: Rig) -> None:
+    """Enough owners for some to be looked for in the very chain where the block is."""
+    rows = two(rig)
+    dice = random.Random(17)
+    for _ in range(20_000):
+        rig.shelf.unlist(dice.randbytes(16), key_of(1))
+        rig.shelf.unlist(dice.randbytes(16), key_of(2))
+    assert len(rig.shelf) == 2
+    rig.call(Wanted(rows))
+    assert [rig.acked(word) for word in (1, 2)] == [SERVED, SERVED]
+
+
 def test_a_desk_that_does_not_answer_leaves_all_to_the_application(rig: Rig) -> None:
     rig.desk.answers(answers=False)
     rig.left_to_us(Wanted(two(rig)))

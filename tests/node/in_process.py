@@ -40,7 +40,10 @@ class NodeInProcess:
         tracer_provider: TracerProvider | None = None,
         *,
         hot_bytes: int = HOT_BYTES,
+        options: Sequence[tuple[str, int]] = (),
+        host: str = "127.0.0.1",
     ) -> None:
+        self._options, self._host = tuple(options), host
         self._data, self._capacity_bytes, self._hot_bytes = data, capacity_bytes, hot_bytes
         self._provider = tracer_provider
         self._ready = threading.Event()
@@ -53,14 +56,14 @@ class NodeInProcess:
         clock = SystemClock()
         with (
             Store.open(self._data, capacity_bytes=self._capacity_bytes, clock=clock) as store,
-            Fabric("net", address="127.0.0.1") as fabric,
+            Fabric("net", address=self._host) as fabric,
         ):
             spans = None if self._provider is None else NodeSpans(self._provider, clock)
             self.node = Node(store, fabric, clock, self._hot_bytes, spans=spans)
-            server = grpc.aio.server()
+            server = grpc.aio.server(options=self._options)
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)
-            self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            self.target = f"{self._host}:{server.add_insecure_port(f'{self._host}:0')}"
             await server.start()
             self._ready.set()
             await self._stop.wait()

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.miss import Miss, MissReason
+from kvstore.node.hot import HotPages
 from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import MIB, Rig
 from tests.nic_offload.rig import wait_until
@@ -176,3 +177,133 @@ def test_an_inline_get_replaces_bytes_that_changed_in_memory(
     assert rig.client.get_inline(rig.key(0), len(data)) == data
     flip_a_bit_of(tmp_path / "node" / "drive-0.kv", data, 5000)
     assert rig.client.get_inline(rig.key(0), len(data)) == data, "the drive's bytes have taken their place"
+
+
+# --- what is gone takes no room
+
+
+def drop_by_deleting(_: NodeInProcess, rig: Rig, blocks: list[Block]) -> None:
+    rig.client.delete([block.key for block in blocks])
+
+
+def drop_by_evicting(node: NodeInProcess, _: Rig, blocks: list[Block]) -> None:
+    def evict(inside: Node) -> None:
+        (drive,) = inside.store.drives
+        (tenant,) = {name[0] for name in inside.hot.pages._named}
+        names = [(tenant, block.key) for block in blocks]
+        drive.keeping.clear([entry.generation for entry in drive.lookup(names) if entry is not None])
+
+    node.call(evict)
+
+
+def drop_by_quarantine(node: NodeInProcess, *_: object) -> None:
+    def quarantine(inside: Node) -> None:
+        for name, generation in list(inside.hot.pages._named.items()):
+            inside.store.quarantine(*name, generation)
+
+    node.call(quarantine)
+
+
+@pytest.mark.parametrize("drop", [drop_by_deleting, drop_by_evicting, drop_by_quarantine])
+def test_blocks_that_are_gone_take_no_room_in_the_hot_memory(
+    node: NodeInProcess, rig: Rig, drop: Any
+) -> None:
+    """Also those that were wanted again, which a scan would not have flushed."""
+    blocks = [rig.block(number, 200_000) for number in range(6)]
+    put(rig, blocks)
+    for _ in range(3):
+        assert get(rig, *blocks) == [Hit(block.key) for block in blocks]
+    before = hot(node)
+    assert (before.kept, before.protected_bytes) == (6, before.kept_bytes)
+    drop(node, rig, blocks)
+    after = hot(node)
+    assert (after.kept, after.kept_bytes, after.protected_bytes) == (0, 0, 0)
+    assert all(isinstance(one, Miss) for one in get(rig, *blocks))
+
+
+def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(node: NodeInProcess, rig: Rig) -> None:
+    block = rig.block(0, 200_000)
+    expires_ms = node.call(lambda inside: inside.clock.wall_ms()) + 1500
+    puts = rig.client.reserve([block], expires_unix_ms=expires_ms).arm(rig.flags[0])
+    rig.flags[0].store(1)
+    assert puts.wait(WAIT_S)[0].error is None
+    assert get(rig, block) == [Hit(block.key)]
+    assert hot(node).kept == 1
+    wait_until(lambda: hot(node).kept == 0, "its time is over")
+
+
+def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(node: NodeInProcess, rig: Rig) -> None:
+    """The put of a name whose block is over replaces it; the new one is kept when it is read."""
+    block = rig.block(0, 200_000)
+    put(rig, [block])
+    assert get(rig, block) == [Hit(block.key)]
+
+    def replace(inside: Node) -> None:
+        ((name, generation),) = inside.hot.pages._named.items()
+        (entry,) = inside.store.lookup([name])
+        assert entry is not None
+        newer = entry._replace(generation=generation + 1)
+        inside.hot.changed([name], lambda names: [entry for _ in names])
+        assert inside.hot.pages.statistics().kept == 1, "the index names it still"
+        inside.hot.changed([name], lambda names: [newer for _ in names])
+
+    node.call(replace)
+    assert hot(node).kept == 0
+
+
+@pytest.mark.parametrize("way", ["fetch", "inline", "prefetch"])
+def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig: Rig, way: str) -> None:
+    block = rig.block(0, 200_000)
+    put(rig, [block])
+
+    def read_then_delete(inside: Node) -> None:
+        """Between the drive's answer and what is done about it."""
+        real = inside.store.get
+
+        def get_of(items: Any, done: Any) -> None:
+            def first_gone(batch: Any) -> None:
+                inside.store.quarantine(items[0].tenant, items[0].key, batch[0].generation)
+                done(batch)
+
+            real(items, first_gone)
+
+        vars(inside.store)["get"] = get_of
+
+    node.call(read_then_delete)
+    if way == "fetch":
+        get(rig, block)
+    elif way == "inline":
+        rig.client.get_inline(block.key, block.length)
+    else:
+        ended: list[object] = []
+
+        def prefetch(inside: Node) -> None:
+            (connection,) = inside._connections.values()
+            inside.prefetches.add(connection.tenant, 1, [block.key], ended.append)
+
+        node.call(prefetch)
+        wait_until(lambda: bool(ended), "the prefetch is over")
+    wait_until(lambda: hot(node).kept == 0, "nothing dead is kept")
+    assert node.call(lambda inside: inside.hot.pages._free.allocate(hot_pages(inside))) == 0, (
+        "all pages are free"
+    )
+
+
+def hot_pages(inside: Node) -> int:
+    return inside.hot.pages.statistics().capacity_bytes // 4096
+
+
+def test_what_is_dead_makes_room_for_whoever_waits_for_it() -> None:
+    freed: list[bool] = []
+    pages = HotPages(4, lambda: freed.append(True))
+    piece, used = pages.take(2), pages.take(2)
+    assert piece is not None
+    assert used is not None
+    name = (b"tenant", b"key")
+    pages.keep(piece, 7, name)
+    assert pages.take(2) is None
+    pages.drop_dead([name], lambda names: [None for _ in names])
+    assert freed == [], "it is in use still"
+    pages.release(piece)
+    assert freed == [True]
+    assert pages.take(2) is not None

@@ -99,7 +99,7 @@ def test_each_way_to_ask_is_recorded_with_what_became_of_its_blocks(
 def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> None:
     now_ms = node.call(lambda one: one.clock.wall_ms())
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:3]])
-    client.put_inline(KEYS[3], bytes(PAGE), expires_unix_ms=now_ms + 1)
+    client.put_inline(KEYS[3], bytes(PAGE), expires_unix_ms=now_ms + 500)
     client.delete([KEYS[1]])
     with small_client(node.target, tenant="acme", layout=b"another") as other:
         other.put_inline(KEYS[4], bytes(PAGE))

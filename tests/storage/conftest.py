@@ -20,6 +20,8 @@ def fake(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path / "data", FakeDisk())
     rig.open()
     yield rig
+    for disk in rig.disks:
+        disk.held.clear()
     rig.store.close()
 
 

@@ -56,7 +56,8 @@ class FakeDisk:
         self.held: set[int] = set()  # tags that do not end before they are let go
         self.operations = 0
         self.kinds: list[DiskOpKind] = []  # of each operation, by number
-        self.unreadable: set[int] = set()  # pages
+        self.unreadable: set[int] = set()  # pages, until they are written
+        self.unwritable: set[int] = set()  # pages
         self.rng = random.Random(seed)
         self.closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -154,6 +155,10 @@ class FakeDisk:
         if fault < 0:
             return fault
         if op.kind is DiskOpKind.WRITE:
+            if self.unwritable.intersection(
+                range(op.offset // PAGE_BYTES, (op.offset + length) // PAGE_BYTES)
+            ):
+                return -errno.EIO
             self._store(op.offset, ctypes.string_at(op.address, length))
         else:
             pages = range(op.offset // PAGE_BYTES, -(-(op.offset + length) // PAGE_BYTES))
@@ -175,6 +180,7 @@ class FakeDisk:
 
     def _store(self, offset: int, data: bytes) -> None:
         for page, content in _pages_of(offset, data):
+            self.unreadable.discard(page)  # a drive replaces a bad sector when it is written
             whole = content + self.pages.get(page, _ZEROS)[len(content) :]
             if whole == _ZEROS and page not in self.pages:
                 continue

@@ -297,9 +297,12 @@ class Rig:
         raise AssertionError("the put is not answered")
 
     def is_busy(self) -> bool:
-        now = self.store.statistics()
-        pending = now.puts_pending + now.gets_pending + now.deletes_pending + now.sessions_pending
-        return pending + now.wipes_pending > 0
+        store = self.store
+        drives = any(
+            drive._wipes.pending or drive._scrubs.pending or any(box.promised for box in drive._outboxes)
+            for drive in store.drives
+        )
+        return drives or store._deletions.outbox.promised + store._steps.outbox.promised > 0
 
     def is_ready(self, timeout_ms: int) -> bool:
         ready = select.poll()

@@ -387,11 +387,13 @@ def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives
 def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "data", FakeDisk())
 
-    def rebuilt_gives(expected: dict[int, bytes]) -> None:
+    def rebuilt_gives(expected: dict[int, bytes], lost_wipe: int) -> None:
         rig.store.close()
         shutil.rmtree(rig.data / "index-0")
         assert rig.disk is not None
-        rig.disk = FakeDisk(rig.disk.pages)
+        page = lost_wipe // PAGE_BYTES
+        assert not any(rig.disk.pages[page])
+        rig.disk = FakeDisk(rig.disk.pages | {page: old[page]})
         rig.open()
         assert rig.store.statistics().rebuilt
         assert {number: rig.get(number)[1] for number in expected} == expected
@@ -400,13 +402,15 @@ def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies
     for number in (1, 2):
         rig.put(number, b"old", expires_ms=rig.clock.now_ms + 1)
     first_at, second_at = rig.record_at(1)[0], rig.record_at(2)[0]
+    assert rig.disk is not None
+    old = dict(rig.disk.pages)
     rig.clock.now_ms += 1
     rig.put(1, b"new")
     assert rig.record_at(1)[0] > first_at, "the old record comes first"
-    rebuilt_gives({1: b"new"})
+    rebuilt_gives({1: b"new"}, first_at)
     rig.put(2, b"new")
     assert rig.record_at(2)[0] < second_at, "the new record comes first"
-    rebuilt_gives({1: b"new", 2: b"new"})
+    rebuilt_gives({1: b"new", 2: b"new"}, second_at)
     rig.store.close()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import NoSpace, StorageError
+from kvstore.errors import NoSession, NoSpace, StorageError
 from kvstore.limits import PAGE_BYTES, SESSION_BLOCKS_MAX, SESSION_CHUNK_BLOCKS, UNSYNCED_FREES_MAX
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
@@ -151,6 +151,26 @@ def test_equal_chunks_of_two_sessions_are_one_and_of_two_tenants_are_two(filled:
     filled.store.change_sessions([other], filled._sessions_done)
     filled.settle()
     assert filled.session_done[10**6].error is not None, "a tenant has no part in another's sessions"
+
+
+def test_a_session_is_forked_within_its_tenant_alone(filled: Rig) -> None:
+    """Also by a tenant that has blocks of the same names, so that nothing else would refuse it."""
+    stranger = b"somebody--else!!"
+    filled.append(1, range(5))
+    for number in range(5):
+        filled.start_put(number, b"x%d" % number, tenant=stranger)
+    filled.settle()
+    fork = SessionItem(
+        SessionName(stranger, USER, name(1)),
+        SessionStep.FORK,
+        Durability.WRITTEN,
+        10**6,
+        blocks=5,
+        source=SessionName(TENANT, USER, name(1)),
+    )
+    filled.store.change_sessions([fork], filled._sessions_done)
+    filled.settle()
+    assert isinstance(filled.session_done[10**6].error, NoSession)
 
 
 def test_a_users_sessions_are_listed_in_pages(filled: Rig) -> None:

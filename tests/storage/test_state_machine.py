@@ -104,6 +104,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.held or self.sessions, "nothing is in the way of eviction"
         elif not known or over:
             self.blocks[number] = (payload, expires_ms)
+        else:  # the longest life counts
+            lives = (self.blocks[number][1], expires_ms)
+            self.blocks[number] = (payload, max(lives) if all(lives) else 0)
 
     @rule(number=NUMBERS)
     def get(self, number: int) -> None:
@@ -115,6 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert not 0 < self.blocks[number][1] <= self.rig.clock.now_ms
         elif known:
             assert done.miss.reason is MissReason.EXPIRED
+            assert 0 < self.blocks[number][1] <= self.rig.clock.now_ms
         else:
             assert done.miss.reason in {MissReason.UNKNOWN, MissReason.EVICTED, MissReason.EXPIRED}
 

@@ -46,20 +46,19 @@ def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple
             and 1 <= length <= 64 << 20
         ):
             pages = 1 + -(-length // 4096)
-        if pages == 0 or position + pages * 4096 > capacity:
+        generation, _expires, crc = struct.unpack_from("<QQI", header, 80)
+        bit = roll[position // 4096 // 8] >> position // 4096 % 8 & 1
+        if pages == 0 or position + pages * 4096 > capacity or (generation < roll_generation and not bit):
             position += 4096
             continue
-        generation, _expires, crc = struct.unpack_from("<QQI", header, 80)
         payload = drive[position + 4096 : position + 4096 + length]
         record = header[48:64], header[16:48]
-        bit = roll[position // 4096 // 8] >> position // 4096 % 8 & 1
-        valid = generation >= roll_generation or bit
-        if valid and header[10:12] == b"\1\0" and generation > best.get(record, (-1, b""))[0]:
+        if header[10:12] == b"\1\0" and generation > best.get(record, (-1, b""))[0]:
             best[record] = generation, payload if crc32c(payload) == crc else b"BAD"
-        if valid and header[10:12] == b"\2\0" and generation > sessions.get(record, (-1, b""))[0]:
+        if header[10:12] == b"\2\0" and generation > sessions.get(record, (-1, b""))[0]:
             assert record[1] == hashlib.blake2b(payload[:32], digest_size=32, person=b"tkv session").digest()
             sessions[record] = generation, payload
-        if valid and header[10:12] == b"\3\0":
+        if header[10:12] == b"\3\0":
             assert record[1] == hashlib.blake2b(payload, digest_size=32, person=b"tkv chunk").digest()
             chunks[record] = payload
         position += pages * 4096

@@ -14,6 +14,7 @@ from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
     CALL_BYTES,
+    LENGTH_END,
     Call,
     CallKind,
     FetchRow,
@@ -31,6 +32,7 @@ from kvstore.wire.fabric_call import (
 )
 from nic_offload.checksum import crc32c
 
+CRC_BYTES = 4
 WORDS = st.integers(0, (1 << 32) - 1)
 LONGS = st.integers(0, (1 << 64) - 1)
 KEYS = st.binary(min_size=32, max_size=32)
@@ -144,6 +146,16 @@ def test_an_error_comes_out_as_it_went_in() -> None:
 def test_an_answer_to_another_call_is_none() -> None:
     with pytest.raises(ProtocolError, match="not of this call"):
         leases_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 8)
+
+
+@pytest.mark.parametrize("left_out", [1, 8, 31])
+def test_an_answer_that_ends_in_the_middle_of_a_lease_is_refused(left_out: int) -> None:
+    whole = leases_bytes(7, [Leased(1, False, 2, 3, 4), Leased(2, False, 3, 4, 5)])
+    cut = bytearray(whole[:-left_out])
+    cut[CRC_BYTES:LENGTH_END] = len(cut).to_bytes(LENGTH_END - CRC_BYTES, "little")
+    cut[:CRC_BYTES] = crc32c(bytes(cut[CRC_BYTES:])).to_bytes(CRC_BYTES, "little")
+    with pytest.raises(ProtocolError, match="in the middle of a lease"):
+        leases_of(bytes(cut), 7)
 
 
 @given(st.binary(min_size=48, max_size=400))

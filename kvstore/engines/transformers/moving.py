@@ -77,7 +77,7 @@ class Mover:
                 inline.append((piece.key, view[at : at + piece.length]))
                 at += piece.length
             for result in self.client.put_many_inline(inline):
-                if result.error is not None:
+                if result.error is not None and not result.has_block:
                     raise result.error
             return
         blocks = []
@@ -91,7 +91,7 @@ class Mover:
             results = puts.wait(_TIMEOUT_S)
             puts.abandon()  # whatever has not landed by now: the memory is used for others next
             for result in results:
-                if result.error is not None:
+                if result.error is not None and not result.has_block:
                     raise result.error
 
     def get(self, some: Sequence[Piece]) -> tuple[int, Miss | None]:
@@ -116,7 +116,7 @@ class Mover:
 
     def close(self) -> None:
         """Let the memory and the client go."""
+        self.client.close()  # first: it ends whatever still uses the memory
         if self._region is not None:
             self._region.close()
         self._flags.close()
-        self.client.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvstore.engines.vllm.weights import weights_name
+from kvstore.engines.vllm.weights import adapter_name
 from kvstore.names import block_key
 
 __all__ = ["Chain"]
@@ -59,5 +59,5 @@ def _portable(one: Any) -> Any:
     """An adapter's path says nothing on another machine, and nothing about what is in it: its content does."""
     if isinstance(one, tuple) and one[0] == "lora":
         _, name, path = one
-        return ["lora", name, weights_name(path, None, None)]
+        return ["lora", name, adapter_name(path)]
     return one

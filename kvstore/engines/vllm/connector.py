@@ -1,8 +1,9 @@
 """vLLM's KVConnectorBase_V1 over our node.
 
-    --kv-transfer-config '{"kv_connector": "TriggerKvConnector",
-        "kv_connector_module_path": "kvstore.engines.vllm.connector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "TriggerKvConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
+
+(`plugin` is how vLLM knows the name.) A `kv_producer` loads nothing, and a `kv_consumer` saves nothing.
 
 What always holds: once the engine has started nothing raises into it; whatever fails, it computes. Nothing waits for
 longer than the deadlines of `settings`, and a node that is away costs next to nothing (the client's breaker). It owns
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -65,25 +67,43 @@ def _nothing() -> None:
     return None
 
 
+def _is_known_late(vllm_config: Any) -> bool:
+    """Whether a step may be planned, or computed on another rank, before it is known that one's loads have failed.
+
+    Then a step that waits for its loads could not tell what depends on them.
+    """
+    return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.world_size > 1
+
+
 class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One of them is the scheduler's, and one each worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.of_vllm(self._kv_transfer_config.kv_connector_extra_config)
+        if _is_known_late(vllm_config):
+            self._settings = replace(self._settings, load="async")
         self._scheduling: Scheduling | None = None
         self._working: Working | Absent | None = None
         self._identity: Identity | None = None
         try:
             self._identity = identify(vllm_config, kv_cache_config, self._settings.weights)
         except KvError as reason:
-            log.warning("No KV is kept: %s", reason)
+            if role is KVConnectorRole.SCHEDULER:  # once, not once a worker as well
+                log.warning("No KV is kept: %s", reason)
             return
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
             with_events = events is not None and events.enable_kv_cache_events
-            self._scheduling = Scheduling(self._settings, self._identity, with_events=with_events)
-            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            loads = self._kv_transfer_config.is_kv_consumer
+            self._scheduling = Scheduling(
+                self._settings,
+                self._identity,
+                with_events=with_events,
+                loads=loads,
+                saves=self._kv_transfer_config.is_kv_producer,
+            )
+            if loads and self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
                     'kv_load_failure_policy is not "recompute": a request whose KV does not come fails.'
                 )
@@ -118,7 +138,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Exception
         ) as reason:  # whatever it was, requests that were promised blocks must not wait for ever
             log.warning("No KV is kept: %s", reason, exc_info=not isinstance(reason, KvError))
-            self._working = Absent()
+            self._working = Absent(is_async=self._settings.is_async(len(self._identity.groups)))
 
     @_or(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -210,6 +230,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers tell."""
         if self._scheduling is not None:
+            self._scheduling.settled(connector_output.invalid_block_ids or set())
             self._scheduling.told(connector_output.kv_connector_worker_meta)
 
     @_or(lambda: (False, None))

@@ -5,7 +5,9 @@ the engine's own affair (`Order.OPAQUE`); so all that might change it is in the 
 and, on CPUs, the instruction set, the layout of the cache, its number format.
 
 What always holds: two engines name the same page only if model, weights, shard and all tokens before it are the same.
-What can't be named so (recurrent state, blocks split over context-parallel ranks) makes the connector stand aside.
+`model_of` says what model and weights are, once, for the connector's pages and for an OffloadingSpec's chunks.
+What can't be named so (recurrent state, blocks split over context-parallel ranks, attention that looks ahead) makes the
+connector stand aside.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import vllm
@@ -33,11 +35,19 @@ from kvstore.layout import Layer, Layout, Order
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Group", "Identity", "identify"]
+__all__ = ["Group", "Identity", "Model", "identify", "identify_chunks", "model_of"]
 
 _DTYPES = {"float8_e4m3fn": "float8_e4m3", "uint8": "int8"}
 # Paths and versions of tools are no part of what a model computes.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+class Model(NamedTuple):
+    """What decides the bytes of all KV of an engine, whatever kind of layer they are of."""
+
+    name: str
+    weights: str  # with all that is said about how to compute with them
+    engine: str  # who computes, and in which number format and order the cache is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,10 @@ class Group:
     def pages(self, digest: bytes, shard: int) -> list[bytes]:
         """The keys of a block's pages, layer by layer; the digest is that of its tokens and of all before them."""
         layout = self.shards[shard]
+        # A key says all that the layout does: engines that differ store side by side, and don't refuse each other.
+        block = layout.fingerprint + digest
         return [
-            layout.key(b"%b%d/%d" % (digest, self.number, layer)) for layer in range(len(self.layer_names))
+            layout.key(b"%b%d/%d" % (block, self.number, layer)) for layer in range(len(self.layer_names))
         ]
 
     def all_pages(self, digests: Iterable[bytes]) -> list[bytes]:
@@ -86,8 +98,9 @@ def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("Context-parallel ranks share blocks in a way that has no name here.")
+    model = model_of(vllm_config, kv_cache_config, weights)
     groups = tuple(
-        _group(number, group, vllm_config, kv_cache_config, weights)
+        _group(number, group, vllm_config, model)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     if not groups:
@@ -95,10 +108,82 @@ def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
     return Identity(groups, b"\n".join(group.shards[0].canonical for group in groups))
 
 
-def _group(number: int, group: Any, vllm_config: Any, kv_cache_config: Any, weights: str) -> Group:
+def _forbids_cached_context(vllm_config: Any) -> bool:
+    """Whether the platform has turned vLLM's own prefix cache off because its kernels would not look at it."""
+    return (
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+def identify_chunks(vllm_config: Any, kv_cache_config: Any, weights: str) -> bytes:
+    """Name what an OffloadingSpec keeps: blocks with all groups and ranks in them; LayoutError if it can't be named."""
+    parallel = vllm_config.parallel_config
+    groups = [
+        [[_kind(spec), _isa(vllm_config, spec), list(group.layer_names)] for spec in _specs(group)]
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    ranks = [
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+        parallel.world_size,
+    ]
+    about = ["vllm offloading", *model_of(vllm_config, kv_cache_config, weights), ranks, groups]
+    return json.dumps(about).encode()
+
+
+def model_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Model:
+    """Say what model this is, whose weights, and who computes with them; `weights` is what the user calls them.
+
+    LayoutError where nothing that is computed may be used again.
+    """
+    if _forbids_cached_context(vllm_config):
+        raise LayoutError(
+            "On this CPU vLLM computes MLA from the tokens of one step only, and caches no prefix."
+        )
+    model = vllm_config.model_config
+    drafts = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    is_dummy = str(vllm_config.load_config.load_format) == "dummy"  # no file of the folder is read
+    about = [
+        _weights(model, weights or is_dummy * "dummy"),
+        _weights(drafts, is_dummy * "dummy") if drafts is not None else None,
+        is_dummy,
+    ]
+    engine = [
+        "vllm",
+        vllm.__version__,
+        current_platform.device_name,
+        str(vllm_config.attention_config.backend),
+        kv_cache_config.kv_cache_layout,
+        str(vllm_config.cache_config.cache_dtype),
+        list(vllm_config.cache_config.kv_cache_dtype_skip_layers),
+    ]
+    return Model(_model(model), json.dumps(about, sort_keys=True, default=str), json.dumps(engine))
+
+
+def _specs(group: Any) -> list[Any]:
+    """What is said of a group's layers, of each one its own where they differ."""
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
     of_layers = [specs.get(name, spec) for name in group.layer_names]
+    for one in of_layers:
+        if getattr(one, "non_causal", False):
+            raise LayoutError("Attention that looks ahead makes KV that depends on the tokens behind it.")
+    return of_layers
+
+
+def _kind(spec: Any) -> list[str]:
+    """What a layer's KV is, as far as its bytes depend on it."""
+    names = ("block_size", "page_size_bytes", "dtype", "num_kv_heads", "head_size", "head_size_v")
+    more = ("sliding_window", "attention_chunk_size", "kv_quant_mode", "shapes", "dtypes")
+    return [type(spec).__name__, *(str(getattr(spec, name, None)) for name in (*names, *more))]
+
+
+def _group(number: int, group: Any, vllm_config: Any, model: Model) -> Group:
+    of_layers = _specs(group)
     for one in of_layers:
         if type(one) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
             raise LayoutError(f"KV of the kind {type(one).__name__} can't be stored by its tokens.")
@@ -119,15 +204,15 @@ def _group(number: int, group: Any, vllm_config: Any, kv_cache_config: Any, weig
     )
     name = str(first.dtype).removeprefix("torch.")
     layout = Layout(
-        model=_model(vllm_config.model_config),
-        weights=_weights(vllm_config.model_config, weights),
+        model=model.name,
+        weights=model.weights,
         dtype=_DTYPES.get(name, name),
         block_tokens=first.block_size,
         layers=layers,
         order=Order.OPAQUE,
         shards=ranks,
         isa=_isa(vllm_config, first),
-        engine=_engine(vllm_config, kv_cache_config, first),
+        engine=json.dumps([model.engine, _kind(first)]),
     )
     return Group(
         number=number,
@@ -144,36 +229,30 @@ def _model(model_config: Any) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def _weights(model_config: Any, given: str) -> str:
+def _weights(model_config: Any, given: str) -> list[Any]:
     """The weights, by the name they were given if they were, and all that is said about how to compute with them."""
     about = json.loads(model_config.hf_config.to_json_string(use_diff=False))
     for name in _NOT_THE_MODEL:
         about.pop(name, None)
     commit = getattr(model_config.hf_config, "_commit_hash", None)
-    return json.dumps(
-        [
-            given or weights_name(str(model_config.model), model_config.revision, commit),
-            about,
-            str(model_config.dtype),
-            str(model_config.quantization),
-        ],
-        sort_keys=True,
-    )
-
-
-def _engine(vllm_config: Any, kv_cache_config: Any, spec: Any) -> str:
-    return json.dumps(
-        [
-            "vllm",
-            vllm.__version__,
-            current_platform.device_name,
-            str(vllm_config.attention_config.backend),
-            kv_cache_config.kv_cache_layout,
-            str(vllm_config.cache_config.cache_dtype),
-            spec.page_size_bytes,
-            getattr(spec, "sliding_window", None),
-        ]
-    )
+    # Where weights are not loaded from the model's own folder, vLLM says from where.
+    weights = model_config.model_weights or model_config.model
+    found = given or weights_name(str(weights), model_config.revision, commit)
+    if not found:
+        raise LayoutError(
+            f"{weights} has no weights that could be told from others: name them with `weights` in the settings."
+        )
+    return [
+        found,
+        # A user who names the weights may forget to name them anew for another revision.
+        commit or model_config.revision,
+        model_config.code_revision,
+        about,
+        str(model_config.dtype),
+        str(model_config.quantization),
+        str(model_config.quantization_config),
+        model_config.disable_sliding_window,
+    ]
 
 
 def _isa(vllm_config: Any, spec: Any) -> str:
@@ -185,7 +264,7 @@ def _isa(vllm_config: Any, spec: Any) -> str:
     kernel = _get_attn_isa(
         vllm_config.model_config.dtype,
         spec.block_size,
-        spec.head_size,
+        getattr(spec, "head_size", None),  # recurrent state has none
         vllm_config.cache_config.cache_dtype,
     )
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {kernel}"

@@ -10,12 +10,12 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvstore.errors import LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from kvstore.engines.vllm.identity import Group
 
@@ -44,6 +44,10 @@ class KvMemory:
         self._kept = list(caches.values())  # the buffers lie over them
         self.planes = [
             [self._plane(name, caches[name], group, blocks) for name in group.layer_names] for group in groups
+        ]
+        self._rows = [
+            [self._rows_of(plane, blocks, group.page_bytes) for plane in of_group]
+            for group, of_group in zip(groups, self.planes, strict=True)
         ]
 
     def _plane(self, name: str, cache: torch.Tensor, group: Group, blocks: int) -> Plane:
@@ -78,6 +82,14 @@ class KvMemory:
             self._storages[start] = len(self.buffers)
             self.buffers.append((ctypes.c_char * storage.nbytes()).from_address(start))
         return Plane(self._storages[start], cache.data_ptr() - start, stride)
+
+    def _rows_of(self, plane: Plane, blocks: int, page_bytes: int) -> torch.Tensor:
+        buffer = torch.frombuffer(self.buffers[plane.buffer], dtype=torch.uint8)
+        return buffer.as_strided((blocks, page_bytes), (plane.stride, 1), plane.begin)
+
+    def rows(self, group: int) -> list[torch.Tensor]:
+        """The pages of all blocks as rows of bytes, layer by layer."""
+        return self._rows[group]
 
     def pages(self, group: int, block: int) -> list[tuple[int, int]]:
         """The buffer and the offset of each of a block's pages, layer by layer."""

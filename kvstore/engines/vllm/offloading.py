@@ -1,30 +1,30 @@
 """vLLM's OffloadingSpec over our node, for engines whose KV is not in memory that a fabric reaches.
 
-    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TriggerKvOffloadingSpec",
-        "spec_module_path": "kvstore.engines.vllm.offloading", "node": "127.0.0.1:7070"}
+    "kv_connector": "TriggerKvOffloadingConnector", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}
 
 What always holds: what `lookup` calls a hit is in this host's memory, checked, and stays until it is loaded; so no load
 fails, which this interface could not say. Its memory is a file in /dev/shm that has no name any more once engine and
 worker have it. What vLLM names its chunks by must be the same in every process: with a `prefix_caching_hash_algo` that
-is not cryptographic, set PYTHONHASHSEED.
-What it doesn't do: chunks of several blocks; ranks on several hosts.
+is not cryptographic, set PYTHONHASHSEED. Two engines share a chunk only if they would share the connector's pages
+(`identity`).
+What it doesn't do: chunks of several blocks; ranks on several hosts; work under vLLM's own `OffloadingConnector`, which
+tells a spec too little of the model to name anything by it.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import logging
 import mmap
 import os
-import platform
+import secrets
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -38,8 +38,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvstore.client import Client
 from kvstore.engines.vllm.host import HostMemory, State
-from kvstore.engines.vllm.settings import Settings
-from kvstore.engines.vllm.weights import weights_name
+from kvstore.engines.vllm.settings import ENGINE, Settings
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX
 from kvstore.names import block_key
@@ -47,18 +46,36 @@ from kvstore.names import block_key
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["TriggerKvOffloadingSpec"]
+__all__ = ["Engine", "TriggerKvOffloadingSpec"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _PAGE = mmap.PAGESIZE
 _IDLE_WAIT_S = 0.002
+_NAME_BYTES = 16
 _RESULTS = {
     State.UNKNOWN: LookupResult.RETRY,
     State.ABSENT: LookupResult.MISS,
     State.FILLING: LookupResult.HIT_PENDING,
     State.HERE: LookupResult.HIT,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the connector knows of its engine, and vLLM doesn't tell a spec."""
+
+    layout: bytes  # what its chunks are; b"": they can't be named, and none is kept
+    saves: bool = True
+    loads: bool = True
+    adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A request's, by content: the engine's own hashes have its path."""
+
+    name: bytes
 
 
 class _Slots(LoadStoreSpec):  # type: ignore[misc]
@@ -74,6 +91,13 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._settings = Settings.of_vllm(self.extra_config)
+        engine = self.extra_config.get(ENGINE)
+        if not isinstance(engine, Engine):
+            raise ConfigError(
+                "A TriggerKvOffloadingSpec has to be told which model this is: "
+                'let kv_connector be "TriggerKvOffloadingConnector", not "OffloadingConnector".'
+            )
+        self._engine = engine
         if self.blocks_per_chunk != 1:
             raise ConfigError("A chunk is one block here: leave out block_size and blocks_per_chunk.")
         self._rank_bytes = config.worker_kv_bytes_per_block
@@ -85,18 +109,21 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             )
         if self._settings.host_bytes < 2 * self._slot_bytes:
             raise ConfigError(f"host_bytes must hold some blocks of {self._slot_bytes} bytes.")
-        self._path = Path("/dev/shm") / f"triggerkv-{_short(config.engine_id)}"  # noqa: S108  # shared memory it is
+        # A MultiConnector may have several of us for one engine.
+        name = _short(f"{config.engine_id} {self._settings.reach.node} {self._settings.reach.tenant}")
+        self._path = Path("/dev/shm") / f"triggerkv-{name}"  # noqa: S108  # shared memory it is
         self._manager: _Manager | None = None
 
     def get_manager(self) -> OffloadingManager:
         """Make the scheduler's side."""
         if self._manager is None:
+            self._claim()
             client = Client(
                 self._settings.reach,
-                layout=self._layout(),
+                layout=self._engine.layout,
                 block_bytes_max=self._slot_bytes,
             )
-            layout = self._layout()
+            layout = self._engine.layout
             host = HostMemory(
                 client,
                 self._memory(),
@@ -105,13 +132,24 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 timeout_s=self._settings.load_timeout_ms / 1000,
                 transport=self._settings.transport,
             )
-            self._manager = _Manager(host, self._path)
+            self._manager = _Manager(host, self._path, self._engine)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Make a worker's side."""
         begin = self.config.parallel.rank * self._rank_bytes
         return _Worker(kv_caches, self._memory(), self._slot_bytes, begin)
+
+    def _claim(self) -> None:
+        """Hold the memory for one manager, for as long as this process lives: two would fill each other's slots."""
+        self._claimed = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._claimed)
+            raise ConfigError(
+                "Two offloading connectors of one engine need nodes or tenants of their own."
+            ) from None
 
     def _memory(self) -> mmap.mmap:
         size = self._settings.host_bytes // self._slot_bytes * self._slot_bytes
@@ -122,28 +160,6 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         finally:
             os.close(fd)
 
-    def _layout(self) -> bytes:
-        """All that has to be the same for one engine to use bytes of another."""
-        config = self.config
-        about = [
-            "vllm offloading",
-            vllm.__version__,
-            current_platform.device_name,
-            f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-            f" {torch.cpu._is_amx_tile_supported()}"  # noqa: SLF001  # what vLLM's own kernels are chosen by
-            if current_platform.is_cpu()
-            else "",
-            self._settings.weights or weights_name(config.model.name, None, None),
-            config.model.dtype,
-            config.kv_cache_layout,
-            config.parallel.tp_size,
-            config.parallel.pp_size,
-            config.parallel.world_size,
-            self._rank_bytes,
-            [[group.group_id, group.tokens_per_block, group.layer_names] for group in config.groups],
-        ]
-        return json.dumps(about).encode()
-
 
 def _short(engine_id: str) -> str:
     return blake2b(engine_id.encode(), digest_size=12).hexdigest()
@@ -152,40 +168,58 @@ def _short(engine_id: str) -> str:
 class _Manager(OffloadingManager):  # type: ignore[misc]
     """The scheduler's side."""
 
-    def __init__(self, host: HostMemory, path: Path) -> None:
+    def __init__(self, host: HostMemory, path: Path, engine: Engine) -> None:
         self._host = host
         self._path: Path | None = path
+        self._engine = engine
+        self._epoch = b""
 
-    def lookup(self, key: bytes, req_context: Any) -> LookupResult:  # noqa: ARG002
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Say whether a chunk can be loaded now."""
-        return _RESULTS[self._host.look(key)]
+        if not self._engine.loads:
+            return LookupResult.MISS
+        return _RESULTS[self._host.look(key + self._more(req_context))]
 
-    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:  # noqa: ARG002
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         """Keep what was called a hit."""
-        return _Slots(self._host.hold(list(keys)))
+        return _Slots(self._host.hold(self._named(keys, req_context)))
 
-    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Let it go again."""
         self._unname()
-        self._host.let_go(list(keys))
+        self._host.let_go(self._named(keys, req_context))
 
-    def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Keep these longer than others."""
-        self._host.touch(list(keys))
+        self._host.touch(self._named(keys, req_context))
 
-    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:  # noqa: ARG002
-        """Find slots for what is not here."""
-        given = self._host.begin_fill(list(keys))
-        return PrepareStoreOutput([key for key, _ in given], _Slots([number for _, number in given]), [])
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
+        """Find slots for what is not here; none for an engine that is not to store."""
+        of_vllm = dict(zip(self._named(keys, req_context), keys, strict=True))
+        given = self._host.begin_fill(list(of_vllm)) if self._engine.saves else []
+        return PrepareStoreOutput(
+            [of_vllm[key] for key, _ in given], _Slots([number for _, number in given]), []
+        )
 
-    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002  # vLLM's signature
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:  # noqa: FBT001, FBT002  # vLLM's signature
         """It is here; send it to the node."""
         self._unname()
-        self._host.end_fill(list(keys), filled=success)
+        self._host.end_fill(self._named(keys, req_context), filled=success)
 
-    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
-        """Nothing special about any request."""
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Take in whose adapter it is for."""
+        if (name := self._engine.adapters.pop(req_context.req_id, None)) is not None:
+            req_context.set_state(_Adapter(name))
         return RequestOffloadingContext()
+
+    def _named(self, keys: Collection[bytes], req_context: Any) -> list[bytes]:
+        more = self._more(req_context)
+        return [key + more for key in keys]
+
+    def _more(self, req_context: Any) -> bytes:
+        """What vLLM's hashes lack: all of one request's chunks have the same of it."""
+        adapter = req_context.get_state(_Adapter)
+        return self._epoch + (adapter.name if adapter is not None else b"")
 
     def on_schedule_end(self, context: Any) -> None:
         """Give the node's answers a moment rather than ask again at once."""
@@ -193,7 +227,8 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
             self._host.wait(_IDLE_WAIT_S)
 
     def reset_cache(self) -> None:
-        """Forget what is in this host's memory; the node keeps what it has."""
+        """Find nothing that is stored until now, here or on the node: the weights may be others."""
+        self._epoch = secrets.token_bytes(_NAME_BYTES)
         self._host.clear()
 
     def shutdown(self) -> None:

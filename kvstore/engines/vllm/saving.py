@@ -1,224 +1,208 @@
-"""Saves: pages leave the engine's memory while it computes, layer by layer, on a flag.
+"""Saves: when a step ends its pages are copied out of the engine's memory; a thread sends the copies.
 
-A step's save is begun before its forward pass: a thread reserves room on the node and arms a put for each page. What
-fires them is the engine's own: `layer_done` stores to the flag word after each layer, and all pages up to there go.
-At the end of the step `settle` waits until all have landed in the node's memory; by then almost all have, as they went
-while later layers were computed.
+In the step there is a memory copy, one call a layer, and nothing else: no call to the node, no lock that a thread holds
+while it waits. So a node that is slow, stopped or dead costs a step nothing. What there is no room to copy is not
+saved, and is counted.
 
-What always holds: when `settle` returns, nothing reads the engine's memory any more, whatever became of the puts; so
-the engine may free, preempt and write its blocks as it likes. Nothing here raises, and nothing waits for longer than
-the deadline. What did not get out in time is not stored, and that is all.
+Why a copy, and not the engine's own blocks held until they are sent: a held block is missing in the engine's cache for
+as long as the node takes; blocks that a failed load has spoilt are computed again in place; and vLLM gives back blocks
+of preempted requests and past windows without asking. The copy is exact whatever happens next.
+
+What always holds: a step that `settle` is told not to be sound, or of which a layer has not been computed, saves
+nothing; of a block all pages are copied, or none; after `settle` nothing reads the engine's memory.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import mmap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvstore.client import Block, Client
-from kvstore.clock import SystemClock
-from kvstore.errors import KvError, Overloaded
-from nic_offload.flags import FlagWords
+import torch
+
+from kvstore.engines.vllm.ring import Ring
+from kvstore.errors import LayoutError
+from kvstore.limits import SAVE_BATCH_PAGES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client import ArmedPuts
     from kvstore.engines.vllm.memory import KvMemory
     from kvstore.engines.vllm.plan import Wanted
-    from nic_offload.fabric import Region
 
-__all__ = ["SLOTS_BYTES", "Saved", "Saves"]
+__all__ = ["Copied", "Saved", "Saves", "Sender", "Sent", "staging"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-SLOTS_BYTES = 256 << 20  # of the node's memory, for what one worker has under way
-_ACK_TIMEOUT_S = 30.0  # for the drive's word about what has landed
+_ACK_WAIT_S = 0.02  # for the drive's word about what has landed, unless there is more to send
 
 
 @dataclass(slots=True)
 class Saved:
-    """How a step's save ended."""
+    """What became of some blocks."""
 
-    stored: list[tuple[int, bytes]]  # blocks of which all pages are stored, by group and digest
+    stored: list[tuple[int, bytes]]  # those of which all pages are stored, by group and digest
     pages: int = 0  # sent
     bytes: int = 0
-    failed: int = 0  # pages that are not stored
+    failed: int = 0  # pages that the node did not take
+    skipped: int = 0  # pages that there was no room to copy
+    withheld: int = 0  # pages of a step that was not sound
+
+
+class Copied(NamedTuple):
+    """A page in the memory of `Saves`."""
+
+    key: bytes
+    offset: int
+    length: int
+
+
+class Sent(Protocol):
+    """Pages that no longer need their memory, and may not have been answered for yet."""
+
+    def outcome(self, wait_s: float) -> list[bool | None] | None:
+        """Of each page: True if it was sent and is stored, None if the node had it, False if it failed; or not yet."""
+        ...
+
+
+class Sender(Protocol):
+    """How pages get to the node."""
+
+    def send(self, pages: Sequence[Copied]) -> Sent:
+        """Send; when this returns, within its time, nothing reads the pages any more."""
+        ...
 
 
 @dataclass(slots=True)
-class _Step:
-    """One step's save."""
+class _Batch:
+    """Some blocks of one group, copied: all of the first layer, then all of the second."""
 
-    blocks: Sequence[Wanted]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    armed: list[tuple[ArmedPuts, list[int]]] = field(
-        default_factory=list
-    )  # each with the blocks of its pages
-    given_up: int = 0  # pages that were not armed
-    broken: set[int] = field(default_factory=set)  # blocks that lack a page
-    over: bool = False  # no put is armed any more
-    prepared: threading.Event = field(default_factory=threading.Event)
-    until_ns: int = 0
+    blocks: list[Wanted]
+    offset: int
+    taken_bytes: int  # of the ring
 
 
 class Saves:
     """Of one worker. All calls but the thread's own come from the engine's thread."""
 
-    def __init__(
-        self, client: Client, memory: KvMemory, regions: Sequence[Region], slots: int, timeout_s: float
-    ) -> None:
-        self._client, self._memory, self._regions = client, memory, regions
-        self._slots = slots
-        self._timeout_s = timeout_s
-        self._flags = FlagWords.create(1)
-        self._value = 0  # of the flag word: it only grows
-        self._order = {
-            name: (number, layer)
-            for number, group in enumerate(memory.groups)
-            for layer, name in enumerate(group.layer_names)
-        }
-        self._layers = max(len(group.layer_names) for group in memory.groups)
-        self._undone: list[set[int]] = []
-        self._step: _Step | None = None
-        self._last = _Step(())
-        self._last.prepared.set()
-        self._armed: list[ArmedPuts] = []  # the thread's own: what may still have slots
-        self._ending: deque[_Step] = deque()
-        self._skipped = 0  # pages of steps that were not saved
+    def __init__(self, memory: KvMemory, staging: mmap.mmap, sender: Sender) -> None:
+        self._memory, self._sender = memory, sender
+        self._ring = Ring(len(staging))
+        self._bytes = torch.frombuffer(staging, dtype=torch.uint8)
+        self._layers = frozenset(name for group in memory.groups for name in group.layer_names)
+        self._undone: set[str] = set()
+        self._blocks: Sequence[Wanted] = ()
+        self._batches: deque[_Batch] = deque()
+        self._outcomes: deque[Saved] = deque()
+        self._unanswered: deque[tuple[_Batch, Sent]] = deque()  # the thread's own
         self._thread = ThreadPoolExecutor(1, "kvstore-save")
-        self._clock = SystemClock()
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
-        """Have puts armed for what this step will have computed, unless those of an earlier one still wait for room."""
-        if not self._last.prepared.is_set():
-            self._skipped += sum(len(self._memory.groups[wanted.group].layer_names) for wanted in blocks)
-            return
-        if not blocks:
-            return
-        self._step = self._last = _Step(blocks)
-        self._undone = [set(range(len(group.layer_names))) for group in self._memory.groups]
-        self._thread.submit(self._prepare, self._step, self._value)
+        """Note what this step will have computed."""
+        self._blocks = blocks
+        self._undone = set(self._layers)
 
     def layer_done(self, name: str) -> None:
-        """Let the pages of a layer go, whose KV is written, with those of all layers before it."""
-        if self._step is None or name not in self._order:
+        """Note that a layer's KV is written."""
+        self._undone.discard(name)
+
+    def settle(self, *, is_sound: bool) -> None:
+        """Copy what the step has computed, if it can be relied on, and have it sent."""
+        blocks, self._blocks = self._blocks, ()
+        if not blocks:
             return
-        group, layer = self._order[name]
-        self._undone[group].discard(layer)
-        # A layer's pages wait for its number, in every group: what counts is the first that is not written in any.
-        first = min(min(undone, default=self._layers) for undone in self._undone)
-        self._flags[0].store(self._value + first)
-
-    def settle(self) -> None:
-        """All layers are written: wait until the pages are out of our memory, or end what is not."""
-        step, self._step = self._step, None
-        if step is None:
+        if self._undone or not is_sound:
+            self._outcomes.append(Saved([], withheld=self._pages_of(blocks)))
             return
-        self._value += self._layers
-        self._flags[0].store(self._value)
-        until_ns = self._clock.monotonic_ns() + int(self._timeout_s * 1e9)
-
-        def left_s() -> float:
-            return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
-
-        step.prepared.wait(left_s())
-        with step.lock:
-            step.over = True
-        for armed, _ in step.armed:
-            if not armed.wait_landed(left_s()):
-                armed.abandon()
-        step.until_ns = self._clock.monotonic_ns() + int(_ACK_TIMEOUT_S * 1e9)
-        self._ending.append(step)
+        for number in range(len(self._memory.groups)):
+            of_group = [wanted for wanted in blocks if wanted.group == number]
+            part = max(1, SAVE_BATCH_PAGES_MAX // len(self._memory.groups[number].layer_names))
+            for first in range(0, len(of_group), part):
+                self._copy(of_group[first : first + part])
 
     def ended(self) -> list[Saved]:
-        """The steps of which everything is known by now."""
-        skipped, self._skipped = self._skipped, 0
-        ended = [Saved([], failed=skipped)] if skipped else []
-        while self._ending:
-            step = self._ending[0]
-            is_late = self._clock.monotonic_ns() > step.until_ns
-            if not is_late and not (
-                step.prepared.is_set() and all(armed.has_ended for armed, _ in step.armed)
-            ):
-                break
-            ended.append(self._outcome(self._ending.popleft()))
+        """What has become known since this was last asked."""
+        ended = []
+        while self._outcomes:
+            ended.append(self._outcomes.popleft())
         return ended
 
-    def _outcome(self, step: _Step) -> Saved:
-        saved = Saved([], failed=step.given_up)
-        broken = set(step.broken)
-        for armed, numbers in step.armed:
-            for number, result in zip(numbers, armed.wait(0), strict=True):
-                if result.error is not None:
-                    saved.failed += 1
-                    broken.add(number)
-                elif not result.already_stored:
-                    saved.pages += 1
-                    saved.bytes += self._memory.groups[step.blocks[number].group].page_bytes
-        saved.stored = [
-            (wanted.group, wanted.digest) for number, wanted in enumerate(step.blocks) if number not in broken
-        ]
-        return saved
+    def _pages_of(self, blocks: Sequence[Wanted]) -> int:
+        return sum(len(self._memory.groups[wanted.group].layer_names) for wanted in blocks)
+
+    def _copy(self, blocks: list[Wanted]) -> None:
+        number = blocks[0].group
+        page_bytes = self._memory.groups[number].page_bytes
+        rows = self._memory.rows(number)
+        of_layer = len(blocks) * page_bytes
+        taken = self._ring.take(of_layer * len(rows))
+        if taken is None:
+            self._outcomes.append(Saved([], skipped=self._pages_of(blocks)))
+            return
+        offset, taken_bytes = taken
+        which = torch.tensor([wanted.block for wanted in blocks])
+        for layer, row in enumerate(rows):
+            begin = offset + layer * of_layer
+            into = self._bytes[begin : begin + of_layer].view(len(blocks), page_bytes)
+            torch.index_select(row, 0, which, out=into)
+        self._batches.append(_Batch(blocks, offset, taken_bytes))
+        self._thread.submit(self._work)
 
     # --- the thread
 
-    def _prepare(self, step: _Step, value: int) -> None:
+    def _work(self) -> None:
+        batch = self._batches.popleft()
         try:
-            pages = self._pages(step.blocks, value)
-            part = max(1, self._slots // 2)
-            for first in range(0, len(pages), part):
-                some = pages[first : first + part]
-                if not self._arm(step, some):
-                    step.given_up += len(some)
-                    step.broken.update(number for number, _ in some)
+            sent = self._sender.send(self._pages(batch))
+            self._unanswered.append((batch, sent))
         except Exception:  # the engine goes on, whatever it was
             log.exception("Saving blocks failed; they are not stored.")
-            step.broken.update(range(len(step.blocks)))
+            self._outcomes.append(Saved([], failed=self._pages_of(batch.blocks)))
         finally:
-            step.prepared.set()
+            self._ring.give_back(batch.taken_bytes)
+        while self._unanswered:
+            batch, sent = self._unanswered[0]
+            results = sent.outcome(0 if self._batches else _ACK_WAIT_S)
+            if results is not None:
+                self._unanswered.popleft()
+                self._outcomes.append(self._outcome(batch, results))
+            elif self._batches:
+                break
 
-    def _pages(self, blocks: Sequence[Wanted], value: int) -> list[tuple[int, Block]]:
-        """The pages of all blocks, first those of the first layers: they are written first."""
-        pages = []
-        for number, wanted in enumerate(blocks):
-            group = self._memory.groups[wanted.group]
-            places = self._memory.pages(wanted.group, wanted.block)
-            for layer, (key, (buffer, offset)) in enumerate(
-                zip(group.pages(wanted.digest, self._memory.shard), places, strict=True)
-            ):
-                block = Block(
-                    key, self._regions[buffer], offset, group.page_bytes, threshold=value + layer + 1
-                )
-                pages.append((number, block))
-        pages.sort(key=lambda page: page[1].threshold)
-        return pages
+    def _pages(self, batch: _Batch) -> list[Copied]:
+        group = self._memory.groups[batch.blocks[0].group]
+        keys = [group.pages(wanted.digest, self._memory.shard) for wanted in batch.blocks]
+        return [
+            Copied(
+                keys[at][layer],
+                batch.offset + (layer * len(keys) + at) * group.page_bytes,
+                group.page_bytes,
+            )
+            for layer in range(len(group.layer_names))
+            for at in range(len(keys))
+        ]
 
-    def _arm(self, step: _Step, pages: Sequence[tuple[int, Block]]) -> bool:
-        """Reserve and arm; whether it was done before the step was over."""
-        blocks = [block for _, block in pages]
-        while not step.over:
-            try:
-                reservation = self._client.reserve(blocks)
-            except Overloaded:
-                # If puts of ours have the slots, each that ends gives one back.
-                self._armed = [armed for armed in self._armed if not armed.has_ended]
-                if not self._armed:
-                    return False
-                self._armed[0].wait(self._timeout_s)
-                continue
-            except KvError as error:
-                log.debug("No room for %d pages: %s", len(blocks), error)
-                return False
-            with step.lock:
-                if not step.over:
-                    armed = reservation.arm(self._flags[0])
-                    step.armed.append((armed, [number for number, _ in pages]))
-                    self._armed = [one for one in self._armed if not one.has_ended] + [armed]
-                    return True
-            reservation.give_back()
-        return False
+    def _outcome(self, batch: _Batch, results: list[bool | None]) -> Saved:
+        group = self._memory.groups[batch.blocks[0].group]
+        sent = results.count(True)
+        return Saved(
+            [
+                (wanted.group, wanted.digest)
+                for at, wanted in enumerate(batch.blocks)
+                if False not in results[at :: len(batch.blocks)]
+            ],
+            pages=sent,
+            bytes=sent * group.page_bytes,
+            failed=results.count(False),
+        )
+
+
+def staging(memory: KvMemory, size: int) -> mmap.mmap:
+    """Make the memory that pages are copied to; LayoutError if it holds not one block."""
+    for group in memory.groups:
+        if (needed := len(group.layer_names) * group.page_bytes) > size:
+            raise LayoutError(f"host_bytes is {size}; one block has {needed} bytes.")
+    return mmap.mmap(-1, size)

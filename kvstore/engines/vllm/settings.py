@@ -10,8 +10,9 @@ from kvstore.engines.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Settings"]
+__all__ = ["ENGINE", "Settings"]
 
+ENGINE = "triggerkv engine"  # where our offloading connector puts what it knows of its engine
 # What vLLM itself reads from the same place.
 _OF_VLLM = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events", "offload_prompt_only"})
 
@@ -30,7 +31,11 @@ class Settings(EngineSettings):
     load: str = "async"  # or "sync": the step waits for it
     host_bytes: int = 256 << 20  # of an OffloadingSpec's memory between engine and node
 
+    def is_async(self, groups: int) -> bool:
+        """Whether loads run beside the steps. An engine of several groups takes a failed load back only then."""
+        return self.load == "async" or groups > 1
+
     @classmethod
     def of_vllm(cls, extra: Mapping[str, Any]) -> Self:
         """Read an engine's `kv_connector_extra_config`."""
-        return cls.of(extra, where="kv_connector_extra_config", of_engine=_OF_VLLM)
+        return cls.of(extra, where="kv_connector_extra_config", of_engine=_OF_VLLM | {ENGINE})

@@ -19,6 +19,8 @@ COUNTS = {
     "saved_pages": "Pages sent to the node",
     "saved_bytes": "Bytes of KV sent to the node",
     "unsaved_pages": "Pages that the node did not take in time",
+    "skipped_pages": "Pages that were not saved because earlier ones still waited for the node",
+    "withheld_pages": "Pages that were not saved because a load of their step had failed",
     "lookups_late": "Look-ups that the node did not answer in time",
 }
 

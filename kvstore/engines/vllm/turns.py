@@ -1,6 +1,7 @@
 """Requests that say whose they are: turns of a session of the store.
 
 A request names its session in `kv_transfer_params` (`{"session": ..., "user": ...}`), or with the header X-Session-ID.
+That names no user; such sessions are those of one that is called `anonymous`.
 When it comes, the node reads what it has of the session into its memory; when it is over, its blocks are the session's.
 
 What always holds: the engine waits for none of it, and none of it decides which bytes a request gets: that do the
@@ -27,6 +28,7 @@ __all__ = ["Turns"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
+_ANONYMOUS = "anonymous"
 _QUEUED_MAX = 256  # turns that wait for the node; what comes while it is away is not appended
 _TRIES = 5  # a turn's last blocks may be on their way to the drive still
 _TRY_WAIT_S = 0.1
@@ -64,7 +66,7 @@ class Turns:
     def _session(self, request: Any) -> Session | None:
         given = request.kv_transfer_params or {}
         name = given.get("session") or getattr(request, "session_id", None)
-        return self._client.session(str(given.get("user", "")), str(name)) if name else None
+        return self._client.session(str(given.get("user") or _ANONYMOUS), str(name)) if name else None
 
     def _later(self, work: Any) -> None:
         if not self._room.acquire(blocking=False):

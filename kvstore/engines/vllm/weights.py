@@ -2,38 +2,83 @@
 
 What always holds: a folder of up to `WHOLE_BYTES_MAX` of weights is hashed as a whole. Of a larger one each file's
 name, size and beginning are, with pieces from all over it: other training changes all of them. A model of a hub goes by
-its commit. Who patches single tensors of a large folder in place must say so (`weights` in the settings).
+its commit. What can't be told from others has no name: a branch says nothing about what is in it tomorrow.
+What it doesn't do: see single tensors of a large folder patched in place; who does that says so (`weights` in the
+settings).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import re
+import secrets
+from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
-__all__ = ["weights_name"]
+from huggingface_hub import try_to_load_from_cache
+
+__all__ = ["adapter_name", "weights_name"]
 
 WHOLE_BYTES_MAX = 256 << 20
 _PIECE_BYTES = 64 << 10
 _PIECES = 64  # of a file
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_ADAPTER_CONFIG = "adapter_config.json"  # its scale decides the KV as its weights do
+_CONFIGS = ("config.json", "params.json")  # what any model of a hub has one of
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_name(model: str, revision: str | None, commit: str | None) -> str:
-    """What tells a model's weights from all others, as well as it can be known here."""
-    folder = Path(model)
-    if folder.is_dir():
-        return f"digest {_folder_digest(str(folder))}"
-    return f"commit {commit}" if commit else f"{model} {revision or ''}"
+    """What tells a model's weights from all others, as well as it can be known here; "" if it can't."""
+    path = Path(model)
+    if path.is_dir():
+        return _name(_weights_in(path))
+    if path.is_file():
+        return _name([path])
+    commit = commit or _commit_of(model, revision)
+    return f"commit {commit}" if commit else ""
 
 
-def _folder_digest(folder: str) -> str:
-    """Of all files with weights in a folder."""
-    files = sorted(one for one in Path(folder).iterdir() if one.suffix in _SUFFIXES)
-    stats = [one.stat() for one in files]
-    return _digest(
-        tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True))
-    )
+def adapter_name(path: str) -> str:
+    """What tells an adapter from all others. One that can't be told has a name that only this process knows."""
+    folder = Path(path)
+    files = _weights_in(folder) if folder.is_dir() else []
+    if not files:
+        # A hub's newest commit may be fetched between now and its first use.
+        return f"unknown {_this_process()} {path}"
+    if (config := folder / _ADAPTER_CONFIG).is_file():
+        files.append(config)
+    return _name(files)
+
+
+@cache
+def _this_process() -> str:
+    return secrets.token_hex(16)
+
+
+def _commit_of(model: str, revision: str | None) -> str:
+    """Which commit of a hub's model lies in this machine's cache under a revision; by now it has been loaded."""
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    for name in _CONFIGS:
+        try:
+            file = try_to_load_from_cache(model, name, revision=revision)
+        except ValueError:  # that is no name of a hub's
+            return ""
+        if isinstance(file, str) and _COMMIT.fullmatch(commit := Path(file).parent.name):
+            return commit
+    return ""
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.iterdir() if one.suffix in _SUFFIXES)
+
+
+def _name(files: list[Path]) -> str:
+    """A digest of all of these; "" of none."""
+    stats = [file.stat() for file in files]
+    known = tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True))
+    return f"digest {_digest(known)}" if files else ""
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,8 @@
 """The worker's side: carries out what a plan says, on the KV memory of its rank.
 
-What always holds: a block that was promised and did not come is told to the engine, which computes it; at the end of a
-step nothing reads blocks of the engine's, and only loads that it knows of write to them.
+What always holds: a block that was promised and did not come is told to the engine, which computes it; a step saves
+nothing unless every load that it waited for has succeeded; at the end of a step nothing reads blocks of the engine's,
+and only loads that it knows of write to them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Working:
         transport = open_transport(settings, identity, self.memory)
         self._saves = transport.saves
         self._loads = Loads(transport, self.memory, settings.load_timeout_ms / 1000)
-        self._is_async = settings.load == "async" or len(identity.groups) > 1
+        self._is_async = settings.is_async(len(identity.groups))
         self._plan = Plan()
+        self._is_sound = True  # whether what this step computes can be relied on
         self._failed_blocks: set[int] = set()
         self._stored: dict[tuple[int, bytes], int] = {}
         self.stats = Stats()
@@ -58,16 +60,22 @@ class Working:
     def begin_step(self, plan: Plan) -> None:
         """Before anything is computed."""
         self._plan = plan
+        self._is_sound = self._is_async or not plan.loads
         self._saves.begin(plan.saves)
 
     def load(self) -> None:
         """Begin the plan's loads, or make them."""
         loads, self._plan.loads = self._plan.loads, []
-        for load in loads:
-            if self._is_async:
+        if self._is_async:
+            for load in loads:
                 self._loads.begin(load)
-            else:
-                self._take(self._loads.load(load))
+            return
+        loaded = [self._loads.load(load) for load in loads]
+        for one in loaded:
+            self._take(one)
+        # What is computed from blocks that did not come must not be saved. Which requests share them is vLLM's affair,
+        # so the whole step counts as spoilt; vLLM computes anew what it needs of it, and that is saved.
+        self._is_sound = not any(one.missing for one in loaded)
 
     def layer_done(self, name: str) -> None:
         """A layer's KV of this step is written."""
@@ -75,13 +83,15 @@ class Working:
 
     def end_step(self) -> None:
         """All is computed; the blocks may be anybody's after this."""
-        self._saves.settle()
+        self._saves.settle(is_sound=self._is_sound)
         for saved in self._saves.ended():
             for name in saved.stored:
                 self._stored[name] = 1
             self.stats.add("saved_pages", saved.pages)
             self.stats.add("saved_bytes", saved.bytes)
             self.stats.add("unsaved_pages", saved.failed)
+            self.stats.add("skipped_pages", saved.skipped)
+            self.stats.add("withheld_pages", saved.withheld)
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them that lack a block."""
@@ -113,8 +123,9 @@ class Working:
 class Absent:
     """The worker's side where blocks can't be moved: all that was promised is missing, and computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_async: bool) -> None:
         self.stats = Stats()
+        self._is_async = is_async
         self._loads: list[Load] = []
         self._ended: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -127,8 +138,11 @@ class Absent:
         """Break them."""
         loads, self._loads = self._loads, []
         for load in loads:
-            self._ended.add(load.request)
+            # Of a load that a step waits for the engine is told no end: its scheduler takes that for a bug.
+            if self._is_async:
+                self._ended.add(load.request)
             self._failed_blocks.update(wanted.block for wanted in load.blocks)
+            self.stats.add("missing_blocks", len(load.blocks))
 
     def layer_done(self, name: str) -> None:
         """Nothing goes."""

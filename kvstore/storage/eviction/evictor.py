@@ -78,7 +78,8 @@ class Evictor:
         self._rows = IdMap(capacity_pages // _SMALLEST_RECORD_PAGES)
         self._wheel = TimerWheel(now_ms)
         self._chains = Chains()
-        self._guards = Guards()
+        self._pages = array("I")  # of each row
+        self._guards = Guards(self._pages)
         self.owners = Owners()
         self._free_rows = array("I")
         self._total_pages = 0
@@ -87,7 +88,6 @@ class Evictor:
         # Of each row:
         self._generations = array("Q")
         self._names = array("Q")
-        self._pages = array("I")
         self._used = array("I")  # ticks from the start to its last use
         self._states = bytearray()
 
@@ -174,6 +174,15 @@ class Evictor:
         """Note uses, in their order; blocks that are not kept are passed over."""
         self._use(self._rows.find_all(generations), now_ms)
 
+    def renewed(self, generation: int, expires_ms: int) -> None:
+        """Note that a block expires at another time than was said; 0 is never."""
+        row = self._rows.find(generation)
+        if row < 0:
+            return
+        self._wheel.cancel(row)
+        self._states[row] &= ~_OVERDUE
+        self._wheel.insert(row, expires_ms)
+
     def left(self, session: int, first_position: int, now_ms: int) -> None:
         """Note that a session ends before a position: blocks from there on are as old as its tail was."""
         rows = self._chains.rows(session, first_position)
@@ -249,11 +258,22 @@ class Evictor:
         row = self._rows.find(generation)
         return row >= 0 and self._guards.words[row] != 0
 
+    def places(self, generation: int) -> tuple[list[int], int]:
+        """Tell in which sessions a block stands, and at which position in all of them."""
+        row = self._rows.find(generation)
+        sessions = [] if row < 0 else list(self._chains.sessions(row))
+        return sessions, self._chains.position(row) if sessions else 0
+
     def lacks(self, session: int, position: int) -> bool:
         """Tell whether a session would go on, or have a gap less, with a block at this position."""
         if self._chains.at(session, position) != NO_ROW:
             return False
         return position == 0 or self._chains.at(session, position - 1) != NO_ROW
+
+    @property
+    def protected_pages(self) -> int:
+        """Tell how many pages are of blocks that are protected."""
+        return self._guards.protected_pages
 
     # What goes.
 

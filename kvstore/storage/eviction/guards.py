@@ -17,6 +17,7 @@ __all__ = ["Guards"]
 
 _COUNT_BITS: Final = 16
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
+_PROTECTED_SHIFT: Final = Guard.PROTECTED * _COUNT_BITS
 _STUCK_BY: Final = {
     Guard.PIN: Stuck.PINNED,
     Guard.WRITE: Stuck.WRITING,
@@ -28,9 +29,12 @@ _STUCK_BY: Final = {
 class Guards:
     """Counts in one word a row: the guard that lasts longest in the highest bits."""
 
-    __slots__ = ("_by_longest", "words")
+    __slots__ = ("_by_longest", "_pages", "protected_pages", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, pages: array[int]) -> None:
+        """Take the pages of each row, which somebody else keeps: a row has its own before it has a guard."""
+        self._pages = pages
+        self.protected_pages = 0  # of all rows that are protected
         self.words = array("Q")  # not zero: the row may not go
         self._by_longest = [0] * (len(Guard) + 1)  # rows, by the number of bits of their word, in counts
 
@@ -88,3 +92,6 @@ class Guards:
         longest = self._by_longest
         longest[before.bit_length() + _COUNT_BITS - 1 >> 4] -= 1
         longest[after.bit_length() + _COUNT_BITS - 1 >> 4] += 1
+        protected = (after >> _PROTECTED_SHIFT != 0) - (before >> _PROTECTED_SHIFT != 0)
+        if protected:
+            self.protected_pages += protected * self._pages[row]

@@ -1,0 +1,77 @@
+"""vLLM's OffloadingConnector with our spec in it, told which model it is for.
+
+    --kv-transfer-config '{"kv_connector": "TriggerKvOffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
+
+vLLM tells a spec the model's name and little more. Its connector knows all of it, so this one says it to the spec: what
+the chunks are (`identity`), whether this engine saves and loads (`kv_role`), and requests' adapters by their content.
+
+What always holds: a model that can't be named has no chunks kept, and the log says why.
+What it doesn't do: anything else; all of its work is vLLM's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvstore.engines.vllm.identity import identify_chunks
+from kvstore.engines.vllm.offloading import Engine
+from kvstore.engines.vllm.settings import ENGINE, Settings
+from kvstore.engines.vllm.weights import adapter_name
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+__all__ = ["TriggerKvOffloadingConnector"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_SPEC = {"spec_name": "TriggerKvOffloadingSpec", "spec_module_path": "kvstore.engines.vllm.offloading"}
+
+
+class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """One of them is the scheduler's, and one each worker's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._engine = _engine(vllm_config, kv_cache_config)
+        super().__init__(_with(vllm_config, {ENGINE: self._engine}), role, kv_cache_config)
+
+    def on_new_request(self, request: Any) -> None:
+        """Say which adapter it is for."""
+        if request.lora_request is not None:
+            name = adapter_name(request.lora_request.lora_path).encode()
+            self._engine.adapters[request.request_id] = blake2b(name, digest_size=16).digest()
+        super().on_new_request(request)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **named: Any) -> Any:
+        """Make the counters of vLLM's Prometheus page."""
+        return super().build_prom_metrics(_with(vllm_config, {}), *arguments, **named)
+
+
+def _engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
+    transfer = vllm_config.kv_transfer_config
+    settings = Settings.of_vllm(transfer.kv_connector_extra_config)
+    try:
+        layout = identify_chunks(vllm_config, kv_cache_config, settings.weights)
+    except KvError as reason:
+        log.warning("No KV is kept: %s", reason)
+        return Engine(b"", saves=False, loads=False)
+    return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
+
+
+def _with(vllm_config: Any, more: dict[str, Any]) -> Any:
+    """The same configuration, but that it names our spec; as a MultiConnector makes one for each of its parts."""
+    transfer = vllm_config.kv_transfer_config
+    changed = copy.copy(vllm_config)
+    changed.kv_transfer_config = replace(
+        transfer, kv_connector_extra_config=_SPEC | transfer.kv_connector_extra_config | more
+    )
+    return changed

@@ -1,0 +1,142 @@
+"""How copied pages get to the node: over the fabric, by a flag that is set already, or inside gRPC.
+
+What always holds: when `send` returns or raises, nothing reads the pages any more; it takes no longer than its
+deadlines. It is called by a thread of our own, never in a step of the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvstore.client import Block, Client
+from kvstore.clock import SystemClock
+from kvstore.errors import KeyTaken, KvError, Overloaded
+from nic_offload.flags import FlagWords
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Sequence
+
+    from kvstore.client import ArmedPuts, PutResult
+    from kvstore.engines.vllm.saving import Copied
+    from nic_offload.fabric import Region
+
+__all__ = ["FabricSender", "InlineSender"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_ACK_TIMEOUT_S = 10.0  # for the drive's word about what has landed
+
+
+def _stored(result: PutResult) -> bool | None:
+    """Whether a page was stored by us; None if the key had a block before."""
+    if not result.has_block:
+        return False
+    return None if result.already_stored or result.error is not None else True
+
+
+class _Armed:
+    """Pages that have landed, or never will: whether they are stored is known when all puts have ended."""
+
+    def __init__(self, parts: list[tuple[ArmedPuts | None, int]]) -> None:
+        self._parts = parts
+        self._clock = SystemClock()
+        self._until_ns = self._clock.monotonic_ns() + int(_ACK_TIMEOUT_S * 1e9)
+
+    def outcome(self, wait_s: float) -> list[bool | None] | None:
+        """Wait a moment for the puts to end; what is unknown for too long has failed."""
+        results: list[bool | None] = []
+        for armed, pages in self._parts:
+            if armed is None:
+                results += [False] * pages
+                continue
+            of_part = armed.wait(wait_s)
+            if not armed.has_ended and self._clock.monotonic_ns() < self._until_ns:
+                return None
+            results += [_stored(result) for result in of_part]
+        return results
+
+
+class FabricSender:
+    """Triggered puts out of registered memory."""
+
+    def __init__(self, client: Client, region: Region, slots: int, timeout_s: float) -> None:
+        self._client, self._region = client, region
+        self._part = max(1, slots // 2)
+        self._timeout_s = timeout_s
+        self._flags = FlagWords.create(1)
+        self._flags[0].store(1)  # what is sent is there already
+        self._last: list[ArmedPuts] = []  # what may still have slots on the node
+        self._clock = SystemClock()
+
+    def send(self, pages: Sequence[Copied]) -> _Armed:
+        """Put pages, and wait until they have landed on the node; end what has not in time."""
+        until_ns = self._clock.monotonic_ns() + int(self._timeout_s * 1e9)
+
+        def left_s() -> float:
+            return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
+
+        parts: list[tuple[ArmedPuts | None, int]] = []
+        try:
+            for first in range(0, len(pages), self._part):
+                some = pages[first : first + self._part]
+                blocks = [Block(page.key, self._region, page.offset, page.length) for page in some]
+                parts.append((self._arm(blocks, left_s), len(some)))
+            for armed, _ in parts:
+                if armed is not None:
+                    armed.wait_landed(left_s())
+        finally:
+            for armed, _ in parts:
+                if armed is not None:
+                    armed.abandon()  # nothing is left of what has landed
+        return _Armed(parts)
+
+    def _arm(self, blocks: Sequence[Block], left_s: Callable[[], float]) -> ArmedPuts | None:
+        while True:
+            self._last = [armed for armed in self._last if not armed.has_ended]
+            try:
+                armed = self._client.reserve(blocks).arm(self._flags[0])
+            except Overloaded:
+                # If puts of ours have the slots, each that ends gives one back.
+                if not self._last or not left_s():
+                    return None
+                self._last[0].wait(left_s())
+                continue
+            except KvError as error:
+                log.debug("No room for %d pages: %s", len(blocks), error)
+                return None
+            self._last.append(armed)
+            return armed
+
+
+class _Known:
+    """Pages of which all is known at once."""
+
+    def __init__(self, results: list[bool | None]) -> None:
+        self._results = results
+
+    def outcome(self, wait_s: float) -> list[bool | None] | None:  # noqa: ARG002
+        return self._results
+
+
+class InlineSender:
+    """Puts inside gRPC, one after the other."""
+
+    def __init__(self, client: Client, memory: mmap.mmap) -> None:
+        self._client, self._memory = client, memory
+
+    def send(self, pages: Sequence[Copied]) -> _Known:
+        """Put pages; after the first failure the others are not tried."""
+        results: list[bool | None] = []
+        try:
+            for page in pages:
+                content = self._memory[page.offset : page.offset + page.length]
+                try:
+                    self._client.put_inline(page.key, content)
+                    results.append(True)
+                except KeyTaken:
+                    results.append(None)  # another computation's bytes, which are as good
+        except KvError as error:
+            log.debug("%d pages were not stored: %s", len(pages) - len(results), error)
+        return _Known(results + [False] * (len(pages) - len(results)))

@@ -1,0 +1,129 @@
+"""Reads records to see whether they are whole, for puts that would be settled with them.
+
+Always holds: a record is whole if its header is exactly the one that the index names, tag included, and its payload has
+that header's CRC, all of it read from the drive since it was asked for; a read that fails is tried once more. While a
+record is read nothing new is written there, and it is not evicted for room. Memory is bounded by `CHECKS_AT_ONCE`
+pieces, and allocated with the first check; who finds none waits, in order.
+
+It decides nothing: who asked is told, and sees what the index says by then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.eviction.items import Guard
+from kvstore.storage.index import is_header_of
+from kvstore.wire.record import HEADER_USED_BYTES, Header, record_bytes
+from nic_offload.checksum import crc32c_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.traffic import Traffic
+    from kvstore.wire.record import HeaderCodec
+
+__all__ = ["Checks", "Finding"]
+
+
+class Finding(enum.Enum):
+    """What a record turned out to be."""
+
+    WHOLE = enum.auto()
+    DAMAGED = enum.auto()
+    FOREIGN = enum.auto()  # there is another record's good header, which is not ours to wipe
+    UNREADABLE = enum.auto()
+
+
+class Checks:
+    """All checks of one drive that have not ended."""
+
+    def __init__(self, codec: HeaderCodec, extents: Extents, traffic: Traffic, keeping: Keeping) -> None:
+        self._codec = codec
+        self._extents = extents
+        self._traffic = traffic
+        self._keeping = keeping
+        self._memory: mmap.mmap | None = None
+        self._free: list[int] = []  # addresses of pieces
+        self._waiting: deque[_Check] = deque()
+
+    def check(self, name: Name, entry: Entry, then: Callable[[Finding], None]) -> None:
+        """Read a record; `then` is told what it is, from `poll`."""
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, CHECKS_AT_ONCE * CHECK_PIECE_BYTES)
+            first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            self._free = [first + at * CHECK_PIECE_BYTES for at in range(CHECKS_AT_ONCE)]
+        self._extents.pin(entry.offset // PAGE_BYTES)
+        self._keeping.guard([entry.generation], Guard.PIN)
+        self._waiting.append(_Check(self, name, entry, then))
+        self._start()
+
+    def _start(self) -> None:
+        while self._free and self._waiting:
+            one = self._waiting.popleft()
+            one.address = self._free.pop()
+            self._traffic.add(one)
+
+    def arrived(self, one: _Check, result: int) -> None:
+        """Take the result of a read."""
+        finding = self._read_on(one, result)
+        if finding is None:
+            self._traffic.add(one)
+            return
+        self._free.append(one.address)
+        self._extents.unpin(one.entry.offset // PAGE_BYTES)
+        self._keeping.unguard([one.entry.generation], Guard.PIN)
+        self._start()
+        one.then(finding)
+
+    def _read_on(self, one: _Check, result: int) -> Finding | None:
+        """Look at a piece; None if there is more to read."""
+        if result < 0:
+            one.failed += 1
+            return None if one.failed == 1 else Finding.UNREADABLE
+        first = one.address
+        if one.at == 0:
+            found = self._codec.parse(ctypes.string_at(first, HEADER_USED_BYTES), 0, one.entry.offset)
+            if not is_header_of(found, one.name, one.entry):
+                return Finding.FOREIGN if isinstance(found, Header) else Finding.DAMAGED
+            first += HEADER_BYTES
+        left = HEADER_BYTES + one.entry.length - one.at
+        one.crc32c = crc32c_at(first, min(one.address + left, one.address + result) - first, one.crc32c)
+        one.at += result
+        if one.at < record_bytes(one.entry.length):
+            return None
+        return Finding.WHOLE if one.crc32c == one.entry.crc32c else Finding.DAMAGED
+
+
+class _Check:
+    """One record that is being read, piece by piece."""
+
+    reads: Final = True
+
+    __slots__ = ("_checks", "address", "at", "crc32c", "entry", "failed", "name", "then")
+
+    def __init__(self, checks: Checks, name: Name, entry: Entry, then: Callable[[Finding], None]) -> None:
+        self._checks = checks
+        self.name = name
+        self.entry = entry
+        self.then = then
+        self.address = self.at = self.crc32c = self.failed = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return min(CHECK_PIECE_BYTES, record_bytes(self.entry.length) - self.at)
+
+    def begin(self, tag: int) -> DiskOp:
+        return DiskOp(DiskOpKind.READ, self.address, self.size_bytes, self.entry.offset + self.at, tag)
+
+    def end(self, result: int) -> None:
+        self._checks.arrived(self, result)

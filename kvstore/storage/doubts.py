@@ -1,0 +1,126 @@
+"""Blocks that are in the index though nobody knows whether their bytes are whole, by generation.
+
+Doubted is what a scan has found, since it reads no payloads; what was not known to be synced when a process died, since
+its drive may have lost that; what a drive could not read while it took no more writes; and all that an older build has
+left, which noted no doubts.
+
+Always holds:
+
+- A block is doubted until somebody has checked its CRC and said so (`believe`), over any number of openings: the doubts
+  are a table of the index, and go with it.
+- A doubted block is served as any other is, because its CRC is checked then. But no put is settled with it, and nobody
+  who wants to put it is told that it is stored already: that would be a promise.
+
+It checks nothing: `kvstore.storage.checks` does.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import StorageError
+from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.storage.rows import checked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.storage.index import Index
+
+__all__ = ["Doubts"]
+
+_GENERATION: Final = struct.Struct(">Q")
+_DOUBT: Final = b"?"
+_AT_ONCE: Final = 1 << 16
+
+
+class Doubts:
+    """The doubts of one index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._believed: set[int] = set()  # since the last commit
+
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return self._index.has_doubts
+
+    def __len__(self) -> int:
+        if not self._index.has_doubts:
+            return 0
+        with self._index.reading() as transaction:
+            noted = int(transaction.stat(self._index.doubts)["entries"])
+        return max(0, noted - len(self._believed))  # of those believed, some may be gone meanwhile
+
+    def of(self, generations: Iterable[int]) -> set[int]:
+        """Tell which of these blocks are doubted."""
+        if not self._index.has_doubts:
+            return set()
+        with self._index.reading() as transaction:
+            return {
+                one
+                for one in generations
+                if one not in self._believed
+                and transaction.get(_GENERATION.pack(one), db=self._index.doubts) is not None
+            }
+
+    def add(self, generations: Iterable[int]) -> None:
+        """Doubt these blocks, those of them that are stored."""
+        generations = set(generations)
+        self._believed -= generations
+
+        def doubt(transaction: Any) -> None:
+            for one in map(_GENERATION.pack, generations):
+                if transaction.get(one, db=self._index.generations) is not None:
+                    transaction.put(one, checked(one, _DOUBT), db=self._index.doubts)
+
+        self._write(doubt)
+
+    def add_above(self, generation: int) -> None:
+        """Doubt all blocks with a higher generation than this, some at a time: a transaction has its bounds."""
+        while some := self._first_above(generation):
+
+            def doubt(transaction: Any, some: list[bytes] = some) -> None:
+                with transaction.cursor(self._index.doubts) as cursor:
+                    cursor.putmulti((one, checked(one, _DOUBT)) for one in some)
+
+            self._write(doubt)
+            (generation,) = _GENERATION.unpack(some[-1])
+
+    def _first_above(self, generation: int) -> list[bytes]:
+        with (
+            self._index.reading() as transaction,
+            transaction.cursor(self._index.generations) as cursor,
+        ):
+            if not cursor.set_range(_GENERATION.pack(generation + 1)):
+                return []
+            return list(islice(cursor.iternext(values=False), _AT_ONCE))
+
+    def believe(self, generations: Iterable[int]) -> None:
+        """Note that the CRC of these blocks was checked and is right; `commit` makes it outlive the process."""
+        if self._index.has_doubts:
+            self._believed |= self.of(generations)  # others would cost a commit for nothing
+            if len(self._believed) > BATCH_BLOCKS_MAX:
+                self.commit()
+
+    def commit(self) -> None:
+        """Make what has been believed last. If that fails it is doubted again, which costs another check."""
+        believed, self._believed = self._believed, set()
+        if not believed:
+            return
+
+        def strike(transaction: Any) -> None:
+            for one in believed:
+                transaction.delete(_GENERATION.pack(one), db=self._index.doubts)
+
+        with suppress(StorageError):
+            self._write(strike)
+
+    def _write(self, change: Any) -> None:
+        self._index.has_doubts = True  # what is removed meanwhile takes its doubts along
+        self._index.write(change)
+        with self._index.reading() as transaction:
+            self._index.has_doubts = transaction.stat(self._index.doubts)["entries"] > 0

@@ -1,0 +1,147 @@
+"""Holds an index that was not closed cleanly against itself, and a part of it against the drive, before it is believed.
+
+What is believed decides where the next records are written. So after this has passed, every row is what was put there,
+every row is found by its name, rows by name and by generation say the same, and the last commit is the one that
+the rows are of; that no two records overlap, or lie outside, `extents_around` sees. A row that is wrong on the drive's
+side is looked for among the newest `INDEX_HEADERS_CHECKED_MAX` blocks: reading all headers would be a scan.
+
+Always holds: what doesn't pass is Corrupt, with the reason in half a sentence. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
+
+import lmdb
+
+from kvstore.errors import Corrupt, StorageError
+from kvstore.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    INDEX_HEADERS_CHECKED_MAX,
+    KEY_BYTES,
+    PAGE_BYTES,
+    SESSION_BYTES,
+    TENANT_BYTES,
+    USER_BYTES,
+)
+from kvstore.storage.rows import is_whole
+from kvstore.wire.record import HEADER_USED_BYTES, Flaw, HeaderCodec, Kind, record_bytes
+
+if TYPE_CHECKING:
+    from kvstore.storage.disk import Disk
+    from kvstore.storage.index import Index
+    from kvstore.wire.record import Superblock
+
+__all__ = ["check_index"]
+
+_NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
+_SESSION_NAME_BYTES: Final = TENANT_BYTES + USER_BYTES + SESSION_BYTES
+_BLOCK_BYTES: Final = 52
+_OWNER_BYTES: Final = 60
+_PLACE: Final = struct.Struct("<QI")  # how the rows of records begin
+_OWNED: Final = struct.Struct("<QI4xQ")  # of a block: offset, length, generation
+_GENERATION: Final = struct.Struct(">Q")
+
+
+def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
+    """Look at every row."""
+    try:
+        with index.reading() as transaction:
+            _refuse_different(_blocks(transaction, index), _owners(transaction, index))
+            for table, name_bytes, is_record in (
+                (index.sessions, _SESSION_NAME_BYTES, True),
+                (index.chunks, _NAME_BYTES, True),
+                (index.references, _NAME_BYTES, False),
+                (index.doubts, _GENERATION.size, False),
+            ):
+                if table is not None:  # an older build noted no doubts
+                    _table(transaction, table, name_bytes, is_record=is_record)
+        _headers(index, superblock, disk)
+    except (lmdb.Error, struct.error, ValueError) as error:
+        raise Corrupt(f"it can't be read: {error}") from error
+    except Corrupt:
+        raise
+    except StorageError as error:
+        raise Corrupt(f"it can't be read: {error}") from error
+
+
+def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) -> None:
+    if by_name != by_generation:
+        raise Corrupt("its rows by name and by generation differ")
+
+
+def _blocks(transaction: Any, index: Index) -> tuple[int, int]:
+    """Check the rows by name; give their number, and a sum over what the rows by generation are to say."""
+    count = total = 0
+    before = b""
+    get, table = transaction.get, index.blocks
+    for name, row in transaction.cursor(table):
+        if len(name) != _NAME_BYTES or len(row) != _BLOCK_BYTES or not is_whole(name, row):
+            raise Corrupt("a block's row was changed")
+        if name <= before or get(name, db=table) != row:
+            raise Corrupt("a block is not found where its row stands")
+        offset, length, generation = _OWNED.unpack_from(row)
+        _refuse_place(offset, length)
+        total += crc32(name + row[:12], crc32(_GENERATION.pack(generation)))
+        count += 1
+        before = name
+    return count, total
+
+
+def _owners(transaction: Any, index: Index) -> tuple[int, int]:
+    count = total = 0
+    before = b""
+    get, table = transaction.get, index.generations
+    for generation, row in transaction.cursor(table):
+        if len(generation) != _GENERATION.size or len(row) != _OWNER_BYTES:
+            raise Corrupt("a generation's row was changed")
+        if generation <= before or get(generation, db=table) != row:
+            raise Corrupt("a generation is not found where its row stands")
+        total += crc32(row, crc32(generation))
+        count += 1
+        before = generation
+    return count, total
+
+
+def _table(transaction: Any, table: Any, name_bytes: int, *, is_record: bool) -> None:
+    before = b""
+    for name, row in transaction.cursor(table):
+        if len(name) != name_bytes or not is_whole(name, row):
+            raise Corrupt("a row was changed")
+        if name <= before or transaction.get(name, db=table) != row:
+            raise Corrupt("a row is not found where it stands")
+        if is_record:
+            _refuse_place(*_PLACE.unpack_from(row))
+        before = name
+
+
+def _refuse_place(offset: int, length: int) -> None:
+    if offset % PAGE_BYTES or not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
+        raise Corrupt("a row says a place where no record can be")
+
+
+def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:
+    """Hold the newest blocks against their headers. One that can't be read says nothing about the index."""
+    codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+    with index.reading() as transaction:
+        rows = transaction.cursor(index.generations).iterprev(keys=False)
+        names = [row[:_NAME_BYTES] for row in islice(rows, INDEX_HEADERS_CHECKED_MAX)]
+    found = index.lookup([(name[:TENANT_BYTES], name[TENANT_BYTES:]) for name in names])
+    for name, entry in zip(names, found, strict=True):
+        assert entry is not None, "the rows have been held against each other"
+        if entry.offset + record_bytes(entry.length) > superblock.capacity_bytes:
+            raise Corrupt("a row says a place beyond the drive")
+        try:
+            page = disk.read_at(entry.offset, PAGE_BYTES)
+        except StorageError:
+            continue
+        header = codec.parse(page[:HEADER_USED_BYTES], 0, entry.offset)
+        if isinstance(header, Flaw):
+            continue  # the drive's own damage: a get will see it
+        said = (header.kind, header.tenant + header.key, header.generation, header.length, header.crc32c)
+        if said != (Kind.BLOCK, name, entry.generation, entry.length, entry.crc32c):
+            raise Corrupt("a row says something else than its record's header")

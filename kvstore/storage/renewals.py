@@ -1,0 +1,171 @@
+"""A longer life for a block that is stored: its header is written anew, where it stands.
+
+A header lies in one sector, so it is the old one or the new one whatever happens, and both are this record's: place,
+generation, payload and tag's key are the same, and only the time at which it expires differs. So no page is taken or
+given, and everybody who knows the block by its generation goes on knowing it.
+
+Always holds:
+
+- A put is reported when the longer life is in the header on the drive and in the index; a `synced` one when a sync has
+  been begun after that and ended.
+- While a header is being written its extent is pinned, so that nothing else comes to stand there, not even the zeros
+  of a deletion, before that write has ended.
+- A block that is gone when its header has been written was not renewed: whoever asked hears so, and puts it.
+
+It decides nothing about puts: `kvstore.storage.puts` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import StorageError
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.eviction.items import Guard
+from kvstore.storage.index import header_of
+from kvstore.storage.writes import write_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.index import Entry, Index, Name
+    from kvstore.storage.items import PutItem, PutsDone
+    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.traffic import Traffic
+    from kvstore.storage.writes import Writes
+    from kvstore.wire.record import HeaderCodec
+
+__all__ = ["Renewal", "Renewals", "lives_as_long"]
+
+_HeaderPage: Final = ctypes.c_char * HEADER_BYTES
+
+
+def lives_as_long(expires_ms: int, wanted_ms: int) -> bool:
+    """Tell whether one time to expire is no earlier than another; 0 is never."""
+    return not expires_ms or 0 < wanted_ms <= expires_ms
+
+
+class Renewal:
+    """One header on its way to the drive, in the header page of the slot of the put that asked for it."""
+
+    reads: Final = False
+    size_bytes: Final = PAGE_BYTES
+
+    __slots__ = ("_renewals", "afterwards", "entry", "error", "followers", "name", "slot_address")
+
+    def __init__(
+        self,
+        renewals: Renewals,
+        name: Name,
+        entry: Entry,
+        item: PutItem,
+        waiting: list[tuple[PutItem, PutsDone]],
+    ) -> None:
+        self._renewals = renewals
+        self.name = name
+        self.entry = entry._replace(expires_ms=item.expires_ms)  # what is to be
+        self.slot_address = item.slot_address
+        self.followers = waiting
+        self.afterwards: list[Callable[[], None]] = []
+        self.error: StorageError | None = None
+
+    def begin(self, tag: int) -> DiskOp | None:
+        """Give the write; None if nothing is written any more."""
+        return self._renewals.begin(self, tag)
+
+    def end(self, result: int) -> None:
+        """Take the result."""
+        self._renewals.ended(self, result)
+
+
+class Renewals:
+    """Of one drive."""
+
+    def __init__(
+        self,
+        writes: Writes,
+        index: Index,
+        extents: Extents,
+        traffic: Traffic,
+        keeping: Keeping,
+        codec: HeaderCodec,
+    ) -> None:
+        self._writes = writes
+        self._index = index
+        self._extents = extents
+        self._traffic = traffic
+        self._keeping = keeping
+        self._codec = codec
+        self._ended: list[Renewal] = []
+        self._unsynced: dict[int, Renewal] = {}  # by generation, the last one of each
+
+    def add(self, renewal: Renewal) -> None:
+        """Queue one; its block is in the index."""
+        self._extents.pin(renewal.entry.offset // PAGE_BYTES)
+        self._keeping.guard([renewal.entry.generation], Guard.WRITE)
+        self._traffic.add(renewal)
+
+    def begin(self, renewal: Renewal, tag: int) -> DiskOp | None:
+        """Make the header."""
+        if self._writes.stopped is not None:
+            renewal.error = self._writes.stopped_again()
+            self._finished(renewal)
+            return None
+        entry, header = renewal.entry, header_of(renewal.name, renewal.entry)
+        self._codec.pack(_HeaderPage.from_address(renewal.slot_address), 0, header, entry.offset)
+        return DiskOp(DiskOpKind.WRITE, renewal.slot_address, PAGE_BYTES, entry.offset, tag)
+
+    def ended(self, renewal: Renewal, result: int) -> None:
+        """Take the result of a write."""
+        if result < 0:
+            renewal.error = write_error(result)
+            self._writes.stop(renewal.error, 0)
+        self._finished(renewal)
+
+    def _finished(self, renewal: Renewal) -> None:
+        self._extents.unpin(renewal.entry.offset // PAGE_BYTES)
+        self._ended.append(renewal)
+
+    def settle_finished(self) -> list[tuple[Renewal, bool]]:
+        """Put what has been written into the index, in one transaction; tell of each whether its block is there."""
+        if not self._ended:
+            return []
+        ended, self._ended = self._ended, []
+        told = []
+        try:
+            there = self._index.lookup([one.name for one in ended])
+            renewed = [
+                one
+                for one, entry in zip(ended, there, strict=True)
+                if one.error is None and entry is not None and entry.generation == one.entry.generation
+            ]
+            self._index.renew((one.name, one.entry) for one in renewed)
+        except StorageError as error:  # by which the drive has stopped
+            renewed = []
+            for one in ended:
+                one.error = one.error or error
+        for one in renewed:
+            self._keeping.renewed(one.entry.generation, one.entry.expires_ms)
+            self._note_unsynced(one)
+        left = set(map(id, renewed))
+        for one in ended:
+            self._keeping.unguard([one.entry.generation], Guard.WRITE)
+            told.append((one, id(one) in left))
+        return told
+
+    def is_unsynced(self, generation: int) -> bool:
+        """Tell whether power loss could bring the header back that a block had before."""
+        return generation in self._unsynced
+
+    def _note_unsynced(self, renewal: Renewal) -> None:
+        generation = renewal.entry.generation
+        self._unsynced[generation] = renewal
+
+        def synced(error: StorageError | None) -> None:
+            if error is None and self._unsynced.get(generation) is renewal:
+                del self._unsynced[generation]
+
+        self._writes.after_sync(synced, unhurried=True)

@@ -1,0 +1,104 @@
+"""The way of a quarantined extent back into use: all of it is overwritten with zeros.
+
+Always holds: an extent comes here when its header is wiped, and nobody reads it any more; it is free when the drive has
+written all of it without an error, which is also when a drive replaces a sector that it could not read. After an error
+it stays out of use until the store is opened anew. Of one drive one piece is written at a time, behind other work.
+
+A close does not wait for what has not begun: the next opening finds no record there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import PAGE_BYTES, SCRUB_PIECE_BYTES
+from kvstore.storage.disk import DiskOp, DiskOpKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.traffic import Traffic
+    from kvstore.storage.writes import Writes
+
+__all__ = ["Scrubs"]
+
+
+class Scrubs:
+    """All extents of one drive that are to be overwritten, in order."""
+
+    def __init__(self, writes: Writes, extents: Extents, traffic: Traffic) -> None:
+        self._writes = writes
+        self._extents = extents
+        self._traffic = traffic
+        self._zeros: mmap.mmap | None = None  # made with the first
+        self.zeros_address = 0
+        self._waiting: deque[_Scrub] = deque()
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        """How many are not over."""
+        return len(self._waiting)
+
+    def add(self, start: int, pages: int, over: Callable[[], object]) -> None:
+        """Overwrite an extent and free it; `over` is called when it is free."""
+        if self._zeros is None:
+            self._zeros = mmap.mmap(-1, SCRUB_PIECE_BYTES)
+            self.zeros_address = ctypes.addressof(ctypes.c_char.from_buffer(self._zeros))
+        self._waiting.append(_Scrub(self, start, pages, over))
+        if len(self._waiting) == 1:
+            self._begin_next()
+
+    def close(self) -> None:
+        """Begin no more."""
+        self._closed = True
+        while len(self._waiting) > 1:
+            self._waiting.pop()
+
+    def _begin_next(self) -> None:
+        if self._closed or self._writes.stopped is not None:
+            self._waiting.clear()
+        if self._waiting:
+            self._traffic.add(self._waiting[0])
+
+    def wrote(self, scrub: _Scrub, result: int) -> None:
+        """Take the result of a piece."""
+        scrub.at += max(0, result)
+        if result > 0 and scrub.at < scrub.pages * PAGE_BYTES and not self._closed:
+            self._traffic.add(scrub)
+            return
+        self._waiting.popleft()
+        if result > 0 and scrub.at == scrub.pages * PAGE_BYTES:
+            self._extents.release(scrub.start, scrub.pages)
+            scrub.over()
+        self._begin_next()
+
+
+class _Scrub:
+    """One extent."""
+
+    reads: Final = False
+
+    __slots__ = ("_scrubs", "at", "over", "pages", "start")
+
+    def __init__(self, scrubs: Scrubs, start: int, pages: int, over: Callable[[], object]) -> None:
+        self._scrubs = scrubs
+        self.start = start
+        self.pages = pages
+        self.over = over
+        self.at = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return min(SCRUB_PIECE_BYTES, self.pages * PAGE_BYTES - self.at)
+
+    def begin(self, tag: int) -> DiskOp:
+        offset = self.start * PAGE_BYTES + self.at
+        return DiskOp(DiskOpKind.WRITE, self._scrubs.zeros_address, self.size_bytes, offset, tag)
+
+    def end(self, result: int) -> None:
+        self._scrubs.wrote(self, result)

@@ -1,0 +1,328 @@
+"""A get past its deadline ends alone, and its memory is busy until nothing of it can come any more."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.client.nodes import Everywhere
+from kvstore.errors import FabricStuck, NodeUnavailable, RegionBusy
+from kvstore.limits import FETCH_CANCEL_MS
+from kvstore.miss import Miss, MissReason
+from tests.client.test_promises import put
+from tests.client.test_resuming import key
+from tests.conftest import MIB, Rig, small_node
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import HeldDrive, NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client.link import Link
+    from kvstore.node.node import Node
+
+WAIT_S = 20.0
+SHORT_S = 0.05
+CANARY = b"\x5a"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node") as process:
+        yield process
+
+
+@pytest.fixture
+def rig(node: NodeInProcess) -> Iterator[Rig]:
+    rig = Rig(node)  # type: ignore[arg-type]
+    yield rig
+    rig.close()
+
+
+def link_of(client: Client) -> Link:
+    assert client._link is not None
+    return client._link
+
+
+def is_away(outcome: object) -> bool:
+    return isinstance(outcome, Miss) and outcome.reason is MissReason.NODE_AWAY
+
+
+def untouched(rig: Rig) -> bool:
+    return bool(rig.target[:] == CANARY * len(rig.target))
+
+
+def paint(rig: Rig) -> None:
+    rig.target[:] = CANARY * len(rig.target)
+
+
+def over_rpc(client: Client) -> None:
+    """As against a node that takes no calls over the fabric."""
+    client.attach()
+    link_of(client).calls = None
+
+
+@pytest.mark.parametrize("way", ["fabric", "rpc"])
+def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: Rig, way: str) -> None:
+    """Once it ended the link, and with it every put that was armed on it."""
+    blocks = [rig.block(number, 100_000) for number in range(4)]
+    put(rig, blocks)
+    if way == "rpc":
+        over_rpc(rig.client)
+    before = link_of(rig.client)
+    rig.flags[0].store(0)
+    armed = rig.client.reserve([rig.block(9)]).arm(rig.flags[0])
+    drive = HeldDrive(node)
+    paint(rig)
+    outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=SHORT_S)
+    assert all(map(is_away, outcomes))
+    assert rig.client._link is before
+    assert drive.let_go() == 4
+    rig.flags[0].store(10)
+    (result,) = armed.wait(WAIT_S)
+    assert result.error is None
+    assert rig.client._link is before
+    assert untouched(rig), "what was read after the cancellation was sent"
+    assert rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S) == [
+        Hit(block.key) for block in blocks
+    ]
+    assert node.call(lambda inside: inside.hot.shares.total_bytes) == 0
+
+
+def test_a_get_whose_cancellation_is_not_confirmed_ends_the_link(tmp_path: Path) -> None:
+    with small_node(tmp_path / "node") as process:
+        rig = Rig(process)
+        block = rig.block(0, 100_000)
+        put(rig, [block])
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
+            took_s = time.monotonic() - began_s
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert is_away(outcome)
+        assert not rig.client.is_attached
+        assert SHORT_S + FETCH_CANCEL_MS / 1000 <= took_s < SHORT_S + FETCH_CANCEL_MS / 1000 + 5.0
+        rig.to_region.close()  # nothing comes through the link any more
+        rig.close()
+
+
+def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
+    node: NodeInProcess, rig: Rig
+) -> None:
+    """The cancellation goes by gRPC, and may overtake the fetch."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    link = link_of(rig.client)
+    due = next(link.generations) + 1
+    word = link._free_words[-1]
+
+    def cancel(inside: Node) -> None:
+        (connection,) = inside._connections.values()
+        inside.fetches.cancel(connection, {due: word}, called=False)
+
+    node.call(cancel)
+    paint(rig)
+    began_s = time.monotonic()
+    (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=WAIT_S)
+    assert is_away(outcome)
+    assert time.monotonic() - began_s < WAIT_S / 2, "its word said so"
+    assert untouched(rig)
+    assert rig.client._link is link
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+
+
+def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_served(
+    node: NodeInProcess, rig: Rig
+) -> None:
+    """The node's loop has the call, and hears of it only after the client gave it up."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    over_rpc(rig.client)
+    link, go_on = link_of(rig.client), threading.Event()
+    standing = threading.Thread(target=lambda: node.call(lambda _: go_on.wait(WAIT_S)))
+    standing.start()
+    timer = threading.Timer(SHORT_S + FETCH_CANCEL_MS / 3000, go_on.set)
+    timer.start()
+    paint(rig)
+    (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
+    standing.join(WAIT_S)
+    assert is_away(outcome)
+    assert rig.client._link is link
+    node.call(lambda _: None)
+    assert untouched(rig)
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+
+
+def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards(
+    node: NodeInProcess, rig: Rig
+) -> None:
+    """From the drive and the hot memory, called by the fabric and by gRPC, with deadlines from nothing to enough."""
+    blocks = [rig.block(number, MIB // 2) for number in range(12)]
+    put(rig, blocks)
+    link = link_of(rig.client)
+    calls = link.calls
+    dice = random.Random(15)
+    missed = hits = 0
+    for turn in range(150):
+        some = dice.sample(blocks, dice.randint(1, len(blocks)))
+        if turn % 3 == 0:  # they come from the drive again
+            node.call(forget_all)
+        link.calls = calls if dice.random() < 0.7 else None
+        outcomes = rig.client.get([rig.wanted(block) for block in some], timeout_s=dice.random() * 0.02)
+        hits += sum(isinstance(one, Hit) for one in outcomes)
+        missed += sum(map(is_away, outcomes))
+        assert all(rig.is_exact(b) for b, one in zip(some, outcomes, strict=True) if isinstance(one, Hit))
+        paint(rig)
+        rig.client.status()  # some time for what must not come
+        assert untouched(rig), turn
+        if rig.client._link is not link:  # the machine stood still for longer than a node has to confirm
+            rig.client.attach()
+            link = link_of(rig.client)
+            calls = link.calls
+    assert hits
+    assert missed
+    wait_until(
+        lambda: node.call(lambda inside: inside.hot.shares.total_bytes) == 0, "nothing is held any more"
+    )
+
+
+def forget_all(inside: Node) -> None:
+    pages = inside.hot.pages
+    for piece in (*pages._probation.values(), *pages._protected.values()):
+        pages.forget(piece)
+
+
+# --- memory
+
+
+def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: Rig) -> None:
+    """Once it could be closed, and late bytes came into whatever was mapped there next."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
+    with pytest.raises(RegionBusy):
+        rig.to_region.close()
+    drive.let_go()
+    assert get.wait() == [Hit(block.key)]
+    rig.to_region.close()
+    rig.target.close()  # nobody keeps it
+
+
+def test_a_region_is_free_after_every_end_of_a_get(node: NodeInProcess, rig: Rig) -> None:
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    assert is_away(rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)[0])
+    drive.let_go()
+    rig.client.get([rig.wanted(rig.block(5))], timeout_s=WAIT_S)  # a miss
+    rig.client.get([rig.wanted(block)] * 3, timeout_s=WAIT_S)
+    rig.to_region.close()
+
+
+def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
+    puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
+    with pytest.raises(RegionBusy):
+        rig.from_region.close()
+    puts.cancel()
+    rig.from_region.close()
+
+
+def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
+    rig = Rig(node)  # type: ignore[arg-type]
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    paint(rig)
+    get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
+    rig.close()
+    assert is_away(get.wait()[0])
+    drive.let_go()
+    node.call(lambda _: None)
+    assert untouched(rig)
+    rig.target.close()  # nobody keeps it
+
+
+def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: Rig) -> None:
+    chat = rig.client.session("ada", "chat 7")
+    blocks = [Block(key(at), rig.from_region, at * MIB, 1000, threshold=1) for at in range(3)]
+    puts = chat.reserve(blocks).arm(rig.flags[0])
+    rig.flags[0].store(1)
+    assert all(one.error is None for one in puts.wait(WAIT_S))
+    chat.append([one.key for one in blocks], tokens=3)
+    drive = HeldDrive(node)
+    with chat.resuming(
+        lambda number, name: Block(name, rig.to_region, number * MIB, 1000), timeout_s=WAIT_S
+    ) as back:
+        with pytest.raises(RegionBusy):
+            rig.to_region.close()
+        drive.let_go()
+        assert back.whole().is_whole
+        rig.to_region.close()
+
+
+def test_memory_of_several_nodes_stays_registered_where_it_is_busy(node: NodeInProcess, rig: Rig) -> None:
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    memory = Everywhere(bytearray(MIB))
+    with Client(node.target, slots=1, block_bytes_max=4096) as other:
+        busy, idle = memory.at(rig.client), memory.at(other)
+        get = rig.client.getting([Block(block.key, busy, 0, block.length)], timeout_s=WAIT_S)
+        with pytest.raises(RegionBusy):
+            memory.close()
+        assert idle.handle is None
+        drive.let_go()
+        assert get.wait() == [Hit(block.key)]
+        memory.close()
+        assert busy.handle is None
+
+
+def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what a provider that hangs will still write. Once whoever waited then waited for ever."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
+    link = link_of(rig.client)
+
+    def hangs() -> None:
+        raise FabricStuck("Closing an endpoint got no answer.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(link.endpoint, "close", hangs)
+        rig.client.lose(link, NodeUnavailable("The node went away."))
+    assert is_away(get.wait()[0])
+    with pytest.raises(RegionBusy):
+        rig.to_region.close()
+    drive.let_go()
+    link.endpoint.close()
+
+
+def test_memory_that_nobody_else_keeps_lives_for_as_long_as_its_region(node: NodeInProcess, rig: Rig) -> None:
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    region = rig.client.register(bytearray(MIB))
+    drive = HeldDrive(node)
+    get = rig.client.getting([Block(block.key, region, 0, block.length)], timeout_s=WAIT_S)
+    gc.collect()
+    others = [bytearray(MIB) for _ in range(8)]  # they would be where it was
+    drive.let_go()
+    assert get.wait() == [Hit(block.key)]
+    assert ctypes.string_at(region.address, block.length) == rig.source[: block.length]
+    assert not any(map(any, others))
+    region.close()

@@ -1,0 +1,111 @@
+"""LMCache's own server as a child process, with a node behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+class LmcacheServer:
+    """At one address through all its lives. Its own memory (L1) goes with each of them."""
+
+    def __init__(self, place: Path, node: str) -> None:
+        self._node = node
+        self._log = place / "lmcache server.log"
+        self._port, self._http_port = free_port(), free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def transfer(self) -> dict[str, Any]:
+        """What an engine of this server has for its `kv_transfer_config`."""
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": self._port,
+                "lmcache.mp.heartbeat_interval": 0.5,
+            },
+        }
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def start(self) -> None:
+        """Start it, and wait until it takes calls."""
+        adapter = {
+            "type": "plugin",
+            "module_path": "kvstore.engines.lmcache.l2",
+            "class_name": "TriggerKvL2Adapter",
+            "adapter_params": {"node": self._node, "weights": "of this test"},
+        }
+        options = {
+            "host": "127.0.0.1",
+            "port": self._port,
+            "http-host": "127.0.0.1",
+            "http-port": self._http_port,
+            "chunk-size": 64,
+            "l1-size-gb": 0.25,
+            "eviction-policy": "LRU",
+            "supported-transfer-mode": "auto",  # it moves KV by CUDA's handles otherwise
+            "max-workers": 2,
+            "l2-adapter": json.dumps(adapter),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "lmcache"), "server", "--disable-observability", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": str(ROOT)},
+            )
+        until = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            assert self._process.poll() is None, self.log()[-3000:]
+            assert time.monotonic() < until, self.log()[-3000:]
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._http_port}/healthcheck", timeout=5
+            ) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()

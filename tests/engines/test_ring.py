@@ -1,0 +1,40 @@
+"""The ring that copied pages lie in."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from kvstore.engines.vllm.ring import Ring
+
+
+def test_pieces_never_overlap() -> None:
+    dice = random.Random(5)
+    for size in (64, 100, 1000):
+        ring = Ring(size)
+        taken: deque[tuple[range, int]] = deque()
+        most = 0
+        for _ in range(3000):
+            if taken and dice.random() < 0.5:
+                ring.give_back(taken.popleft()[1])
+                continue
+            wanted = dice.randrange(1, size + 1)
+            if (got := ring.take(wanted)) is None:
+                continue
+            offset, to_give_back = got
+            piece = range(offset, offset + wanted)
+            assert 0 <= offset <= size - wanted
+            assert all(piece.stop <= other.start or other.stop <= piece.start for other, _ in taken)
+            taken.append((piece, to_give_back))
+            most = max(most, len(taken))
+        assert most > 1
+
+
+def test_an_empty_ring_takes_as_much_as_it_has_wherever_the_last_piece_ended() -> None:
+    ring = Ring(10)
+    for size in (4, 7, 10, 3, 10):
+        got = ring.take(size)
+        assert got is not None
+        assert ring.take(10) is None
+        ring.give_back(got[1])
+    assert ring.take(11) is None

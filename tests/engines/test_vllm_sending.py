@@ -1,0 +1,89 @@
+"""How copied pages are sent: what is still under way when its time is over is ended, and a full node is waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvstore.client import PutResult
+from kvstore.durability import Durability
+from kvstore.engines.vllm.saving import Copied
+from kvstore.engines.vllm.sending import FabricSender, InlineSender
+from kvstore.errors import NodeUnavailable, Overloaded
+
+PAGES = [Copied(bytes([number]) * 32, number * 64, 64) for number in range(8)]
+
+
+class FakePuts:
+    def __init__(self, pages: int, *, lands: bool) -> None:
+        self.results = [PutResult(b"", Durability.WRITTEN, None) for _ in range(pages)]
+        self.lands, self.has_ended = lands, False
+        self.abandoned = 0
+
+    def wait_landed(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return self.lands
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+    def wait(self, timeout_s: float) -> list[PutResult]:  # noqa: ARG002
+        self.has_ended = True
+        return self.results
+
+
+class FakeClient:
+    """Takes so many batches at a time."""
+
+    def __init__(self, *, room: int = 9, lands: bool = True) -> None:
+        self.room, self.lands = room, lands
+        self.puts: list[FakePuts] = []
+
+    def reserve(self, blocks: list[Any]) -> Any:
+        if sum(not one.has_ended for one in self.puts) >= self.room:
+            raise Overloaded("There are no slots.")
+        self.puts.append(FakePuts(len(blocks), lands=self.lands))
+        return SimpleNamespace(arm=lambda _: self.puts[-1])
+
+
+def sender(client: FakeClient) -> FabricSender:
+    return FabricSender(cast("Any", client), cast("Any", SimpleNamespace(length=512)), slots=8, timeout_s=5.0)
+
+
+def test_what_has_not_landed_in_time_is_ended_before_its_memory_is_used_again() -> None:
+    client = FakeClient(lands=False)
+    sender(client).send(PAGES)
+    assert [one.abandoned for one in client.puts] == [1, 1]
+
+
+def test_puts_of_ours_that_have_the_slots_are_waited_for() -> None:
+    client = FakeClient(room=1)
+    sent = sender(client).send(PAGES)
+    assert len(client.puts) == 2
+    assert sent.outcome(0) == [True] * 8
+
+
+def test_a_node_that_is_full_of_others_is_not_waited_for() -> None:
+    assert sender(FakeClient(room=0)).send(PAGES).outcome(0) == [False] * 8
+
+
+def test_what_the_node_had_is_stored_and_was_not_sent() -> None:
+    client = FakeClient()
+    sent = sender(client).send(PAGES)
+    client.puts[0].results[1] = PutResult(b"", Durability.WRITTEN, None, already_stored=True)
+    client.puts[1].results[0] = PutResult(b"", None, NodeUnavailable("It went away."))
+    assert sent.outcome(0) == [True, None, True, True, False, True, True, True]
+
+
+def test_inside_grpc_the_first_failure_is_the_last_try() -> None:
+    tried: list[bytes] = []
+
+    def put_inline(*put: bytes) -> None:
+        tried.append(put[1])
+        if len(tried) == 3:
+            raise NodeUnavailable("It went away.")
+
+    memory = bytes(number // 64 for number in range(512))
+    client = SimpleNamespace(put_inline=put_inline)
+    sent = InlineSender(cast("Any", client), cast("Any", memory)).send(PAGES)
+    assert sent.outcome(0) == [True, True, *[False] * 6]
+    assert tried == [bytes([number]) * 64 for number in range(3)]

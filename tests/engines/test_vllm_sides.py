@@ -1,0 +1,143 @@
+"""What a scheduler's and a worker's side do without an engine: roles, sessions, a worker that can't, and our names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# In a process of its own: importing vLLM warns of much, and here warnings are errors.
+_PROGRAM = """
+import json, os
+from types import SimpleNamespace as Fake
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_offload.base import ReqContext
+from kvstore.engines.vllm import plugin
+from kvstore.engines.vllm.identity import Group, Identity
+from kvstore.engines.vllm.offloading import Engine, TriggerKvOffloadingSpec, _Manager
+from kvstore.engines.vllm.plan import Load, Plan, Wanted
+from kvstore.engines.vllm.scheduling import Scheduling
+from kvstore.engines.vllm.settings import ENGINE, Settings
+from kvstore.engines.vllm.turns import Turns
+from kvstore.engines.vllm.working import Absent
+from kvstore.errors import ConfigError
+from kvstore.layout import Layer, Layout, Order
+
+def absent(is_async):
+    side = Absent(is_async=is_async)
+    side.begin_step(Plan([Load("r", [Wanted(0, 5, b"d")])]))
+    side.load()
+    ended, _ = side.finished_loads()
+    return [sorted(ended), sorted(side.failed_blocks())]
+
+layout = Layout(model="m", weights="w", dtype="float32", block_tokens=32, layers=(Layer(1, 8, 8),),
+    order=Order.OPAQUE, engine="e")
+identity = Identity((Group(0, 32, 0, ("a",), (layout,), 4096),), b"layout")
+
+def side(loads, saves):
+    it = Scheduling(Settings(node="127.0.0.1:9"), identity, with_events=False, loads=loads, saves=saves)
+    told = []
+    it._turns = Fake(arrived=lambda request: told.append("arrived"), finished=lambda *_: told.append("finished"))
+    it._lookups = Fake(step_tokens=32, begin=lambda *_: told.append("asked") or Fake(result=lambda _: 64))
+    it.bind(Fake(get_block_ids=lambda _: ([1, 2, 3, 4],)))
+    request = Fake(request_id="r", all_token_ids=list(range(100)), num_tokens=100, num_computed_tokens=0,
+        num_preemptions=0, cache_salt=None, lora_request=None, prompt_embeds=None, mm_features=[])
+    it.new_request(request)
+    matched = it.matched(request, 0)
+    it.allocated(request, None, 0)
+    saved = len(it.plan(Fake(num_scheduled_tokens={"r": 100})).saves)
+    it.finished(request)
+    return [list(matched), saved, told]
+
+def session(params, header):
+    client = Fake(session=lambda user, name: [user, name])
+    return Turns(client, ())._session(Fake(kv_transfer_params=params, session_id=header))
+
+def manager(loads, saves):
+    host = Fake(look=lambda key: 1 / 0, begin_fill=lambda keys: [(key, 0) for key in keys])
+    it = _Manager(host, None, Engine(b"layout", loads=loads, saves=saves))
+    found = it.lookup(b"key", ReqContext("r")).name if not loads else ""
+    return [found, len(it.prepare_store([b"key"], ReqContext("r")).keys_to_store)]
+
+def spec(extra):
+    config = Fake(extra_config={"node": "127.0.0.1:9", "host_bytes": 1 << 20, "transport": "inline"} | extra,
+        worker_kv_bytes_per_block=4096, parallel=Fake(world_size=1, rank=0), engine_id=f"test {os.getpid()}",
+        enable_kv_cache_events=False, groups=(), cache=Fake(tokens_per_hash=32, blocks_per_chunk=1))
+    try:
+        it = TriggerKvOffloadingSpec(config)
+        it.get_manager()
+    except ConfigError as error:
+        return str(error)
+    return it
+
+plugin.register()
+plugin.register()
+first, second = spec({ENGINE: Engine(b"l")}), spec({ENGINE: Engine(b"l")})
+other = spec({ENGINE: Engine(b"l"), "tenant": "another"})
+for one in (first, other):
+    one.get_manager().shutdown()
+print(json.dumps({
+    "absent": [absent(is_async=True), absent(is_async=False)],
+    "both": side(True, True), "producer": side(False, True), "consumer": side(True, False),
+    "sessions": [session({"user": "ada", "session": "s"}, "h"), session(None, "h"), session({"user": "ada"}, "h"),
+        session({"session": "s"}, None), session(None, None)],
+    "managers": [manager(True, True), manager(False, True), manager(True, False)],
+    "connectors": [KVConnectorFactory.get_connector_class_by_name(name).__name__
+        for name in ("TriggerKvConnector", "TriggerKvOffloadingConnector")],
+    "plain": str(spec({})), "second": str(second),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_worker_that_cannot_load_ends_only_loads_that_run_beside_steps(told: dict[str, Any]) -> None:
+    """The engine's scheduler ends on an assertion if a load that its step waited for is said to have ended."""
+    assert told["absent"] == [[["r"], [5]], [[], [5]]]
+
+
+def test_a_producer_asks_for_nothing_and_a_consumer_saves_nothing(told: dict[str, Any]) -> None:
+    assert told["both"] == [[64, True], 3, ["arrived", "asked", "finished"]]
+    assert told["producer"] == [[0, False], 3, ["finished"]]
+    assert told["consumer"] == [[64, True], 0, ["arrived", "asked"]]
+
+
+def test_roles_hold_for_chunks_too(told: dict[str, Any]) -> None:
+    assert told["managers"] == [["", 1], ["MISS", 1], ["", 0]]
+
+
+def test_a_session_that_names_no_user_is_the_anonymous_user_s(told: dict[str, Any]) -> None:
+    assert told["sessions"] == [["ada", "s"], ["anonymous", "h"], ["ada", "h"], ["anonymous", "s"], None]
+
+
+def test_our_connectors_have_names_however_often_they_are_given(told: dict[str, Any]) -> None:
+    assert told["connectors"] == ["TriggerKvConnector", "TriggerKvOffloadingConnector"]
+
+
+def test_a_spec_that_is_not_told_its_model_does_not_start(told: dict[str, Any]) -> None:
+    assert "TriggerKvOffloadingConnector" in told["plain"]
+
+
+def test_two_specs_of_one_engine_never_share_their_memory(told: dict[str, Any]) -> None:
+    assert "nodes or tenants of their own" in told["second"]

@@ -1,0 +1,109 @@
+"""An attach that fails, at either end, leaves nothing behind, and says why in one sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.errors import FabricError, KvError, NoMemory, Overloaded
+from kvstore.node import node as node_module
+from nic_offload.memory import allocate
+from tests.client.test_promises import put
+from tests.conftest import Rig
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MORE_THAN_THERE_IS = 1 << 46
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node") as process:
+        yield process
+
+
+def is_as_before(node: NodeInProcess) -> bool:
+    """Nobody is attached, and nothing is kept for anybody."""
+    return bool(
+        node.call(
+            lambda inside: (
+                not len(inside)
+                and not inside.landing_bytes
+                and not inside.fabric.endpoints
+                and inside.fabric.regions == {inside.hot.region}
+            )
+        )
+    )
+
+
+def test_an_attach_that_fails_in_the_client_ends_at_the_node(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the node kept the connection, and its slots, until the client was closed."""
+    rig = Rig(node)  # type: ignore[arg-type]
+    fabric = rig.client.fabric
+
+    def refused(_: bytes) -> int:
+        raise FabricError("Adding a peer failed.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fabric, "add_peer", refused)
+        with pytest.raises(FabricError, match="Adding a peer"):
+            rig.client.attach()
+    wait_until(lambda: is_as_before(node), "the node has let the connection go")
+    assert not fabric.endpoints
+    put(rig, [rig.block(0, 1000)])  # and the client goes on
+    rig.close()
+
+
+def test_an_attach_without_a_usable_address_leaves_nothing_in_the_node(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(node.target, slots=1, block_bytes_max=4096) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr("nic_offload.fabric.Endpoint.address", lambda _: b"")
+            with pytest.raises(KvError):
+                client.attach()
+        wait_until(lambda: is_as_before(node), "nothing is left")
+        client.attach()
+
+
+def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once that was said to be an error of the protocol."""
+    rig = Rig(node)  # type: ignore[arg-type]
+    real: Any = allocate
+    with monkeypatch.context() as patched:
+        patched.setattr(node_module, "allocate", lambda _: real(MORE_THAN_THERE_IS))
+        with pytest.raises(Overloaded, match=r"has no \d+ bytes of memory for a client's \d+ slots"):
+            rig.client.attach()
+    assert is_as_before(node)
+    block = rig.block(0, 1000)
+    put(rig, [block])
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    rig.close()
+
+
+def test_memory_that_is_not_there_is_a_typed_error() -> None:
+    with pytest.raises(NoMemory, match="memory"):
+        allocate(MORE_THAN_THERE_IS)
+
+
+def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(node)  # type: ignore[arg-type]
+    with monkeypatch.context() as patched:
+        patched.setattr(node_module, "allocate", lambda _: allocate(MORE_THAN_THERE_IS))
+        (outcome,) = rig.client.get([Block(rig.key(0), rig.to_region, 0, 10)], timeout_s=WAIT_S)
+    assert "memory" in str(outcome)
+    rig.to_region.close()
+    rig.close()

@@ -1,0 +1,129 @@
+"""A client that is stopped, or whose host is gone, closes nothing: its node finds out, and its slots are free again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Client
+from kvstore.limits import KEEPALIVE_MS
+from kvstore.node import server
+from kvstore.wire.keepalive import keepalive_options
+from tests.conftest import small_node
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+INTERVAL_MS = 200
+WAIT_S = 20.0
+ATTACHED = """
+import sys
+from kvstore.client import Client
+client = Client(sys.argv[1], slots=1, block_bytes_max=4096, address=sys.argv[2])
+client.attach()
+print("attached", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def attached(
+    target: str, *, within: tuple[str, ...] = (), address: str = "127.0.0.1"
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that is attached and says nothing more."""
+    command = [*within, sys.executable, "-c", ATTACHED, target, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "attached\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_stopped_client_loses_its_slots_within_two_intervals(tmp_path: Path) -> None:
+    with NodeInProcess(tmp_path, options=keepalive_options(INTERVAL_MS)) as node:
+        with attached(node.target) as process:
+            quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
+            wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
+            assert node.call(len) == 1
+            os.kill(process.pid, signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            wait_until(lambda: node.call(len) == 0, "the node has let it go")
+            assert time.monotonic() - stopped_s < 2 * INTERVAL_MS / 1000 + 5.0  # the machine may be busy
+        wait_until(lambda: node.call(lambda inside: inside.landing_bytes) == 0, "its slots are free")
+
+
+def test_a_server_and_its_clients_ping_as_the_bound_says() -> None:
+    options = dict(server._GRPC_OPTIONS)
+    assert dict(keepalive_options()).items() <= options.items()
+    assert options["grpc.keepalive_time_ms"] == options["grpc.keepalive_timeout_ms"] == KEEPALIVE_MS
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] < KEEPALIVE_MS, "or it refuses its clients"
+
+
+@pytest.mark.slow
+def test_a_real_node_lets_a_stopped_client_go_in_ten_seconds(tmp_path: Path) -> None:
+    """Once it took 62 s: gRPC waited a minute for the answer to its ping."""
+    with small_node(tmp_path / "node") as node, attached(node.target) as process, Client(node.target) as asks:
+        quiet_until = time.monotonic() + KEEPALIVE_MS / 1000
+        wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
+        assert asks.status().connections == 1
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        wait_until(lambda: asks.status().connections == 0, "the node has let it go", 30.0)
+        assert time.monotonic() - stopped_s < 2 * KEEPALIVE_MS / 1000 + 5.0
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=WAIT_S)
+
+
+@contextmanager
+def another_host() -> Iterator[tuple[str, str, str]]:
+    """A network namespace joined to this one by a cable: its name, and the addresses of our end and of its own."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("to make a network namespace takes root, and iproute2")
+    name, number = f"kv{os.getpid()}", os.getpid() % 250
+    ours, theirs = f"10.211.{number}.1", f"10.211.{number}.2"
+    try:
+        run(f"ip netns add {name}")
+        run(f"ip link add {name}a type veth peer name {name}b netns {name}")
+    except subprocess.CalledProcessError as error:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"no network namespace here: {error.stderr.decode().strip()}")
+    try:
+        run(f"ip addr add {ours}/30 dev {name}a")
+        run(f"ip link set {name}a up")
+        run(f"ip -n {name} addr add {theirs}/30 dev {name}b")
+        run(f"ip -n {name} link set {name}b up")
+        run(f"ip -n {name} link set lo up")
+        yield name, ours, theirs
+    finally:
+        run(f"ip netns del {name}")
+
+
+def test_a_client_whose_host_vanished_loses_its_slots_too(tmp_path: Path) -> None:
+    """Its packets are dropped, both ways: no end of the TCP connection is ever told."""
+    with (
+        another_host() as (name, ours, theirs),
+        NodeInProcess(tmp_path, options=keepalive_options(INTERVAL_MS), host=ours) as node,
+        attached(node.target, within=("ip", "netns", "exec", name), address=theirs),
+    ):
+        quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
+        wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
+        assert node.call(len) == 1
+        run(f"ip -n {name} link set {name}b down")
+        gone_s = time.monotonic()
+        wait_until(lambda: node.call(len) == 0, "the node has let it go")
+        assert time.monotonic() - gone_s < 2 * INTERVAL_MS / 1000 + 5.0

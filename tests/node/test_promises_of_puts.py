@@ -1,0 +1,117 @@
+"""What an acknowledgement of a put says is so: after a crash, and when the key has another block."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Hit
+from kvstore.durability import Durability
+from kvstore.errors import KeyTaken
+from tests.client.test_promises import flip_a_bit_of, put
+from tests.conftest import Rig
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LENGTH = 100_000
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "node"
+
+
+@pytest.fixture
+def node(data: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(data) as process:
+        yield process
+
+
+@pytest.fixture
+def rig(node: NodeInProcess) -> Iterator[Rig]:
+    rig = Rig(node)  # type: ignore[arg-type]
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
+    data: Path,
+    torn: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    with NodeInProcess(data) as node:
+        first = Rig(node)  # type: ignore[arg-type]
+        put(first, [first.block(0, LENGTH)])
+        first.client.close()
+    shutil.rmtree(data / "index-0")
+    if torn:
+        flip_a_bit_of(data / "drive-0.kv", first.source[:LENGTH], LENGTH - 1)
+    with NodeInProcess(data) as node:
+        rig = Rig(node)  # type: ignore[arg-type]
+        rig.name, rig.source[:] = first.name, first.source[:]
+        block = rig.block(0, LENGTH)
+        reservation = rig.client.reserve([block])
+        assert reservation.already_stored == 0
+        reservation.give_back()
+        assert rig.client.statistics().blocks_doubted == 1
+        put(rig, [block])
+        assert rig.client.statistics().blocks_doubted == 0
+        reservation = rig.client.reserve([block])
+        assert reservation.already_stored == 1
+        reservation.give_back()
+        assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+        assert rig.is_exact(block)
+        rig.close()
+        first.flags.close()
+
+
+def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path) -> None:
+    with NodeInProcess(data) as node:
+        first = Rig(node)  # type: ignore[arg-type]
+        put(first, [first.block(0, LENGTH)])
+        first.close()
+    shutil.rmtree(data / "index-0")
+    with NodeInProcess(data) as node:
+        rig = Rig(node)  # type: ignore[arg-type]
+        rig.name = first.name
+        block = rig.block(0, LENGTH)
+        assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+        reservation = rig.client.reserve([block])
+        assert reservation.already_stored == 1
+        reservation.give_back()
+        rig.close()
+
+
+@pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
+def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is_taken(
+    rig: Rig, durability: Durability
+) -> None:
+    same = [rig.block(0, LENGTH), rig.block(0, LENGTH)]
+    other = rig.block(0, LENGTH, offset=5 * LENGTH)
+    puts = [rig.client.reserve([block], durability=durability).arm(rig.flags[0]) for block in (*same, other)]
+    rig.flags[0].store(1)
+    results = [result for one in puts for result in one.wait(WAIT_S)]
+    taken = [result for result in results if isinstance(result.error, KeyTaken)]
+    assert len(taken) in (1, 2), "whichever came first"
+    assert all(result.error is None for result in results if result not in taken)
+    assert all(result.has_block for result in results)
+    told = rig.client.statistics()
+    assert (told.puts, told.puts_taken, told.puts_failed) == (3 - len(taken), len(taken), 0)
+
+
+def test_an_inline_put_of_other_bytes_is_told_that_the_key_is_taken(rig: Rig) -> None:
+    key = rig.key(1)
+    rig.client.put_inline(key, b"the first")
+    rig.client.put_inline(key, b"the first", durability=Durability.SYNCED)
+    with pytest.raises(KeyTaken):
+        rig.client.put_inline(key, b"the other")
+    results = rig.client.put_many_inline([(key, b"the first"), (key, b"the other")])
+    assert [type(result.error) for result in results] == [type(None), KeyTaken]
+    assert rig.client.get_inline(key, 9) == b"the first"
+    assert rig.client.statistics().puts_taken == 2

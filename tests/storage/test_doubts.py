@@ -1,0 +1,382 @@
+"""What a crash may have torn: no put is settled with it before somebody has checked its bytes."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.durability import Durability
+from kvstore.errors import KeyTaken, ReadOnly
+from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.disk import DiskOpKind
+from kvstore.storage.fsck import check
+from kvstore.storage.index import Index
+from tests.storage.fakes import FakeDisk
+from tests.storage.pair import fail, holders, homed
+from tests.storage.rig import TENANT, Rig, Slots, key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAYLOAD = b"payload" * 1000
+
+
+def disk_of(rig: Rig) -> FakeDisk:
+    assert rig.disk is not None
+    return rig.disk
+
+
+def tear(rig: Rig, number: int) -> None:
+    """Let a payload's last page be lost."""
+    offset, size = rig.record_at(number)
+    disk = disk_of(rig)
+    last = (offset + size) // PAGE_BYTES - 1
+    disk.pages[last] = disk.durable[last] = bytes(PAGE_BYTES)
+
+
+def crash(rig: Rig, *, torn: int | None = None) -> None:
+    """Power loss, with the index gone and one record torn."""
+    rig.drive._volume.disk.sync()
+    if torn is not None:
+        tear(rig, torn)
+    rig.power_loss(seed=1)
+    rig.open()
+    assert rig.store.statistics().rebuilt
+
+
+def restart(rig: Rig) -> None:
+    """SIGKILL and a start under the same kernel."""
+    rig.kill()
+    rig.disk = disk_of(rig).after_kill(0)
+    rig.open()
+    assert not rig.store.statistics().rebuilt
+
+
+def close_and_open(rig: Rig) -> None:
+    rig.store.close()
+    rig.disk = FakeDisk(disk_of(rig).pages)
+    rig.open()
+    assert not rig.store.statistics().rebuilt
+
+
+def writes_of(rig: Rig) -> int:
+    return disk_of(rig).kinds.count(DiskOpKind.WRITE)
+
+
+def reads_of(rig: Rig) -> int:
+    return disk_of(rig).kinds.count(DiskOpKind.READ)
+
+
+@pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
+@pytest.mark.parametrize("meanwhile", [lambda _: None, restart, close_and_open])
+def test_a_torn_record_that_a_scan_found_swallows_no_put(
+    fake: Rig, durability: Durability, meanwhile: object
+) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake, torn=1)
+    assert fake.store.explain(TENANT, key(1)).doubted
+    assert "has not been checked" in str(fake.store.explain(TENANT, key(1)))
+    meanwhile(fake)  # type: ignore[operator]
+    assert fake.put(1, PAYLOAD, durability).error is None
+    if durability is Durability.SYNCED:
+        fake.power_loss(seed=2)
+        fake.open()
+    assert fake.get(1)[1] == PAYLOAD
+
+
+def test_a_whole_record_that_a_scan_found_settles_a_put_once_it_is_checked(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake)
+    assert fake.store.statistics().doubted == 1
+    before = writes_of(fake)
+    assert fake.put(1, PAYLOAD, Durability.SYNCED).error is None
+    assert writes_of(fake) == before, "it is there"
+    assert fake.store.statistics().doubted == 0
+    assert str(fake.store.explain(TENANT, key(1))) == "The block is stored."
+    restart(fake)
+    reads = reads_of(fake)
+    assert fake.put(1, PAYLOAD).error is None
+    assert reads_of(fake) == reads, "what has been checked and synced is not doubted again"
+
+
+def test_a_get_that_found_the_crc_right_ends_the_doubt(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake)
+    assert fake.get(1)[1] == PAYLOAD
+    fake.poll_once()
+    assert fake.store.statistics().doubted == 0
+    close_and_open(fake)
+    assert fake.store.statistics().doubted == 0
+
+
+def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_else(fake: Rig) -> None:
+    fake.put(1, PAYLOAD, Durability.SYNCED)
+    fake.put(2, PAYLOAD)
+    restart(fake)
+    assert fake.store.statistics().doubted == 1
+    assert fake.store.explain(TENANT, key(2)).doubted
+    assert fake.get(2)[1] == PAYLOAD
+    fake.poll_once()
+    restart(fake)
+    assert fake.store.statistics().doubted == 0, "the opening has synced, and both were checked"
+    fake.put(3, PAYLOAD)
+    restart(fake)
+    assert fake.store.statistics().doubted == 1
+    assert fake.store.explain(TENANT, key(3)).doubted
+    tear(fake, 3)
+    assert fake.put(3, PAYLOAD).error is None
+    assert fake.get(3)[1] == PAYLOAD
+
+
+def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
+    assert isinstance(fake.put(2, b"x", Durability.SYNCED).error, ReadOnly)
+    restart(fake)
+    tear(fake, 1)
+    assert fake.put(1, PAYLOAD, Durability.SYNCED).error is None
+    fake.power_loss(seed=3)
+    fake.open()
+    assert fake.get(1)[1] == PAYLOAD
+
+
+def test_what_a_failed_sync_has_torn_settles_no_put_before_a_restart(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
+    fake.put(2, b"x", Durability.SYNCED)
+    tear(fake, 1)
+    assert isinstance(fake.put(1, PAYLOAD).error, ReadOnly)
+
+
+def test_all_of_an_older_builds_index_is_doubted(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    fake.store.close()
+    index = Index(fake.data / "index-0", 0)
+    index.write(lambda transaction: transaction.delete(b"doubts", db=index._meta))
+    index.abandon()
+    fake.disk = FakeDisk(disk_of(fake).pages)
+    fake.open()
+    assert not fake.store.statistics().rebuilt
+    assert fake.store.statistics().doubted == 1
+    tear(fake, 1)
+    assert fake.put(1, PAYLOAD).error is None
+    assert fake.get(1)[1] == PAYLOAD
+
+
+def test_a_record_that_cannot_be_read_settles_no_put(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake)
+    disk_of(fake).unreadable = {fake.record_at(1)[0] // PAGE_BYTES + 1}
+    assert fake.put(1, PAYLOAD).error is None
+    assert fake.get(1)[1] == PAYLOAD
+    assert fake.store.statistics().quarantined == 1
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Rig:
+    rig = Rig(tmp_path / "data", FakeDisk(), Slots(16, CHECK_PIECE_BYTES + (64 << 10)))
+    rig.open()
+    return rig
+
+
+@pytest.mark.parametrize("harm", ["none", "header", "last byte", "one failed read"])
+def test_a_record_of_several_pieces_is_checked_to_its_end(large: Rig, harm: str) -> None:
+    payload = bytes(range(256)) * ((CHECK_PIECE_BYTES + PAGE_BYTES) // 256)
+    large.put(1, payload)
+    crash(large)
+    offset, _ = large.record_at(1)
+    disk = disk_of(large)
+    if harm == "header":
+        disk.flip(offset + 60, 0)
+    elif harm == "last byte":
+        disk.flip(offset + HEADER_BYTES + len(payload) - 1, 0)
+    elif harm == "one failed read":
+        disk.faults = {disk.operations + 1: -errno.EIO}
+    before = writes_of(large)
+    assert large.put(1, payload).error is None
+    is_whole = harm in ("none", "one failed read")
+    assert (writes_of(large) == before) is is_whole
+    assert large.get(1)[1] == payload
+    large.store.close()
+
+
+def test_many_puts_that_wait_for_checks_are_all_settled(fake: Rig) -> None:
+    numbers = range(5 * CHECKS_AT_ONCE)
+    for number in numbers:
+        fake.put(number, PAYLOAD)
+    crash(fake, torn=7)
+    before = writes_of(fake)
+    tags = [fake.start_put(number, PAYLOAD) for number in numbers]
+    tags += [fake.start_put(7, PAYLOAD), fake.start_put(8, PAYLOAD)]
+    fake.settle()
+    assert all(fake.put_done[tag].error is None for tag in tags)
+    assert fake.get(7)[1] == PAYLOAD
+    assert writes_of(fake) - before == 3, "the torn one: its wipe, its scrub, and its new record"
+
+
+@pytest.mark.parametrize("torn", [None, 1])
+def test_a_block_that_goes_while_it_is_checked_is_written(fake: Rig, torn: int | None) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake, torn=torn)
+    entry = fake.store.lookup([(TENANT, key(1))])[0]
+    assert entry is not None
+    tag = fake.start_put(1, PAYLOAD)
+    fake.store.evict([entry.generation])
+    fake.settle()
+    assert fake.put_done[tag].error is None
+    assert fake.get(1)[1] == PAYLOAD
+
+
+def test_a_deletion_that_comes_during_a_check_comes_behind_the_put(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake)
+    tag = fake.start_put(1, PAYLOAD)
+    delete = fake.start_delete(1)
+    fake.settle()
+    assert fake.put_done[tag].error is None
+    assert fake.delete_done[delete].found
+    assert fake.get(1)[0].miss is not None
+
+
+def test_another_records_header_is_not_wiped_by_a_check(fake: Rig) -> None:
+    fake.put(1, b"one")
+    fake.put(2, b"two")
+    crash(fake)
+    entry, other = fake.store.lookup([(TENANT, key(1)), (TENANT, key(2))])
+    assert entry is not None
+    assert other is not None
+    fake.drive._index.publish([((TENANT, key(1)), entry._replace(offset=other.offset))])
+    fake.drive._doubts.add([entry.generation])
+    assert fake.put(1, b"one").error is None
+    assert fake.get(1)[1] == b"one"
+    assert fake.get(2)[1] == b"two"
+
+
+def test_a_session_whose_record_is_torn_is_not_taken_from_the_index(fake: Rig) -> None:
+    """A step that is asked for again would count as done, and be lost with the next power loss."""
+    fake.put(1, PAYLOAD, Durability.SYNCED)
+    fake.append(1, [1], first_block=0)
+    place = fake.store.manifests.page(TENANT, b"", 1)[0][0][0]
+    stored = fake.store.manifests.get(place)
+    assert stored is not None
+    fake.kill()
+    disk = fake.disk = disk_of(fake).after_kill(0)
+    disk.flip(stored.place.offset + HEADER_BYTES, 0)
+    fake.open()
+    assert fake.store.statistics().rebuilt
+    assert fake.session(1) is None
+    assert fake.append(1, [1], Durability.SYNCED, first_block=0).error is None
+    fake.power_loss(seed=1)
+    fake.open()
+    assert fake.session(1) == [1]
+
+
+def test_what_a_failed_drive_has_and_nobody_has_checked_is_put_elsewhere(pair: Rig) -> None:
+    (number,) = homed(pair, 0)
+    pair.put(number, PAYLOAD)
+    for drive in pair.store.drives:
+        drive._volume.disk.sync()
+    pair.power_loss(seed=1)
+    pair.open()
+    fail(pair, 0)
+    assert pair.put(number, PAYLOAD).error is None
+    assert holders(pair, number) == [0, 1]
+    pair.disks[0].flip(pair.store.drives[0].lookup([(TENANT, key(number))])[0].offset + HEADER_BYTES, 0)  # type: ignore[union-attr]
+    assert pair.get(number)[1] == PAYLOAD, "from the drive where nobody doubts it"
+
+
+def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: Rig) -> None:
+    (number,) = homed(pair, 0)
+    pair.put(number, PAYLOAD)
+    for drive in pair.store.drives:
+        drive._volume.disk.sync()
+    pair.power_loss(seed=1)
+    pair.open()
+    fail(pair, 0)
+    assert pair.put(number, PAYLOAD, Durability.SYNCED).error is None
+    assert holders(pair, number) == [0, 1]
+    at_home = pair.store.drives[0].lookup([(TENANT, key(number))])[0]
+    assert at_home is not None
+    pair.power_loss(seed=1)
+    for position in (0, 1):  # a scan doubts both
+        shutil.rmtree(pair.data / f"index-{position}", ignore_errors=True)
+    torn = at_home.offset // PAGE_BYTES + 1
+    pair.disks[0].pages[torn] = pair.disks[0].durable[torn] = bytes(PAGE_BYTES)
+    pair.open()
+    assert holders(pair, number) == [0, 1]
+    assert isinstance(pair.put(number, PAYLOAD[::-1]).error, KeyTaken)
+    assert holders(pair, number) == [1]
+    assert pair.get(number)[1] == PAYLOAD
+
+
+def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: Rig) -> None:
+    for number in range(5):
+        fake.put(number, PAYLOAD)
+    fake.drive._volume.disk.sync()
+    tear(fake, 3)
+    fake.power_loss(seed=1)
+    report = check(fake.data, repair=True, payloads=True, bay=fake.bay(), boot_id=fake.boot_id)
+    assert report.repaired
+    fake.disk = FakeDisk(disk_of(fake).pages)
+    fake.open()
+    assert not fake.store.statistics().rebuilt
+    assert fake.store.statistics().doubted == 1
+    assert fake.store.explain(TENANT, key(3)).doubted
+
+
+def test_all_of_a_large_index_is_doubted_in_parts(fake: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.storage.doubts._AT_ONCE", 3)
+    for number in range(10):
+        fake.put(number, b"payload")
+    crash(fake)
+    assert fake.store.statistics().doubted == 10
+
+
+def test_doubts_go_with_the_index(fake: Rig) -> None:
+    fake.put(1, PAYLOAD)
+    crash(fake)
+    fake.delete(1)
+    assert fake.store.statistics().doubted == 0
+    fake.put(2, PAYLOAD)
+    fake.store.close()
+    shutil.rmtree(fake.data / "index-0")
+    fake.disk = FakeDisk(disk_of(fake).pages)
+    fake.open()
+    assert fake.store.statistics().doubted == 1, "the index was lost, and with it what was known"
+
+
+@pytest.mark.parametrize("how", ["delete", "evict"])
+def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it(fake: Rig, how: str) -> None:
+    """It began in the room of a record that was freed, and reached into the next; the crash kept the header alone."""
+    fake.put(1, bytes(5 * PAGE_BYTES), Durability.SYNCED)
+    fake.put(2, PAYLOAD, Durability.SYNCED)
+    before = dict(disk_of(fake).pages)
+    (first, _), (second, size) = fake.record_at(1), fake.record_at(2)
+    fake.delete(1)
+    fake.delete(2)
+    fake.put(3, b"small")
+    fake.put(4, bytes(5 * PAGE_BYTES))
+    reaching, reaches = fake.record_at(4)
+    assert first < reaching < second < reaching + reaches
+    pages = disk_of(fake).pages
+    kept = [first, *range(second, second + size, PAGE_BYTES)]
+    pages.update((at // PAGE_BYTES, before[at // PAGE_BYTES]) for at in kept)
+    fake.kill()
+    fake.disk = FakeDisk(pages)
+    fake.boot_id = "1" * 36
+    fake.open()
+    assert [fake.record_at(1)[0], fake.record_at(2)[0]] == [first, second]
+    assert fake.put(2, PAYLOAD, Durability.SYNCED).error is None
+    if how == "delete":
+        fake.delete(1)
+    else:
+        entry = fake.store.lookup([(TENANT, key(1))])[0]
+        assert entry is not None
+        fake.store.evict([entry.generation])
+        fake.settle()
+    fake.power_loss(seed=1)
+    fake.open()
+    assert fake.get(2)[1] == PAYLOAD

@@ -1,0 +1,521 @@
+"""A damaged index costs a scan, never a record: whatever bit of it is wrong, what is on the drive is read and kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import struct
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import pytest
+
+from kvstore.cli import main
+from kvstore.errors import Corrupt, ReadOnly, StorageError
+from kvstore.storage import index_check, index_file
+from kvstore.storage.drive_set import SET_NAME, read_set
+from kvstore.storage.folder import FolderLock
+from kvstore.storage.fsck import check
+from kvstore.storage.index import Index
+from kvstore.storage.rows import checked
+from kvstore.storage.superblock import find_superblock
+from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.rig import TENANT, Rig, key, name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CASES = int(os.environ.get("TRIGGERKV_INDEX_CASES", "240"))  # the long form: 20,000
+BOOT = "0" * 36
+BLOCKS = 120
+PAGE = 4096
+
+
+def payload_of(number: int) -> bytes:
+    return random.Random(number).randbytes(1 + number * 97 % 9000)
+
+
+def data_of(rig: Rig) -> Path:
+    return rig.data / "index-0" / "data.mdb"
+
+
+def disk_of(rig: Rig) -> FakeDisk:
+    assert rig.disk is not None
+    return rig.disk
+
+
+def fill(rig: Rig) -> None:
+    for number in range(BLOCKS):
+        rig.start_put(number, payload_of(number), expires_ms=(number % 5 == 0) * (rig.clock.now_ms + 10**9))
+        if number % 30 == 29:
+            rig.settle()
+    rig.append(1, range(BLOCKS))
+    for first in range(0, BLOCKS, 40):
+        rig.append(2 + first, range(first, first + 40))
+    for number in range(0, BLOCKS, 7):
+        rig.delete(number)
+
+
+def live() -> list[int]:
+    return [number for number in range(BLOCKS) if number % 7]
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Rig:
+    """A store that was closed cleanly."""
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    rig.store.close()
+    rig.disk = FakeDisk(disk_of(rig).pages)
+    return rig
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Rig:
+    """A store whose process was killed."""
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    rig.kill()
+    rig.disk = disk_of(rig).after_kill(1)
+    return rig
+
+
+def all_is_there(rig: Rig) -> None:
+    """Every record reads exact, and puts that fill the drive twice over cost none that may not go."""
+    rig.open()
+    for number in live():
+        done, got = rig.get(number)
+        assert (done.miss, got) == (None, payload_of(number)), number
+    assert rig.session(1) == list(range(BLOCKS))
+
+
+def puts_overwrite_nothing(rig: Rig) -> None:
+    for number in range(1000, 1060):
+        assert rig.put(number, payload_of(number % 50) + b"new").error is None
+    for number in live():
+        done, got = rig.get(number)
+        assert (done.miss, got) == (None, payload_of(number)), number
+
+
+def put_row(rig: Rig, change: Callable[[Index, Any], object]) -> None:
+    """Change rows behind the store's back, with every sum of LMDB's own right."""
+    index = Index(rig.data / "index-0", 0)
+    index.write(lambda transaction: change(index, transaction))
+    index.abandon()
+
+
+def commit_is_noted(rig: Rig) -> None:
+    """Note the last commit of an index that was changed behind the store's back."""
+    index = Index(rig.data / "index-0", 0)
+    commits = index._env.info()["last_txnid"]
+    index.abandon()
+    lock = FolderLock(rig.data)
+    place = lock.place(0)
+    place.write_note(place.note._replace(commit=commits))
+    lock.release()
+
+
+def flip_in_row(number: int, byte: int, bit: int) -> Callable[[Index, Any], object]:
+    def flip(index: Index, transaction: Any) -> None:
+        block = TENANT + key(number)
+        row = bytearray(transaction.get(block, db=index.blocks))
+        row[byte] ^= 1 << bit
+        transaction.put(block, bytes(row), db=index.blocks)
+
+    return flip
+
+
+@pytest.mark.parametrize("byte", [1, 8, 9, 12, 16, 24, 40, 50], ids=lambda byte: f"byte-{byte}")
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_one_flipped_bit_in_a_row_costs_no_record(tmp_path: Path, byte: int, *, closed_first: bool) -> None:
+    """Of its place, length, CRC, generation, expiry, fingerprint and check."""
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    if closed_first:
+        rig.store.close()
+        rig.disk = FakeDisk(disk_of(rig).pages)
+    else:
+        rig.kill()
+        rig.disk = disk_of(rig).after_kill(1)
+    put_row(rig, flip_in_row(50, byte, 4))
+    commit_is_noted(rig)
+    all_is_there(rig)
+    assert rig.store.statistics().rebuilt
+    puts_overwrite_nothing(rig)
+    rig.store.close()
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(closed: Rig, *, repaired: bool) -> None:
+    pages = data_of(closed).stat().st_size // PAGE
+    whole = data_of(closed).read_bytes()
+    for page in range(pages):
+        data_of(closed).write_bytes(whole[: page * PAGE] + bytes(PAGE) + whole[(page + 1) * PAGE :])
+        (closed.data / "index-0" / "seal").unlink(missing_ok=True)  # so that the page itself is looked at
+        if repaired:
+            disk = FakeDisk(disk_of(closed).pages)
+            check(closed.data, repair=True, bay=_bay(disk), boot_id=BOOT)
+            closed.disk = FakeDisk(disk.pages)
+        all_is_there(closed)
+        closed.store.close()
+        closed.disk = FakeDisk(disk_of(closed).pages)
+        whole = data_of(closed).read_bytes()
+
+
+def _bay(disk: FakeDisk) -> Any:
+    return FakeBay([disk])
+
+
+@pytest.mark.parametrize("first", range(0, CASES, 40))
+def test_an_index_damaged_at_random_costs_no_record_and_lets_none_be_overwritten(
+    tmp_path: Path, first: int
+) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    rebuilt = 0
+    for seed in range(first, min(first + 40, CASES)):
+        rng = random.Random(seed)
+        if rng.random() < 0.5:
+            rig.store.close()
+            rig.disk = FakeDisk(disk_of(rig).pages, seed=seed)
+        else:
+            rig.kill()
+            rig.disk = disk_of(rig).after_kill(seed)
+        damage(rig.data / "index-0", rng)
+        all_is_there(rig)
+        rebuilt += rig.store.statistics().rebuilt
+        number = 2000 + rng.randrange(40)
+        assert rig.put(number, payload_of(number)).error is None
+        done, got = rig.get(number)
+        assert (done.miss, got) == (None, payload_of(number))
+        if seed % 20 == 19:
+            puts_overwrite_nothing(rig)
+            for number in range(1000, 1060):
+                rig.delete(number)
+    assert rebuilt > 5
+    rig.store.close()
+
+
+def damage(folder: Path, rng: random.Random) -> None:
+    path = folder / "data.mdb"
+    data = bytearray(path.read_bytes())
+    pages = len(data) // PAGE
+    match rng.randrange(7):
+        case 0:
+            for _ in range(rng.choice([1, 1, 1, 5, 100])):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        case 1:  # where it hurts: heads of pages
+            page = rng.randrange(pages)
+            data[page * PAGE + rng.randrange(170 if page < 2 else 24)] ^= 1 << rng.randrange(8)
+        case 2:
+            page = rng.randrange(pages)
+            data[page * PAGE : (page + 1) * PAGE] = bytes(PAGE)
+        case 3:
+            del data[rng.randrange(len(data)) :]
+        case 4:
+            one, other = rng.randrange(pages), rng.randrange(pages)
+            data[one * PAGE : (one + 1) * PAGE] = data[other * PAGE : (other + 1) * PAGE]
+        case 5:
+            at = rng.randrange(len(data) - 64)
+            data[at : at + 64] = rng.randbytes(64)
+        case 6:
+            seal = folder / "seal"
+            if seal.exists():
+                said = bytearray(seal.read_bytes())
+                said[rng.randrange(len(said))] ^= 1 << rng.randrange(8)
+                seal.write_bytes(said)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def test_a_rebuild_is_said_in_one_sentence(closed: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    put_row(closed, flip_in_row(50, 1, 4))
+    with caplog.at_level(logging.WARNING):
+        all_is_there(closed)
+    said = [record.getMessage() for record in caplog.records if "index" in record.getMessage()]
+    assert said == [
+        f"The index in {closed.data / 'index-0'} is built anew from the drive: a block's row was changed."
+    ]
+    closed.store.close()
+
+
+def test_a_whole_index_is_believed_with_and_without_its_seal(closed: Rig) -> None:
+    (closed.data / "index-0" / "seal").unlink()
+    all_is_there(closed)
+    assert not closed.store.statistics().rebuilt
+    closed.store.close()
+    assert (closed.data / "index-0" / "seal").exists()
+
+
+def test_an_index_that_is_open_has_no_seal(closed: Rig) -> None:
+    assert (closed.data / "index-0" / "seal").exists()
+    closed.open()
+    assert not (closed.data / "index-0" / "seal").exists()
+    closed.store.close()
+
+
+@pytest.mark.parametrize("byte", range(0, 24, 3))
+def test_a_damaged_seal_is_none(closed: Rig, byte: int) -> None:
+    path = closed.data / "index-0" / "seal"
+    said = bytearray(path.read_bytes())
+    said[byte] ^= 1
+    path.write_bytes(said)
+    assert not index_file.is_sealed(path.parent)
+
+
+def test_a_sealed_file_is_not_sealed_with_one_bit_less(closed: Rig) -> None:
+    folder = closed.data / "index-0"
+    assert index_file.is_sealed(folder)
+    data = bytearray(data_of(closed).read_bytes())
+    data[-1] ^= 1
+    data_of(closed).write_bytes(data)
+    assert not index_file.is_sealed(folder)
+
+
+# What each check sees that nothing else does. LMDB's own structure is right in all of these.
+
+
+def believed(rig: Rig) -> Index:
+    """Open the index as a start after a kill does, and look through it."""
+    superblock = _superblock(rig)
+    lock = FolderLock(rig.data)
+    note = lock.place(0).note
+    lock.release()
+    index = Index.trusted(rig.data / "index-0", superblock, BOOT, note)
+    try:
+        index_check.check_index(index, superblock, disk_of(rig))
+    finally:
+        index.abandon()
+    return index
+
+
+def _superblock(rig: Rig) -> Any:
+    superblock = find_superblock(disk_of(rig))
+    assert superblock is not None
+    return superblock
+
+
+def test_the_index_of_a_killed_process_is_believed(killed: Rig) -> None:
+    believed(killed)
+    all_is_there(killed)
+    assert not killed.store.statistics().rebuilt
+    killed.store.close()
+
+
+def _drop_owner(index: Index, transaction: Any) -> None:
+    entry = index.lookup([(TENANT, key(50))])[0]
+    assert entry is not None
+    transaction.delete(struct.pack(">Q", entry.generation), db=index.generations)
+
+
+def _move_owner(index: Index, transaction: Any) -> None:
+    entry = index.lookup([(TENANT, key(50))])[0]
+    assert entry is not None
+    row = bytearray(transaction.get(struct.pack(">Q", entry.generation), db=index.generations))
+    row[49] ^= 16
+    transaction.put(struct.pack(">Q", entry.generation), bytes(row), db=index.generations)
+
+
+def _session(index: Index, transaction: Any) -> None:
+    with transaction.cursor(index.sessions) as cursor:
+        cursor.first()
+        session, row = cursor.item()
+    transaction.put(session, row[:40] + bytes([row[40] ^ 1]) + row[41:], db=index.sessions)
+
+
+def _reference(index: Index, transaction: Any) -> None:
+    with transaction.cursor(index.references) as cursor:
+        cursor.first()
+        block, row = cursor.item()
+    transaction.put(block, bytes([row[0] ^ 1]) + row[1:], db=index.references)
+
+
+def _beyond(index: Index, transaction: Any) -> None:
+    entry = index.lookup([(TENANT, key(50))])[0]
+    assert entry is not None
+    put_both(index, transaction, entry._replace(offset=1 << 40))
+
+
+def _odd(index: Index, transaction: Any) -> None:
+    entry = index.lookup([(TENANT, key(50))])[0]
+    assert entry is not None
+    put_both(index, transaction, entry._replace(offset=entry.offset + 1))
+
+
+def _elsewhere(index: Index, transaction: Any) -> None:
+    """A row whose checks are all right and whose record's header says something else."""
+    entry = index.lookup([(TENANT, key(50))])[0]
+    assert entry is not None
+    put_both(index, transaction, entry._replace(crc32c=entry.crc32c ^ 1))
+
+
+def put_both(index: Index, transaction: Any, entry: Any) -> None:
+    block = TENANT + key(50)
+    transaction.put(block, checked(block, struct.pack("<QIIQQ16s", *entry)), db=index.blocks)
+    owner = struct.pack("<48sQI", block, entry.offset, entry.length)
+    transaction.put(struct.pack(">Q", entry.generation), owner, db=index.generations)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (flip_in_row(50, 1, 4), "a block's row was changed"),
+        (_drop_owner, "by name and by generation differ"),
+        (_move_owner, "by name and by generation differ"),
+        (_session, "a row was changed"),
+        (_reference, "a row was changed"),
+        (_beyond, "beyond the drive"),
+        (_odd, "where no record can be"),
+        (_elsewhere, "something else than its record's header"),
+    ],
+)
+def test_a_contradiction_is_seen(killed: Rig, change: Callable[[Index, Any], object], why: str) -> None:
+    put_row(killed, change)
+    commit_is_noted(killed)
+    with pytest.raises(Corrupt, match=why):
+        believed(killed)
+    all_is_there(killed)
+    assert killed.store.statistics().rebuilt
+    puts_overwrite_nothing(killed)
+    killed.store.close()
+
+
+def test_a_row_that_no_look_up_finds_is_seen(killed: Rig) -> None:
+    """A branch that sends look-ups another way; all rows are there, and whole."""
+    data = bytearray(data_of(killed).read_bytes())
+    tables = struct.unpack_from("<Q", data, newest_head(data) + 40 + 48 + 40)[0] * PAGE
+    said = data.index(b"blocks", tables, tables + PAGE) + len(b"blocks")
+    root = struct.unpack_from("<Q", data, said + 40)[0] * PAGE
+    assert struct.unpack_from("<H", data, root + 10)[0] == 1, "it has branches"
+    second = struct.unpack_from("<H", data, root + 18)[0]
+    data[root + second + 8] = 0xFF
+    data_of(killed).write_bytes(data)
+    with pytest.raises(Corrupt, match="not found where its row stands"):
+        believed(killed)
+    all_is_there(killed)
+    assert killed.store.statistics().rebuilt
+    killed.store.close()
+
+
+def test_a_head_of_another_commit_than_its_rows_is_not_believed(killed: Rig) -> None:
+    """The older of the two heads, with a transaction's number that a flipped bit has made the higher one."""
+    data = bytearray(data_of(killed).read_bytes())
+    numbers = [struct.unpack_from("<Q", data, page * PAGE + 144)[0] for page in (0, 1)]
+    older = numbers.index(min(numbers))
+    struct.pack_into("<Q", data, older * PAGE + 144, min(numbers) + 2)
+    data_of(killed).write_bytes(data)
+    lock = FolderLock(killed.data)
+    place = lock.place(0)
+    place.write_note(place.note._replace(commit=min(numbers) + 2))
+    lock.release()
+    with pytest.raises(Corrupt, match="another commit than its rows"):
+        believed(killed)
+    all_is_there(killed)
+    killed.store.close()
+
+
+def newest_head(data: bytes | bytearray) -> int:
+    return max((0, 1), key=lambda page: struct.unpack_from("<Q", data, page * PAGE + 144)[0]) * PAGE
+
+
+# While it serves.
+
+
+def failing(*_: object, **__: object) -> Any:
+    raise lmdb.CorruptedError("located page was wrong type")
+
+
+def test_an_index_that_fails_while_it_serves_is_a_typed_error_and_no_acknowledgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    env = rig.drive._index._env
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.drive._index, "_env", _Broken(env))
+        assert isinstance(rig.put(3000, b"x").error, StorageError)
+        done, _ = rig.get(1)
+        assert done.miss is not None
+    assert isinstance(rig.put(3001, b"x").error, ReadOnly), "nobody knows what it has by now"
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.drive._index, "_env", _Broken(env))
+        assert rig.delete(1).error is not None
+        assert rig.append(7, [1]).error is not None
+    rig.store.close()
+    assert not data_of(rig).exists(), "so that it is built anew"
+    rig.disk = FakeDisk(disk_of(rig).pages)
+    all_is_there(rig)
+    assert rig.store.statistics().rebuilt
+    rig.store.close()
+
+
+class _Broken:
+    """An environment in which nothing can be begun."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    begin = staticmethod(failing)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._env, attribute)
+
+
+def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    entry = rig.store.lookup([(TENANT, key(51))])[0]
+    assert entry is not None
+    index = rig.drive._index
+
+    def point_at_another(transaction: Any) -> None:
+        block = TENANT + key(50)
+        row = bytearray(transaction.get(block, db=index.blocks))
+        row[:8] = struct.pack("<Q", entry.offset)
+        transaction.put(block, bytes(row), db=index.blocks)
+
+    index.write(point_at_another)
+    assert rig.delete(50).error is not None
+    rig.store.close()
+    rig.disk = FakeDisk(disk_of(rig).pages)
+    all_is_there(rig)
+    rig.store.close()
+
+
+def test_the_check_of_a_folder_says_why_an_index_is_not_believed(
+    closed: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Rig(closed.data.parent / "real")
+    real.open()
+    real.put(1, b"x")
+    real.store.close()
+    data = bytearray(data_of(real).read_bytes())
+    data[newest_head(data) + 16] ^= 1
+    data_of(real).write_bytes(data)
+    assert main(["fsck", str(real.data)]) == 2
+    assert "its head is damaged" in capsys.readouterr().out
+    assert main(["fsck", str(real.data), "--repair"]) == 0
+    assert main(["fsck", str(real.data)]) == 0
+    shutil.rmtree(real.data)
+    assert name(1)
+
+
+def test_a_damaged_set_of_drives_costs_no_record_and_is_said(
+    closed: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = closed.data / SET_NAME
+    path.write_bytes(path.read_bytes().replace(b'"set": 1', b'"set": 3'))
+    with caplog.at_level(logging.WARNING):
+        all_is_there(closed)
+    assert sum("kvstore.drives" in record.getMessage() for record in caplog.records) == 1
+    assert read_set(closed.data) is not None, "it has been written anew"
+    closed.store.close()
