@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import KvError
+from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.node_commands import add_node_commands
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ __all__ = ["main"]
 
 def _serve(arguments: argparse.Namespace) -> int:
     from kvstore.config import EventsConfig, NodeConfig, parse_drive, parse_listen, parse_size
+    from kvstore.endpoints import Ports
+    from kvstore.node.fabric_address import parse_networks
     from kvstore.node.server import serve
 
     host, port = parse_listen(arguments.listen)
@@ -28,6 +31,11 @@ def _serve(arguments: argparse.Namespace) -> int:
             without=tuple(arguments.without_drive),
             host=host,
             port=port,
+            fabric_address=arguments.fabric_address,
+            fabric_ports=None if arguments.fabric_ports is None else Ports.of(arguments.fabric_ports),
+            fabric_clients=()
+            if arguments.fabric_clients is None
+            else parse_networks(arguments.fabric_clients),
             capacity_bytes=parse_size(arguments.capacity),
             hot_bytes=parse_size(arguments.hot),
             eviction=arguments.eviction,
@@ -136,6 +144,27 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     bench.set_defaults(run=_bench)
 
 
+def _add_fabric(serve: argparse.ArgumentParser) -> None:
+    """Where the node's endpoints are, and who may have one."""
+    serve.add_argument("--provider", help="libfabric provider; by default the best there is")
+    serve.add_argument(
+        "--fabric-address",
+        metavar="HOST",
+        help="where clients reach the fabric; by default where the node listens, or the address of it on the way to them",
+    )
+    serve.add_argument(
+        "--fabric-ports",
+        metavar="FIRST-LAST",
+        help="ports of the fabric, one for each client; by default any on loopback, else"
+        f" {FABRIC_PORT_FIRST}-{FABRIC_PORT_LAST}",
+    )
+    serve.add_argument(
+        "--fabric-clients",
+        metavar="CIDR[,CIDR]",
+        help="clients' fabric addresses that need not be where their calls come from: of hosts with several",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstore", description="A storage node for the KV caches of large language models."
@@ -160,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         help="go on without this drive of the folder; what is on it is forgotten when it comes back",
     )
     serve.add_argument("--listen", default="127.0.0.1:7070", help="HOST:PORT; port 0 takes any (%(default)s)")
+    _add_fabric(serve)
     serve.add_argument(
         "--capacity", default="1GiB", help="size of a new folder's only drive, a file (%(default)s)"
     )
@@ -172,7 +202,6 @@ def _parser() -> argparse.ArgumentParser:
         default="lru",
         help="which blocks go when room is needed: lru or s3fifo (%(default)s)",
     )
-    serve.add_argument("--provider", help="libfabric provider; by default the best there is")
     serve.add_argument(
         "--tied", action="store_true", help="stop when standard input ends, as it does when the starter dies"
     )
@@ -198,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how an event is written (%(default)s)",
     )
     serve.add_argument(
-        "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, and /healthz there"
+        "--http", metavar="HOST:PORT", help="serve /metrics, for Prometheus, /healthz and /readyz there"
     )
     serve.add_argument("--ui", action="store_true", help="and a web page of the node")
     serve.add_argument(

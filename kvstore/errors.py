@@ -24,6 +24,7 @@
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
+    │   ├── PortTaken          the port that an endpoint was to have is another socket's
     │   └── PutFailed
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
@@ -41,6 +42,7 @@ from nic_offload.errors import (
     FabricStuck,
     FabricUnavailable,
     KvError,
+    PortTaken,
     PutFailed,
     RuleError,
     StagingFull,
@@ -65,6 +67,7 @@ __all__ = [
     "NodeUnavailable",
     "NotAuthenticated",
     "Overloaded",
+    "PortTaken",
     "ProtocolError",
     "PutFailed",
     "QuotaExceeded",

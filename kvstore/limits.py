@@ -31,6 +31,9 @@ __all__ = [
     "EVICTION_GHOSTS_MAX",
     "EVICTION_STEPS_MAX",
     "EVICTION_URGENT_BLOCKS",
+    "FABRIC_CONNECT_TIMEOUT_MS",
+    "FABRIC_PORT_FIRST",
+    "FABRIC_PORT_LAST",
     "FETCHES_QUEUED_MAX",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
@@ -77,6 +80,7 @@ __all__ = [
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "QUOTA_OWNERS_MAX",
+    "READINESS_RETRY_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
@@ -168,6 +172,9 @@ SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64
+# Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
+FABRIC_PORT_FIRST = 7071
+FABRIC_PORT_LAST = 7199
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
@@ -290,6 +297,8 @@ UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
 RPC_TIMEOUT_MS = 10_000
+FABRIC_CONNECT_TIMEOUT_MS = 5_000  # two lost packets of a connection's beginning are made good within it
+READINESS_RETRY_MS = 5_000  # between two tries of a node to reach itself
 FETCH_TIMEOUT_MS = 30_000
 
 assert HEADER_BYTES % PAGE_BYTES == 0
@@ -323,3 +332,6 @@ assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
+# A client that comes back may do so before the node has noticed that it had gone; and the node itself takes one.
+assert FABRIC_PORT_LAST - FABRIC_PORT_FIRST + 1 > 2 * CLIENTS_MAX
+assert FABRIC_CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS

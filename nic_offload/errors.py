@@ -15,6 +15,7 @@ __all__ = [
     "FabricStuck",
     "FabricUnavailable",
     "KvError",
+    "PortTaken",
     "PutFailed",
     "RuleError",
     "StagingFull",
@@ -49,6 +50,10 @@ class FabricUnavailable(FabricError):
 
 class FabricStuck(FabricError):
     """The fabric's progress thread did not answer in time; every later call but `close` says so at once."""
+
+
+class PortTaken(FabricError):
+    """Another socket of this machine listens on the address and port that an endpoint was to have."""
 
 
 class PutFailed(FabricError):

@@ -38,11 +38,13 @@ from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
 from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
+from kvstore.client.own_side import OwnSide, say_first_word
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
+from kvstore.endpoints import Ports
 from kvstore.errors import (
     DeadlineExceeded,
     KvError,
@@ -63,7 +65,6 @@ from kvstore.names import layout_fingerprint
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
-from nic_offload.fabric import Fabric
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from kvstore.wire.fabric_call import Leased
-    from nic_offload.fabric import Region
+    from nic_offload.fabric import Fabric, Region
 
 __all__ = ["Client", "HasFingerprint"]
 
@@ -113,7 +114,8 @@ class Client(Handle):
         tenant: str = "",
         token: str | None = None,
         tls: Tls | None = None,
-        address: str = "127.0.0.1",
+        address: str | None = None,
+        fabric_ports: str | None = None,
         layout: HasFingerprint | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
@@ -123,7 +125,9 @@ class Client(Handle):
         """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
 
         A node beyond this machine learns who calls from `token`, or from a certificate (`tls`); a `tenant` need only be
-        named to a node that asks for neither. `address` is this machine's own, for the fabric.
+        named to a node that asks for neither. `address` is this machine's own, for the fabric; by default the one on the
+        way to the node. `fabric_ports`, FIRST-LAST, is where it listens there; by default any free port, since with most
+        providers nobody connects to a client (docs/operating.md).
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
@@ -135,7 +139,9 @@ class Client(Handle):
         self._channel = open_channel(target, token, tls, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
         self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
-        self._provider, self._address = provider, address
+        self._own_side = OwnSide(
+            target, provider, address, None if fabric_ports is None else Ports.of(fabric_ports)
+        )
         self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self.fingerprint = _fingerprint(layout)
@@ -146,6 +152,7 @@ class Client(Handle):
         self._attaching = threading.Lock()
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
+        self._fabric_breaker = Breaker(SystemClock())  # the node may be there, and its fabric not be reached
         # What is asked and told without moving a block stands in modules of its own.
         self.lookups = ClientLookups(SystemClock())
         self._asking = Asking(self, self._stub, self._calling, self.lookups)
@@ -174,7 +181,7 @@ class Client(Handle):
             if self._fabric is None:
                 if self._closed:
                     raise ProtocolError("The client is closed.")
-                self._fabric = Fabric(self._provider, address=self._address)
+                self._fabric = self._own_side.open_fabric()
                 self._pump = threading.Thread(
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )
@@ -364,18 +371,29 @@ class Client(Handle):
                 if self._link is not None:
                     return self._link
             left_s = max(0.0, until_s - time.monotonic())
-            with self._calling("Attaching"):
-                link = Link(
-                    self, self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s
-                )
-            with self.lock:
-                self._link = link
-            link.watch_for_loss(
-                lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}."))
-            )
-            return link
+            with self._fabric_breaker.call():
+                return self._attach(left_s)
         finally:
             self._attaching.release()
+
+    def _attach(self, timeout_s: float) -> Link:
+        until_s = time.monotonic() + timeout_s
+        with self._calling("Attaching"):
+            link = Link(
+                self,
+                self._stub,
+                self.fabric,
+                self._own_side,
+                self.tenant,
+                self._slots,
+                self._block_bytes_max,
+                timeout_s,
+            )
+        with self.lock:
+            self._link = link
+        link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
+        say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        return link
 
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:

@@ -26,6 +26,7 @@ from kvstore.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvstore.client.own_side import OwnSide
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
@@ -82,6 +83,7 @@ class Link:
         client: Host,
         stub: KvStoreStub,
         fabric: Fabric,
+        side: OwnSide,
         tenant: str,
         slots: int,
         block_bytes_max: int,
@@ -95,12 +97,12 @@ class Link:
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
         self._memory = mmap.mmap(-1, _WORDS_BYTES + MEMORY_BYTES)
-        self.endpoint = fabric.open_endpoint()
+        self.endpoint, address = side.open_endpoint(fabric, timeout_s)
         self._acks = fabric.register(self._memory, endpoint=self.endpoint)
         request = pb.AttachRequest(
             tenant=tenant,
             provider=fabric.provider,
-            fabric_address=self.endpoint.address(),
+            fabric_address=address,
             ack_base=self._acks.base,
             ack_key=self._acks.key,
             ack_words=ACK_WORDS,
@@ -111,10 +113,11 @@ class Link:
         try:
             self._responses = stub.Attach(self._requests(request))
             answer = self._first_answer(timeout_s)
-            self.peer = fabric.add_peer(answer.fabric_address)
+            self.peer = side.add_peer(fabric, answer.fabric_address)
         except KvError:
             self._close_memory()
             raise
+        self.node_address = answer.fabric_address
         self.number = answer.connection
         self.landing_key = answer.landing_key
         self.slots = answer.slots

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvstore.durability import Durability
     from kvstore.node.tenants import Credentials, Tenant
-    from nic_offload.fabric import Fabric
+    from nic_offload.fabric import Endpoint, Fabric
 
 __all__ = [
     "AckArea",
@@ -111,6 +111,7 @@ class Connection:
         owner: Tenant,
         credentials: Credentials,
         fabric: Fabric,
+        endpoint: Endpoint,
         peer_address: bytes,
         acks: AckArea,
         layout: LandingLayout,
@@ -126,7 +127,7 @@ class Connection:
         self.closed = False
         self.ended = asyncio.Event()
         self.fabric = fabric
-        self.endpoint = fabric.open_endpoint()
+        self.endpoint = endpoint
         self.peer = fabric.add_peer(peer_address)
         self._memory = memory
         self._region = fabric.register(self._memory, endpoint=self.endpoint)
