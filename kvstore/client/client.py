@@ -125,9 +125,9 @@ class Client(Handle):
         """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
 
         A node beyond this machine learns who calls from `token`, or from a certificate (`tls`); a `tenant` need only be
-        named to a node that asks for neither. `address` is this machine's own, for the fabric; by default the one on the
-        way to the node. `fabric_ports`, FIRST-LAST, is where it listens there; by default any free port, since with most
-        providers nobody connects to a client (docs/operating.md).
+        named to a node that asks for neither. `address` is this machine's own, for the fabric; by default the one on
+        the way to the node. `fabric_ports`, FIRST-LAST, is where it listens there; by default any free port, since with
+        most providers nobody connects to a client (docs/operating.md).
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.

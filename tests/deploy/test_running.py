@@ -17,96 +17,59 @@ import yaml
 
 from kvstore.cli import _parser
 from kvstore.config import parse_listen, parse_size
+from tests.deploy.files import (
+    CONTAINERFILE,
+    DEPLOY,
+    ROOT,
+    UNIT,
+    commands,
+    compose,
+    kubernetes,
+    stateful_set,
+)
 from tests.readme import clean_copy, environment
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-UNIT = DEPLOY / "systemd" / "kvstore.service"
-CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 KUBERNETES_VERSION = "1.37"
 EXPOSURE_MAX = 2.0
 
 
-def _json_words(instruction: str) -> list[str]:
-    found = re.search(rf"^{instruction} (\[.*\])$", CONTAINERFILE, re.MULTILINE)
-    assert found is not None
-    words: list[str] = yaml.safe_load(found[1])
-    return words
-
-
-def _compose() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
-    return document
-
-
-def _kubernetes() -> list[dict[str, Any]]:
-    return [
-        one
-        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-        for one in yaml.safe_load_all(path.read_text())
-    ]
-
-
-def _stateful_set() -> dict[str, Any]:
-    (found,) = [one for one in _kubernetes() if one["kind"] == "StatefulSet"]
-    return found
-
-
-def _unit(name: str) -> list[str]:
-    return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
-
-
-def _commands() -> dict[str, list[str]]:
-    """What each of the files has a node run with."""
-    entry = _json_words("ENTRYPOINT")
-    (container,) = _stateful_set()["spec"]["template"]["spec"]["containers"]
-    settings = re.search(r'"--(.*)"', _unit("Environment")[0])
-    assert settings is not None
-    (run,) = _unit("ExecStart")
-    return {
-        "container": entry + _json_words("CMD"),
-        "compose": entry + _compose()["x-node"]["command"],
-        "kubernetes": entry + container["args"],
-        "systemd": ["kvstore", *run.replace("$KVSTORE_ARGUMENTS", f"--{settings[1]}").split()[1:]],
-    }
-
-
-@pytest.mark.parametrize("name", sorted(_commands()))
+@pytest.mark.parametrize("name", sorted(commands()))
 def test_every_flag_is_one_that_a_node_takes(name: str) -> None:
-    arguments = _parser().parse_args(_commands()[name][1:])
+    arguments = _parser().parse_args(commands()[name][1:])
     assert parse_size(arguments.capacity) > 0
     assert parse_size(arguments.hot) > 0
     host, port = parse_listen(arguments.listen)
-    assert port == 7070
+    assert port == (7270 if name == "compose two" else 7070)
     assert host == "127.0.0.1" or (arguments.tls_cert and arguments.tls_key and arguments.tenants)
 
 
 def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
     kinds = []
-    for document in _kubernetes():
+    for document in kubernetes():
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
         kinds.append(document["kind"])
-    assert sorted(kinds) == ["PodDisruptionBudget", "Service", "StatefulSet"]
+    assert sorted(kinds) == ["NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"]
 
 
 def test_a_manifest_with_a_slip_would_be_seen() -> None:
-    document = _stateful_set()
+    document = stateful_set()
     document["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
 
 
 def test_ports_probes_and_volumes_belong_together() -> None:
-    spec = _stateful_set()["spec"]["template"]["spec"]
+    spec = stateful_set()["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    arguments = _parser().parse_args(_commands()["kubernetes"][1:])
+    arguments = _parser().parse_args(commands()["kubernetes"][1:])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"grpc": parse_listen(arguments.listen)[1], "http": parse_listen(arguments.http)[1]}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTPS"}
+        path = "/readyz" if probe == "readinessProbe" else "/healthz"
+        assert container[probe]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted == {str(arguments.data), str(arguments.tls_cert.parent)}
     assert spec["securityContext"]["runAsUser"] == int(
@@ -115,7 +78,7 @@ def test_ports_probes_and_volumes_belong_together() -> None:
 
 
 def test_compose_names_files_that_are_there_and_two_nodes() -> None:
-    document = _compose()
+    document = compose()
     nodes = [one for one in document["services"].values() if one.get("image") == "triggerkv"]
     assert len(nodes) == 2
     assert len({one["volumes"][0] for one in nodes}) == 2
@@ -133,9 +96,10 @@ def test_compose_names_files_that_are_there_and_two_nodes() -> None:
 def test_prometheus_scrapes_the_nodes_of_compose() -> None:
     document = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
     (job,) = document["scrape_configs"]
-    port = parse_listen(_parser().parse_args(_commands()["compose"][1:]).http)[1]
-    nodes = [name for name, one in _compose()["services"].items() if one.get("image") == "triggerkv"]
-    assert job["static_configs"][0]["targets"] == [f"{name}:{port}" for name in nodes]
+    ports = [
+        parse_listen(_parser().parse_args(commands()[f"compose {name}"][1:]).http)[1] for name in ("one", "two")
+    ]
+    assert job["static_configs"][0]["targets"] == [f"localhost:{port}" for port in ports]
     assert (job["scheme"], job["authorization"]["type"]) == ("https", "Bearer")
 
 

@@ -359,7 +359,7 @@ def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Pa
     clock, nobody = FakeClock(), cast("asyncio.StreamWriter", Nobody())
     gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
     tls = tls_context(pki / "node.pem", pki / "node.key", pki / "ca.pem")
-    server = HttpServer(gate, clock, lambda: Answer(b""), {}, tls)
+    server = HttpServer(gate, clock, {}, {}, tls)
     for _ in range(4 * HTTP_REQUESTS_PER_S):
         with pytest.raises(_Bad, match="without a certificate"):
             server._admit("/metrics", {}, nobody)
