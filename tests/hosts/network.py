@@ -1,10 +1,10 @@
 """Hosts on one wire: each a network namespace with a firewall, folders of its own and a file of host names.
 
-`make test-hosts` runs all of this inside a network and mount namespace of its own (`tools/test_hosts.sh`), so nothing of it
-is seen outside, and all of it is gone when the last process ends.
+`make test-hosts` runs all of this inside a network and mount namespace of its own (`tools/test_hosts.sh`), so nothing
+of it is seen outside, and all of it is gone when the last process ends.
 
-What always holds: a host is removed by its name and its processes are ended by their ids; a firewall lets nothing in but
-what it was told, answers to what went out, and what finds neighbours (IPv6 has no ARP).
+What always holds: a host is removed by its name and its processes are ended by their ids; a firewall lets nothing in
+but what it was told, answers to what went out, and what finds neighbours (IPv6 has no ARP).
 What it doesn't do: delay; `tests.hosts.slow` does.
 """
 
@@ -17,7 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,8 @@ host=$1 root=$1/root; shift
 mount -t tmpfs none "$root"
 for at in /*; do
   case $at in /etc | /opt | /data | /proc) ;; *)
-    if [ -L "$at" ]; then cp -P "$at" "$root$at"; elif [ -d "$at" ]; then mkdir -p "$root$at"; mount --rbind "$at" "$root$at"; fi ;;
+    if [ -L "$at" ]; then cp -P "$at" "$root$at"
+    elif [ -d "$at" ]; then mkdir -p "$root$at" && mount --rbind "$at" "$root$at"; fi ;;
   esac
 done
 mkdir -p "$root/proc" "$root/data" "$root/opt/triggerkv/bin" "$root/etc"
@@ -43,7 +44,6 @@ mount --bind {ROOT}/.venv/bin "$root/opt/triggerkv/bin"
 for at in /etc/ssl /etc/alternatives /etc/ld.so.cache /etc/passwd /etc/group /etc/nsswitch.conf; do
   [ ! -e "$at" ] || cp -a "$at" "$root/etc/"
 done
-cp "$host/hosts.link" "$root/etc/" 2>/dev/null || true
 touch "$root/etc/hosts"
 mount --bind "$host/../hosts" "$root/etc/hosts"
 mkdir "$root{SECRETS}"
@@ -55,16 +55,6 @@ export PATH={ROOT}/.venv/bin:$PATH HOME=/tmp
 cd "{ROOT}"
 exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "{ROOT}" "$@"
 """
-
-
-class Rule(NamedTuple):
-    """What a firewall lets in: a range of TCP ports."""
-
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        return f"tcp dport {self.first}-{self.last} accept"
 
 
 def run(*words: str, given: str = "") -> str:
@@ -161,10 +151,9 @@ class Host:
         """Put it back."""
         run("ip", "link", "set", self.plug, "up")
 
-    def firewall(self, *rules: Rule, lossy_per_mille: int = 0) -> None:
-        """Let this in and nothing else; of what comes lose so much."""
+    def firewall(self, allowed: str = "", *, lossy_per_mille: int = 0) -> None:
+        """Let in what these rules of nftables accept, and nothing else; of all that comes lose so much."""
         loss = f"iif != lo numgen random mod 1000 < {lossy_per_mille} drop" if lossy_per_mille else ""
-        allowed = "\n".join(map(str, rules))
         run(
             *("ip", "netns", "exec", self.name, "nft", "-f", "-"),
             given=f"""
