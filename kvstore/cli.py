@@ -150,7 +150,7 @@ def _add_fabric(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--fabric-address",
         metavar="HOST",
-        help="where clients reach the fabric; by default where the node listens, or the address of it on the way to them",
+        help="where clients reach the fabric; by default where the node listens, or its address on the way to them",
     )
     serve.add_argument(
         "--fabric-ports",

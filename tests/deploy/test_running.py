@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import kubernetes_validate
 import pytest
@@ -30,6 +29,8 @@ from tests.deploy.files import (
 from tests.readme import clean_copy, environment
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvstore.demo.node_process import NodeProcess
 
 KUBERNETES_VERSION = "1.37"
@@ -97,7 +98,8 @@ def test_prometheus_scrapes_the_nodes_of_compose() -> None:
     document = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
     (job,) = document["scrape_configs"]
     ports = [
-        parse_listen(_parser().parse_args(commands()[f"compose {name}"][1:]).http)[1] for name in ("one", "two")
+        parse_listen(_parser().parse_args(commands()[f"compose {name}"][1:]).http)[1]
+        for name in ("one", "two")
     ]
     assert job["static_configs"][0]["targets"] == [f"localhost:{port}" for port in ports]
     assert (job["scheme"], job["authorization"]["type"]) == ("https", "Bearer")

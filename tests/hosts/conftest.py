@@ -44,7 +44,9 @@ def _make_secrets(folder: Path, names: str) -> None:
     crt, key = folder / "tls.crt", folder / "tls.key"
     run("openssl", "req", "-x509", *curve, "-subj", "/CN=triggerkv", "-keyout", str(ca_key), "-out", str(ca))
     signed = ("-CA", str(ca), "-CAkey", str(ca_key), "-addext", f"subjectAltName={names}")
-    run("openssl", "req", "-x509", *curve, "-subj", "/CN=node", *signed, "-keyout", str(key), "-out", str(crt))
+    run(
+        "openssl", "req", "-x509", *curve, "-subj", "/CN=node", *signed, "-keyout", str(key), "-out", str(crt)
+    )
     token = secrets.token_urlsafe(32)
     (folder / "token").write_text(token + "\n")
     digest = token_digest(token)
@@ -84,7 +86,9 @@ class Site:
         """A client on a host, with the CA and the tenant's token unless the settings say otherwise."""
         over_tls = {"ca": CA, "token_file": TOKEN}
         told = {"target": target, **over_tls, **settings}
-        process = host.python("tests.hosts.caller", json.dumps({k: v for k, v in told.items() if v is not None}))
+        process = host.python(
+            "tests.hosts.caller", json.dumps({k: v for k, v in told.items() if v is not None})
+        )
         return Caller(process)
 
     def ask(self, url: str, *more: str) -> tuple[int, str]:

@@ -10,6 +10,7 @@ What it doesn't do: delay; `tests.hosts.slow` does.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import subprocess
@@ -143,6 +144,11 @@ class Host:
         """Give it an address, at once: none is asked whether they have it."""
         self.ip("address", "add", address, "dev", "eth0", *(("nodad",) if ":" in address else ()))
 
+    def sent_bytes(self) -> int:
+        """How much the wire has brought to it."""
+        told = json.loads(run("ip", "-j", "-s", "link", "show", self.plug))
+        return int(told[0]["stats64"]["tx"]["bytes"])
+
     def unplug(self) -> None:
         """Take it off the wire: what it sends gets nowhere, and nobody is told."""
         run("ip", "link", "set", self.plug, "down")
@@ -174,7 +180,17 @@ class Host:
 
     def start(self, *words: str, environment: dict[str, str] | None = None) -> Process:
         """Run something on it."""
-        own = ("unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "enter", str(self.folder))
+        own = (
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            _ENTER,
+            "enter",
+            str(self.folder),
+        )
         enter = ("ip", "netns", "exec", self.name, *own)
         process = Process((*enter, *words), self.folder / "log", environment)
         self._processes.append(process)
@@ -192,6 +208,7 @@ class Host:
         """End its processes, and take it away."""
         for process in self._processes:
             process.end(kill=True)
+        run("ip", "link", "delete", self.plug)  # the kernel takes its time over a namespace's own
         run("ip", "netns", "delete", self.name)
 
 

@@ -22,7 +22,7 @@ from kvstore.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_BYTES_MAX, HTTP_RE
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
-from kvstore.node.http import Answer, HttpServer, _Bad, tls_context
+from kvstore.node.http import HttpServer, _Bad, tls_context
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
