@@ -123,12 +123,12 @@ def _addresses(host: str, timeout_s: float) -> list[Ip]:
     """The addresses of a host. The resolver has no deadline of its own, so it is asked in a thread."""
     with suppress(ValueError):
         return [ip_of(host)]
-    answers: queue.SimpleQueue[list[Ip] | OSError] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[list[Ip] | OSError | UnicodeError] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
             answers.put(error)
         else:
             ips = (ip_of(str(address[0]).partition("%")[0]) for *_, address in found)
@@ -139,9 +139,9 @@ def _addresses(host: str, timeout_s: float) -> list[Ip]:
         answer = answers.get(timeout=timeout_s)
     except queue.Empty:
         raise NodeUnavailable(f"The name {host} was not resolved within {timeout_s:.1f} s.") from None
-    if isinstance(answer, OSError):
-        raise NodeUnavailable(f"The name {host} has no address: {answer.strerror}.")
-    return answer
+    if isinstance(answer, list):
+        return answer
+    raise NodeUnavailable(f"The name {host} has no address: {getattr(answer, 'strerror', answer)}.")
 
 
 class _FirstWord:

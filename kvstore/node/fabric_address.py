@@ -79,8 +79,9 @@ def _resolved(name: str) -> tuple[Ip, ...]:
         return (ip_of(name),)
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise FabricError(f"--fabric-address {name} has no address: {error.strerror}.") from None
+    except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+        why = getattr(error, "strerror", error)
+        raise FabricError(f"--fabric-address {name} has no address: {why}.") from None
     first: dict[int, Ip] = {}
     for *_, address in found:
         ip = ip_of(str(address[0]).partition("%")[0])
