@@ -1,8 +1,8 @@
 """Socket addresses as libfabric has them: what an endpoint of `net`, `tcp` or `sockets` is called by its peers.
 
 What always holds: bytes of another family, or of another length than their family has, are no address and never reach
-libfabric, whose address vector takes them and gives wrong peers from then on. An IPv4 address mapped into IPv6 is the
-IPv4 address; so a fabric of IPv6 reaches peers of both.
+libfabric: of one of an unknown family the address vector of net and tcp;ofi_rxm (1.17) takes no peer any more, whoever
+comes. An IPv4 address mapped into IPv6 is the IPv4 address; so a fabric of IPv6 reaches peers of both.
 
 What it doesn't do: names, and scopes of link-local addresses.
 """

@@ -96,6 +96,10 @@ class Process:
         assert said, f"nothing came within {within_s} s\n{self.log.read_text()[-3000:]}"
         return said.rstrip("\n")
 
+    def wait(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        return self._process.wait(_RUN_S)
+
     def end(self, *, kill: bool = False) -> int:
         """End it, by its id."""
         if kill:

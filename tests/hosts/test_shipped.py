@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.deploy.files import CONTAINERFILE, DEPLOY, commands, kubernetes
-from tests.hosts.conftest import TOKEN
+from tests.deploy.files import CONTAINERFILE, DEPLOY, ROOT, commands, kubernetes
+from tests.hosts.conftest import START_S, TOKEN
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Site
@@ -84,4 +85,31 @@ def test_blocks_move_over_tcp_with_rxm_as_well(site: Site, version: int) -> None
     assert two("get", blocks, 8) == EXACT
     for client in (one, two):
         client.close()
+    assert node.end() == 0
+
+
+def test_two_hosts_exchange_blocks_by_the_commands_of_the_page(site: Site) -> None:
+    page = (ROOT / "docs" / "operating.md").read_text().split("## Two hosts")[1].split("## Ports")[0]
+    said = re.findall(r"^(node|client)\$ (.*)$", page, re.MULTILINE)
+    assert len(said) < 10
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    site.node.firewall(firewall_of("container"))
+    folders = {"node": site.node.folder / "data" / "page", "client": site.one.folder / "data"}
+    folders["node"].mkdir()
+    (folders["client"] / "blocks.py").write_text(program)
+    *making, serve = [command for where, command in said if where == "node"]
+    for command in making:
+        done = site.node.start("bash", "-c", f"cd /data/page && {command} && echo made")
+        assert done.line(START_S) == "made"
+        done.end()
+    node = site.node.start("bash", "-c", f"cd /data/page && exec {serve}")
+    assert node.line(START_S).startswith("ready ")
+    copy, run_it = [command for where, command in said if where == "client"]
+    for name in re.findall(r"node:(\S+)", copy):
+        shutil.copy(folders["node"] / name, folders["client"] / name)
+    client = site.one.start("bash", "-c", f"cd /data && PYTHONPATH={ROOT} {run_it}")
+    assert "WRITTEN" in client.line(START_S)
+    assert client.line(START_S).startswith("[Hit(")
+    assert client.wait() == 0  # it has compared every byte
+    client.end()
     assert node.end() == 0
