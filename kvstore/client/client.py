@@ -371,13 +371,13 @@ class Client(Handle):
                 if self._link is not None:
                     return self._link
             left_s = max(0.0, until_s - time.monotonic())
-            with self._fabric_breaker.call():
-                return self._attach(left_s)
+            return self._attach(left_s)
         finally:
             self._attaching.release()
 
     def _attach(self, timeout_s: float) -> Link:
         until_s = time.monotonic() + timeout_s
+        self._fabric_breaker.check()
         with self._calling("Attaching"):
             link = Link(
                 self,
@@ -392,7 +392,8 @@ class Client(Handle):
         with self.lock:
             self._link = link
         link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
-        say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        with self._fabric_breaker.call():
+            say_first_word(self, link, max(0.0, until_s - time.monotonic()))
         return link
 
     def _check_batch(self, blocks: Sequence[Block]) -> None:

@@ -27,7 +27,7 @@ from kvstore.endpoints import (
     source_towards,
     wildcard,
 )
-from kvstore.errors import ConfigError, NodeUnavailable, ProtocolError
+from kvstore.errors import ConfigError, FabricError, NodeUnavailable, ProtocolError
 from kvstore.limits import FABRIC_CONNECT_TIMEOUT_MS
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.library import load
@@ -174,7 +174,11 @@ def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
         tag = client.next_tags()
         link.operations[tag] = word
         deadline_ns = SystemClock().monotonic_ns() + int(timeout_s * 1e9)
-        arm(client.fabric, [calls.first_word(tag, deadline_ns)])
+        try:
+            arm(client.fabric, [calls.first_word(tag, deadline_ns)])
+        except FabricError as error:
+            client.lose(link, error)
+            raise
     word.ended.wait(timeout_s + _GRACE_S)
     if not word.came:
         failure = link.error or NodeUnavailable(
