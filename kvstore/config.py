@@ -103,8 +103,7 @@ class NodeConfig:
         if self.events is not None:
             for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
                 _check_stays_here(endpoint)
-        for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
-            self._check_listen(host, port)
+        self._check_where()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
@@ -116,8 +115,20 @@ class NodeConfig:
                 f" {show_size(self.hot_bytes)} is too small."
             )
 
+    def _check_where(self) -> None:
+        for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
+            self._check_listen(host, port)
+        if self.fabric_address is not None:
+            self._check_beyond(self.fabric_address)
+
     def _check_listen(self, host: str, port: int) -> None:
-        if not ipaddress.ip_address(host).is_loopback:
+        self._check_beyond(host)
+        if not 0 <= port <= _PORT_MAX:
+            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {port} does not.")
+
+    def _check_beyond(self, host: str) -> None:
+        """Where others may come, they have to prove who they are."""
+        if not _is_loopback(host):
             wanting = [
                 flag
                 for flag, value in (
@@ -132,8 +143,12 @@ class NodeConfig:
                     f"The node does not listen on {host} without {', '.join(wanting)}: beyond loopback it needs"
                     " TLS, and tenants who prove who they are."
                 )
-        if not 0 <= port <= _PORT_MAX:
-            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {port} does not.")
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
+    return False  # a name, of which nobody knows what it will stand for
 
 
 def _check_stays_here(endpoint: str) -> None:

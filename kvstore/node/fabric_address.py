@@ -85,7 +85,10 @@ def _resolved(name: str) -> tuple[Ip, ...]:
     first: dict[int, Ip] = {}
     for *_, address in found:
         ip = ip_of(str(address[0]).partition("%")[0])
-        first.setdefault(ip.version, ip)
+        if is_reachable(SocketAddress(ip, 1)):
+            first.setdefault(ip.version, ip)
+    if not first:
+        raise FabricError(f"--fabric-address {name} has no address at which others could reach this node.")
     return tuple(first.values())
 
 
@@ -102,11 +105,18 @@ class FabricAddress:
         """Without `ports` endpoints have any that is free on loopback, and one of the usual range beyond it."""
         self._listens = ip_of(host)
         self._told = told
+        self._addresses: tuple[Ip, ...] = ()  # what that stands for, once it is known
+        if told is not None:
+            with suppress(ValueError):
+                self._addresses = (ip_of(told),)
+        if not all(is_reachable(SocketAddress(ip, 1)) for ip in self._addresses):
+            raise ConfigError(
+                f"Nobody reaches a node at --fabric-address {told}; name an address of this machine, or none."
+            )
         self._clients = clients
         if ports is None and not self._listens.is_loopback:
             ports = Ports(FABRIC_PORT_FIRST, FABRIC_PORT_LAST)
         self.ports = ports
-        self._addresses: tuple[Ip, ...] = ()
 
     def fabric_opens_at(self, provider: str) -> str | None:
         """What the node's fabric is opened with."""
@@ -169,7 +179,9 @@ class FabricAddress:
             if found is None:
                 raise FabricError(f"The node has no way to the client's fabric address {client}.")
             return found
-        addresses = self._addresses or self.addresses()
+        addresses = self._addresses if self._told is not None else (self._listens,)
+        if not addresses:
+            raise FabricError(f"The address of --fabric-address {self._told} is not known yet.")
         for ip in addresses:
             if ip.version == client.version:
                 return ip

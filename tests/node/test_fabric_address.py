@@ -15,8 +15,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvstore.config import NodeConfig
 from kvstore.endpoints import Ports, open_endpoint
-from kvstore.errors import ConfigError, Overloaded, ProtocolError
+from kvstore.errors import ConfigError, FabricError, Overloaded, ProtocolError
 from kvstore.node.fabric_address import FabricAddress, ip_of_peer, parse_networks
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -137,10 +138,30 @@ def test_what_is_told_is_the_listened_one_the_named_one_or_the_way_to_the_client
             (FabricAddress("::", "localhost", ports), "127.0.0.1", "127.0.0.1"),
             (FabricAddress("0.0.0.0", None, ports), "127.0.0.1", "127.0.0.1"),
         ):
+            address.addresses()  # a name is asked for then, and not when a client comes
             opened = address.open(fabric, SocketAddress(ip_of(client), 1))
             at = SocketAddress.of(opened.told)
             assert (str(at.ip), 17_071 <= at.port <= 17_171) == (told, True)
             assert SocketAddress.of(opened.endpoint.address()) == at
+
+
+def test_a_name_is_not_asked_for_while_a_client_waits(fabric: Fabric) -> None:
+    with pytest.raises(FabricError, match="is not known yet"):
+        FabricAddress("0.0.0.0", "localhost").open(fabric, SocketAddress(ip_of("127.0.0.1"), 1))
+
+
+@pytest.mark.parametrize("told", ["0.0.0.0", "::", "fe80::1", "224.0.0.1"])
+def test_an_address_at_which_nobody_reaches_a_node_is_refused(told: str) -> None:
+    with pytest.raises(ConfigError, match="--fabric-address"):
+        FabricAddress("0.0.0.0", told)
+
+
+@pytest.mark.parametrize("told", ["10.0.0.5", "node.example", "fd00::5"])
+def test_a_fabric_beyond_loopback_needs_what_listening_there_needs(tmp_path: Path, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{told} without --tls-cert, --tls-key, --tenants"):
+        NodeConfig(tmp_path, fabric_address=told)
+    for here in ("127.0.0.5", "::1", "localhost"):
+        assert NodeConfig(tmp_path, fabric_address=here).fabric_address == here
 
 
 def test_a_client_of_a_family_that_is_not_told_is_refused_in_words(fabric: Fabric) -> None:
