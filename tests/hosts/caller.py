@@ -57,13 +57,16 @@ class Caller:
         return [_bytes_of(f"{name} {i}", self._length) for i in range(count)]
 
     def put(self, name: str, count: int, timeout_s: float = 20.0) -> object:
-        """Put blocks by the flag, and wait until they are written."""
+        """Put blocks by the flag, and wait until they are written; for each WRITTEN, or the kind of error."""
         self._memory[: count * self._length] = b"".join(self._expected(name, count))
         self._flags[0].store(0)
         puts = self._client.reserve(self._blocks(name, count)).arm(self._flags[0])
         self._flags[0].store(1)
         return [
-            str(result.durability and result.durability.name) for result in puts.wait(timeout_s=timeout_s)
+            str(result.durability and result.durability.name)
+            if result.error is None
+            else type(result.error).__name__
+            for result in puts.wait(timeout_s=timeout_s)
         ]
 
     def get(self, name: str, count: int, timeout_s: float = 20.0) -> object:

@@ -143,9 +143,8 @@ def test_a_client_that_vanishes_in_mid_put_is_let_go_by_the_node(site: Site) -> 
         assert gone_s < KEEPALIVE_S + SPARE_S
         answer, took_s = client.end()
         assert took_s < 20.0 + SPARE_S
-        assert answer == ["WRITTEN"] * 64 or "Error" in answer or "Failed" in answer or "Node" in answer, (
-            answer
-        )
+        assert set(answer) <= {"WRITTEN", "NodeUnavailable", "DeadlineExceeded", "PutFailed"}
+        assert set(answer) != {"WRITTEN"}  # it did vanish in the middle
     finally:
         site.one.plug_in()
     name = blocks()
