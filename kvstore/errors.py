@@ -7,6 +7,7 @@
     ├── NotAuthenticated       the caller has not proved who he is
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
+    │   ├── AddressRefused     a fabric address that is not where its call comes from, which is in `caller`
     │   └── LeaseExpired       the lease of a reserved slot is over
     ├── SessionFileError       a file that is no exported session, not all of one, or can't be written whole
     ├── NodeUnavailable        the node could not be reached, or went away
@@ -50,6 +51,7 @@ from nic_offload.errors import (
 )
 
 __all__ = [
+    "AddressRefused",
     "ConfigError",
     "Corrupt",
     "CudaUnavailable",
@@ -109,6 +111,14 @@ class TenantDenied(KvError):
 
 class ProtocolError(KvError):
     """A peer, or a caller, said something that the protocol does not allow."""
+
+
+class AddressRefused(ProtocolError):
+    """A client's fabric address is not the one that its call comes from."""
+
+    def __init__(self, message: str, caller: str = "") -> None:
+        super().__init__(message)
+        self.caller = caller
 
 
 class LeaseExpired(ProtocolError):

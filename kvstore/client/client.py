@@ -46,6 +46,7 @@ from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.endpoints import Ports
 from kvstore.errors import (
+    AddressRefused,
     DeadlineExceeded,
     KvError,
     NodeUnavailable,
@@ -379,22 +380,30 @@ class Client(Handle):
         until_s = time.monotonic() + timeout_s
         self._fabric_breaker.check()
         with self._calling("Attaching"):
-            link = Link(
-                self,
-                self._stub,
-                self.fabric,
-                self._own_side,
-                self.tenant,
-                self._slots,
-                self._block_bytes_max,
-                timeout_s,
-            )
+            try:
+                link = self._new_link(timeout_s)
+            except AddressRefused as refused:
+                if not self._own_side.is_at(refused.caller):
+                    raise
+                link = self._new_link(max(0.0, until_s - time.monotonic()))
         with self.lock:
             self._link = link
         link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
         with self._fabric_breaker.call():
             say_first_word(self, link, max(0.0, until_s - time.monotonic()))
         return link
+
+    def _new_link(self, timeout_s: float) -> Link:
+        return Link(
+            self,
+            self._stub,
+            self.fabric,
+            self._own_side,
+            self.tenant,
+            self._slots,
+            self._block_bytes_max,
+            timeout_s,
+        )
 
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:

@@ -7,7 +7,7 @@ port that is open to the outside.
 
 What always holds: what a node tells of its address has the family and the length that libfabric expects before
 libfabric sees it; nothing here waits longer than it may.
-What it doesn't do: fall back to other addresses of a node that has several than the first that takes a connection.
+What it doesn't do: go through a NAT.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvstore.clock import SystemClock
 from kvstore.endpoints import (
     ENDPOINTS_ON_WILDCARDS,
     WITHOUT_IP,
+    is_ours,
     is_reachable,
     open_endpoint,
     source_towards,
@@ -55,6 +56,18 @@ class OwnSide:
         self._provider = provider
         self._address = address
         self._ports = ports
+        self._seen_at: Ip | None = None  # where the node has just seen a call of ours come from
+
+    def is_at(self, caller: str) -> bool:
+        """Take the address at which the node saw our call for the next endpoint; false if it is not ours, or was given.
+
+        gRPC chooses among a node's addresses by itself, and may have taken one of the other family than we would.
+        """
+        if self._address is None:
+            with suppress(ValueError):
+                seen = ip_of(caller)
+                self._seen_at = seen if is_ours(seen) else None
+        return self._seen_at is not None
 
     def open_fabric(self) -> Fabric:
         """The fabric of all the client's links. The node need not be there."""
@@ -71,7 +84,9 @@ class OwnSide:
         if fabric.ip_version == 0:
             endpoint = fabric.open_endpoint()
             return endpoint, endpoint.address()
-        ip = self._source(timeout_s) if self._address is None else self._given(self._address)
+        ip, self._seen_at = self._seen_at, None
+        if ip is None:
+            ip = self._source(timeout_s) if self._address is None else self._given(self._address)
         endpoint = open_endpoint(fabric, ip, self._ports)
         return endpoint, SocketAddress(ip, SocketAddress.of(endpoint.address()).port).told
 

@@ -27,7 +27,7 @@ from kvstore.endpoints import (
     source_towards,
     wildcard,
 )
-from kvstore.errors import ConfigError, FabricError, ProtocolError
+from kvstore.errors import AddressRefused, ConfigError, FabricError, ProtocolError
 from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from nic_offload.sockaddr import SocketAddress, ip_of
 
@@ -137,7 +137,7 @@ class FabricAddress:
         return tuple(ip for ip in ways if ip is not None) or (ip_of("127.0.0.1"),)
 
     def believed(self, claimed: bytes, peer: str, fabric: Fabric) -> SocketAddress | None:
-        """The address that a client gave, if it may; None where addresses have no IP. ProtocolError otherwise."""
+        """The address that a client gave, if it may; None where addresses have no IP. ProtocolError if it may not."""
         if fabric.ip_version == 0:
             return None
         try:
@@ -152,9 +152,10 @@ class FabricAddress:
         caller = ip_of_peer(peer)
         own = caller == client.ip or (caller is None and client.ip.is_loopback)
         if not own and not any(client.ip in network for network in self._clients):
-            raise ProtocolError(
+            raise AddressRefused(
                 f"The client's fabric address {client.ip} is not where its call comes from ({caller or peer});"
-                " if the client has several, or is behind a NAT, the node allows it by --fabric-clients."
+                " if the client has several, the node allows it by --fabric-clients.",
+                str(caller or ""),
             )
         return client
 

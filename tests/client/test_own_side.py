@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client.own_side import OwnSide
 from kvstore.endpoints import Ports
-from kvstore.errors import ConfigError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.errors import AddressRefused, ConfigError, NodeUnavailable, Overloaded, ProtocolError
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 
@@ -102,3 +102,21 @@ def test_what_a_node_tells_has_the_length_of_its_family(fabric: Fabric, told: by
 def test_what_a_node_tells_can_be_reached(fabric: Fabric, ip: str) -> None:
     with pytest.raises(ProtocolError, match="give it a --fabric-address"):
         OwnSide.add_peer(fabric, SocketAddress(ip_of(ip), 7071).told)
+
+
+def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_node_saw_it(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnSide, "_source", lambda *_: ip_of("127.0.0.9"))  # as if gRPC had taken another way
+    with small_client(node.target) as client:
+        client.attach()
+        link = client._link
+        assert link is not None
+        assert str(SocketAddress.of(link.endpoint.address()).ip) == "127.0.0.1"
+
+
+def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProcess) -> None:
+    with small_client(node.target, address="127.0.0.9") as client:
+        with pytest.raises(AddressRefused, match="not where its call comes from") as caught:
+            client.attach()
+        assert caught.value.caller == "127.0.0.1"

@@ -73,6 +73,18 @@ def test_the_unit_as_it_is_serves_its_own_machine(site: Site) -> None:
     assert node.end() == 0
 
 
+def test_names_of_both_families_are_reached_whichever_of_them_grpc_takes(site: Site) -> None:
+    site.node.firewall(firewall_of("container"))
+    node = site.start_node(commands()["container"])
+    for host, target in ((site.one, "node:7070"), (site.node, "localhost:7070"), (site.node, "node:7070")):
+        client = site.caller(host, target)
+        blocks = name_of_blocks()
+        assert client("put", blocks, 8) == WRITTEN
+        assert client("get", blocks, 8) == EXACT
+        client.close()
+    assert node.end() == 0
+
+
 @pytest.mark.parametrize("version", [4, 6])
 def test_blocks_move_over_tcp_with_rxm_as_well(site: Site, version: int) -> None:
     provider = "tcp;ofi_rxm"  # `tcp` alone offers what we need since libfabric 1.18, and is then the default

@@ -86,7 +86,7 @@ def test_an_address_that_the_call_does_not_come_from_is_refused_and_in_the_audit
     audit = tmp_path / "audit.jsonl"
     with small_node(tmp_path / "node", arguments=("--audit", str(audit))) as node:
         name, sentence = refusal_of(node.target, SocketAddress(ip_of("127.0.0.2"), 7071).told)
-    assert name == "ProtocolError"
+    assert name == "AddressRefused"
     assert sentence.startswith(
         "The client's fabric address 127.0.0.2 is not where its call comes from (127.0.0.1)"
     )
