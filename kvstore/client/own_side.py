@@ -74,10 +74,17 @@ class OwnSide:
         provider = self._provider or load().best_provider()
         address = self._address
         if address is None and provider in ENDPOINTS_ON_WILDCARDS:
-            address = wildcard()
+            address = self._wildcard()
         elif address is None and provider not in WITHOUT_IP:
             address = str(self._source(_PROBE_TIMEOUT_S))
         return Fabric(provider, address=address)
+
+    def _wildcard(self) -> str:
+        """That of IPv4 for a node that can have no other; else that of both, for a name may lead to either."""
+        with suppress(ValueError):
+            if ip_of(self._host_and_port()[0]).version == 4:  # noqa: PLR2004 - the protocol's own number
+                return "0.0.0.0"  # noqa: S104
+        return wildcard()
 
     def open_endpoint(self, fabric: Fabric, timeout_s: float) -> tuple[Endpoint, bytes]:
         """Open an endpoint for the node, and what the node is to be told of it."""
@@ -113,16 +120,21 @@ class OwnSide:
         except ValueError:
             raise ConfigError(f"{address!r} is no IP address of this machine.") from None
 
-    def _source(self, timeout_s: float) -> Ip:
-        """The address of ours on the way to where the node is now."""
+    def _host_and_port(self) -> tuple[str, str]:
         kind, _, rest = self._target.partition(":")
-        if kind == "unix" or kind.startswith("unix-"):
-            return ip_of("127.0.0.1")
         where = rest if kind in ("dns", "ipv4", "ipv6") else self._target
         host, _, port = where.rpartition("/")[2].rpartition(":")
+        return host.strip("[]"), port
+
+    def _source(self, timeout_s: float) -> Ip:
+        """The address of ours on the way to where the node is now."""
+        kind = self._target.partition(":")[0]
+        if kind == "unix" or kind.startswith("unix-"):
+            return ip_of("127.0.0.1")
+        host, port = self._host_and_port()
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
-        ips = _addresses(host.strip("[]"), timeout_s)
+        ips = _addresses(host, timeout_s)
         if len(ips) == 1:
             found = source_towards(ips[0])
             if found is not None:

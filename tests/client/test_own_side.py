@@ -32,7 +32,7 @@ def node(shared_node: NodeProcess) -> NodeProcess:
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    with OwnSide("127.0.0.1:7070", "net", None, None).open_fabric() as one:
+    with OwnSide("localhost:7070", "net", None, None).open_fabric() as one:  # of both families
         yield one
 
 
