@@ -43,6 +43,10 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 test-engines: setup-engines ## tests/engines: real engines with our node beside them (minutes)
 	@.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
+.PHONY: test-hosts
+test-hosts: setup ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/ (minutes)
+	@tools/test_hosts.sh $(PYTEST_ARGS)
+
 .PHONY: promtool
 promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of the alerts
 	@tools/promtool.sh

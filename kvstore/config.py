@@ -8,10 +8,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import ConfigError
 from kvstore.limits import (
@@ -21,6 +22,10 @@ from kvstore.limits import (
     HOT_BYTES_MIN,
 )
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
+
+if TYPE_CHECKING:
+    from kvstore.endpoints import Ports
+    from kvstore.node.fabric_address import Network
 
 __all__ = [
     "DriveSpec",
@@ -64,6 +69,9 @@ class NodeConfig:
     without: tuple[int, ...] = ()  # drives of the folder to be left out, by number
     host: str = "127.0.0.1"
     port: int = 7070  # 0: any free one
+    fabric_address: str | None = None  # which clients are told; None: `host`, or of ours the one towards each
+    fabric_ports: Ports | None = None  # of endpoints; None: any on loopback, else the usual range
+    fabric_clients: tuple[Network, ...] = ()  # whose addresses are believed, wherever they call from
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
     eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
@@ -99,8 +107,7 @@ class NodeConfig:
         if self.events is not None:
             for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
                 _check_stays_here(endpoint)
-        for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
-            self._check_listen(host, port)
+        self._check_where()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
@@ -112,8 +119,20 @@ class NodeConfig:
                 f" {show_size(self.hot_bytes)} is too small."
             )
 
+    def _check_where(self) -> None:
+        for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
+            self._check_listen(host, port)
+        if self.fabric_address is not None:
+            self._check_beyond(self.fabric_address)
+
     def _check_listen(self, host: str, port: int) -> None:
-        if not ipaddress.ip_address(host).is_loopback:
+        self._check_beyond(host)
+        if not 0 <= port <= _PORT_MAX:
+            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {port} does not.")
+
+    def _check_beyond(self, host: str) -> None:
+        """Where others may come, they have to prove who they are."""
+        if not _is_loopback(host):
             wanting = [
                 flag
                 for flag, value in (
@@ -128,8 +147,12 @@ class NodeConfig:
                     f"The node does not listen on {host} without {', '.join(wanting)}: beyond loopback it needs"
                     " TLS, and tenants who prove who they are."
                 )
-        if not 0 <= port <= _PORT_MAX:
-            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {port} does not.")
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
+    return False  # a name, of which nobody knows what it will stand for
 
 
 def _check_stays_here(endpoint: str) -> None:
@@ -192,11 +215,22 @@ def printable(text: str) -> str:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """`HOST:PORT`, with brackets around a host of IPv6."""
+    """`HOST:PORT`, with brackets around a host of IPv6; a name stands for its first address."""
     host, _, port = text.rpartition(":")
-    host = host.strip("[]")
     try:
-        return str(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)), int(port)
+        return _address_of(host.strip("[]")), int(port)
     except ValueError:
         pass
+    except OSError as error:
+        raise ConfigError(
+            f"{text!r} is not an address to listen on: {error.strerror}; write HOST:PORT, such as 127.0.0.1:7070."
+        ) from None
     raise ConfigError(f"{text!r} is not an address to listen on; write HOST:PORT, such as 127.0.0.1:7070.")
+
+
+def _address_of(host: str) -> str:
+    if not host:
+        raise ValueError("no host")
+    with suppress(ValueError):
+        return str(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host))
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -7,6 +7,7 @@
     ├── NotAuthenticated       the caller has not proved who he is
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
+    │   ├── AddressRefused     a fabric address that is not where its call comes from, which is in `caller`
     │   └── LeaseExpired       the lease of a reserved slot is over
     ├── SessionFileError       a file that is no exported session, not all of one, or can't be written whole
     ├── NodeUnavailable        the node could not be reached, or went away
@@ -27,6 +28,7 @@
     │   ├── FabricUnavailable
     │   ├── FabricStuck        the fabric's thread hangs in the provider
     │   ├── NoMemory           the machine gave no memory, or let no more be registered
+    │   ├── PortTaken          the port that an endpoint was to have is another socket's
     │   ├── PutFailed
     │   └── RegionBusy         registered memory that something may still read or write
     ├── RuleError              a rule or request that the match-action table cannot use
@@ -46,6 +48,7 @@ from nic_offload.errors import (
     FabricUnavailable,
     KvError,
     NoMemory,
+    PortTaken,
     PutFailed,
     RegionBusy,
     RuleError,
@@ -54,6 +57,7 @@ from nic_offload.errors import (
 )
 
 __all__ = [
+    "AddressRefused",
     "ConfigError",
     "Corrupt",
     "CudaUnavailable",
@@ -74,6 +78,7 @@ __all__ = [
     "NodeUnavailable",
     "NotAuthenticated",
     "Overloaded",
+    "PortTaken",
     "ProtocolError",
     "PutFailed",
     "QuotaExceeded",
@@ -116,6 +121,14 @@ class TenantDenied(KvError):
 
 class ProtocolError(KvError):
     """A peer, or a caller, said something that the protocol does not allow."""
+
+
+class AddressRefused(ProtocolError):
+    """A client's fabric address is not the one that its call comes from."""
+
+    def __init__(self, message: str, caller: str = "") -> None:
+        super().__init__(message)
+        self.caller = caller
 
 
 class LeaseExpired(ProtocolError):

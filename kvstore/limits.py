@@ -35,6 +35,9 @@ __all__ = [
     "EVICTION_GHOSTS_MAX",
     "EVICTION_STEPS_MAX",
     "EVICTION_URGENT_BLOCKS",
+    "FABRIC_CONNECT_TIMEOUT_MS",
+    "FABRIC_PORT_FIRST",
+    "FABRIC_PORT_LAST",
     "FETCHES_QUEUED_MAX",
     "FETCH_CANCEL_MS",
     "FETCH_TIMEOUT_MS",
@@ -86,6 +89,7 @@ __all__ = [
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "QUOTA_OWNERS_MAX",
+    "READINESS_RETRY_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
@@ -180,6 +184,9 @@ SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 64
+# Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
+FABRIC_PORT_FIRST = 7071
+FABRIC_PORT_LAST = 7199
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
@@ -315,6 +322,8 @@ LOG_LINES_PER_S = 20  # of one kind of message
 LOG_KINDS_MAX = 1024
 RPC_TIMEOUT_MS = 10_000  # by default
 RPC_TIMEOUT_MS_MAX = 600_000
+FABRIC_CONNECT_TIMEOUT_MS = 5_000  # two lost packets of a connection's beginning are made good within it
+READINESS_RETRY_MS = 5_000  # between two tries of a node to reach itself
 FETCH_TIMEOUT_MS = 30_000
 FETCH_CANCEL_MS = (
     500  # from a get's deadline: a node that has not said by then that it is over loses the client
@@ -355,3 +364,6 @@ assert FETCH_CANCEL_MS < ARRIVAL_GRACE_MS < RPC_TIMEOUT_MS
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
+# A client that comes back may do so before the node has noticed that it had gone; and the node itself takes one.
+assert FABRIC_PORT_LAST - FABRIC_PORT_FIRST + 1 > 2 * CLIENTS_MAX
+assert FABRIC_CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS

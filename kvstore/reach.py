@@ -56,6 +56,7 @@ class Reach:
     certificate: Path | None = None  # the client's own, for a node that asks for one
     key: Path | None = None
     fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
+    fabric_ports: str = ""  # FIRST-LAST, where this machine listens there; "": any that is free
     provider: str | None = None  # of libfabric; the best there is
     timeout_ms: int = RPC_TIMEOUT_MS  # of a call that has no deadline of its own
 
@@ -224,6 +225,7 @@ _KINDS: Final = {
     "certificate": _FILE_KIND,
     "key": _FILE_KIND,
     "fabric_address": _TEXT,
+    "fabric_ports": _TEXT,
     "provider": _TEXT,
     "timeout_ms": _Kind((int,), lambda value, _: value, "a whole number"),
 }

@@ -23,7 +23,10 @@ from kvstore.config import (
     parse_listen,
     parse_size,
 )
+from kvstore.endpoints import Ports
 from kvstore.errors import ConfigError, KvError
+from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
+from kvstore.node.fabric_address import parse_networks
 
 if TYPE_CHECKING:
     import argparse
@@ -104,6 +107,24 @@ OPTIONS: Final = (
         is_many=True,
     ),
     Option("listen", "where calls are taken; port 0 takes any", parse_listen, "127.0.0.1:7070", "HOST:PORT"),
+    Option(
+        "fabric_address",
+        "where clients reach the fabric; by default where the node listens, or its address on the way to them",
+        metavar="HOST",
+    ),
+    Option(
+        "fabric_ports",
+        "ports of the fabric, one for each client; by default any on loopback, else"
+        f" {FABRIC_PORT_FIRST}-{FABRIC_PORT_LAST}",
+        Ports.of,
+        metavar="FIRST-LAST",
+    ),
+    Option(
+        "fabric_clients",
+        "clients' fabric addresses that need not be where their calls come from: of hosts with several",
+        parse_networks,
+        metavar="CIDR[,CIDR]",
+    ),
     Option("capacity", "size of a new folder's only drive, a file", parse_size, "1GiB", "SIZE"),
     Option("hot", "memory in which blocks that are read stay", parse_size, "256MiB", "SIZE"),
     Option("eviction", "which blocks go when room is needed: lru or s3fifo", str, "lru", "POLICY"),
@@ -119,7 +140,12 @@ OPTIONS: Final = (
     ),
     Option("events_replay", "where events can be asked for again", metavar="ENDPOINT"),
     Option("events_as", "how an event is written: maps or arrays", _choice("maps", "arrays"), "maps", "FORM"),
-    Option("http", "serve /metrics, for Prometheus, and /healthz there", parse_listen, metavar="HOST:PORT"),
+    Option(
+        "http",
+        "serve /metrics, for Prometheus, /healthz and /readyz there",
+        parse_listen,
+        metavar="HOST:PORT",
+    ),
     Option("ui", "and a web page of the node", is_switch=True),
     Option(
         "otel",
@@ -169,6 +195,7 @@ class Settings(NamedTuple):
                 f"Say where the node's folder is: --data, {_BY_NAME['data'].variable}, or data in a file."
             )
         host, port = told.pop("listen")
+        told["fabric_clients"] = told["fabric_clients"] or ()
         events, replay = told.pop("events"), told.pop("events_replay")
         as_arrays = told.pop("events_as") == "arrays"
         for short, name in (

@@ -182,11 +182,15 @@ int tk_fabric_close(struct tk_fabric *fabric);
 int tk_fabric_event_fd(struct tk_fabric *fabric);
 #define TK_FLAG_IN_MESSAGE 1 /* a put's flag travels in one message with its bytes */
 #define TK_BINDS_MEMORY 2    /* peers reach memory only through the endpoint to which it is bound */
+#define TK_IPV4 4	     /* addresses are socket addresses of IPv4 */
+#define TK_IPV6 8	     /* ... of IPv6 */
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
 
-int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message);
+/* `source` is the address to listen on, in the fabric's own format; with a `length` of 0 the fabric's, at any port. */
+int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, struct tk_endpoint **out,
+		     char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
 

@@ -16,6 +16,7 @@ __all__ = [
     "FabricUnavailable",
     "KvError",
     "NoMemory",
+    "PortTaken",
     "PutFailed",
     "RegionBusy",
     "RuleError",
@@ -56,6 +57,10 @@ class FabricStuck(FabricError):
 
 class NoMemory(FabricError):
     """The machine gave no memory, or let no more of it be registered."""
+
+
+class PortTaken(FabricError):
+    """Another socket of this machine listens on the address and port that an endpoint was to have."""
 
 
 class PutFailed(FabricError):

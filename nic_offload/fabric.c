@@ -236,7 +236,9 @@ int tk_fabric_event_fd(struct tk_fabric *fabric)
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 {
 	snprintf(provider_name, TK_PROVIDER_NAME_BYTES, "%s", fabric->info->fabric_attr->prov_name);
+	uint32_t format = fabric->info->addr_format;
 	return (fabric->ordered ? TK_FLAG_IN_MESSAGE : 0) |
+	       (format == FI_SOCKADDR_IN ? TK_IPV4 : format == FI_SOCKADDR_IN6 ? TK_IPV6 : 0) |
 	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
 }
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.counter import Counter
-from nic_offload.errors import FabricError, RegionBusy
+from nic_offload.errors import FabricError, PortTaken, RegionBusy
 from nic_offload.handle import Handle
 from nic_offload.library import load
 
@@ -205,13 +205,15 @@ class Region(Handle):
 class Endpoint(Handle):
     """What one connection sends and receives with. Closing it is how a connection is ended for certain."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, source: bytes = b"") -> None:
         self._fabric = fabric
         out = ffi.new("struct tk_endpoint **")
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
-        code = lib.tk_endpoint_open(fabric.handle, out, message)
+        code = lib.tk_endpoint_open(fabric.handle, source, len(source), out, message)
         if code == lib.TK_STUCK:
             raise FabricError.from_code("Opening an endpoint", code)
+        if code == -errno.EADDRINUSE:
+            raise PortTaken(f"The provider {fabric.provider} gave no endpoint: the port is another socket's.")
         if code:
             why = ffi.string(message).decode() or f"code {code}"
             raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
@@ -287,6 +289,8 @@ class Fabric(Handle):
         traits = lib.tk_fabric_traits(self.handle, name)
         self.flag_in_message = bool(traits & lib.TK_FLAG_IN_MESSAGE)
         self.binds_memory = bool(traits & lib.TK_BINDS_MEMORY)
+        # Of the addresses of its endpoints; 0: they are none of IP.
+        self.ip_version = 4 if traits & lib.TK_IPV4 else 6 if traits & lib.TK_IPV6 else 0
         self.provider: str = ffi.string(name).decode()
         self._fd = int(lib.tk_fabric_event_fd(self.handle))
         if not _open:
@@ -298,9 +302,9 @@ class Fabric(Handle):
         """Whether `close` has been called."""
         return self.handle is None
 
-    def open_endpoint(self) -> Endpoint:
-        """Open one more endpoint."""
-        return Endpoint(self)
+    def open_endpoint(self, source: bytes = b"") -> Endpoint:
+        """Open one more endpoint; `source`, a socket address of the fabric's family, is what it listens on."""
+        return Endpoint(self, source)
 
     def fileno(self) -> int:
         """An eventfd, readable while there are events to reap."""

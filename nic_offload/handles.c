@@ -17,10 +17,39 @@
 #define CACHE_LINE 64
 #define KEY_TRIES 8
 
+struct opening {
+	struct tk_endpoint *endpoint;
+	size_t length;
+	char source[TK_ADDRESS_BYTES]; /* where it is to listen, if there are any bytes of it */
+};
+
+static int open_from(struct tk_fabric *fabric, const struct opening *opening)
+{
+	struct tk_endpoint *endpoint = opening->endpoint;
+	if (!opening->length)
+		return fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	struct fi_info *info = library_loaded()->dupinfo(fabric->info);
+	void *source = malloc(opening->length);
+	if (!info || !source) {
+		free(source);
+		if (info)
+			library_loaded()->freeinfo(info);
+		return -ENOMEM;
+	}
+	memcpy(source, opening->source, opening->length);
+	free(info->src_addr);
+	info->src_addr = source;
+	info->src_addrlen = opening->length;
+	int status = fi_endpoint(fabric->domain, info, &endpoint->fid, NULL);
+	library_loaded()->freeinfo(info);
+	return status;
+}
+
 static int open_endpoint(struct tk_fabric *fabric, void *argument)
 {
-	struct tk_endpoint *endpoint = *(struct tk_endpoint **)argument;
-	int status = fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+	struct opening *opening = argument;
+	struct tk_endpoint *endpoint = opening->endpoint;
+	int status = open_from(fabric, opening);
 	if (status)
 		return status;
 	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
@@ -30,16 +59,22 @@ static int open_endpoint(struct tk_fabric *fabric, void *argument)
 	return status;
 }
 
-int tk_endpoint_open(struct tk_fabric *fabric, struct tk_endpoint **out, char *message)
+int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, struct tk_endpoint **out,
+		     char *message)
 {
 	message[0] = 0;
 	if (!fabric_is_ours(fabric))
 		return -ECHILD;
+	if (length > TK_ADDRESS_BYTES)
+		return -EINVAL;
 	struct tk_endpoint *endpoint = calloc(1, sizeof *endpoint);
 	if (!endpoint)
 		return -ENOMEM;
 	endpoint->fabric = fabric;
-	int status = on_the_thread(fabric, open_endpoint, &endpoint, sizeof endpoint);
+	struct opening opening = {.endpoint = endpoint, .length = length};
+	if (length)
+		memcpy(opening.source, source, length);
+	int status = on_the_thread(fabric, open_endpoint, &opening, sizeof opening);
 	if (status) {
 		if (status == TK_STUCK)
 			return status; /* the thread may be at it still */

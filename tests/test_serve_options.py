@@ -59,7 +59,8 @@ def test_each_option_can_be_said_in_each_place(
         "data": "d", "drive": "a:1GiB", "without_drive": "2", "listen": "[::1]:5", "capacity": "3GiB", "hot": "4GiB",
         "eviction": "s3fifo", "provider": "net", "tenants": "t", "tls_cert": "c", "tls_key": "k", "tls_clients": "ca",
         "audit": "log", "events": "ipc://x", "events_replay": "ipc://y", "events_as": "arrays", "http": "127.0.0.1:9",
-        "otel": "http://h:1", "log_level": "debug", "log_format": "json",
+        "otel": "http://h:1", "fabric_address": "h", "fabric_ports": "7071-7080",
+        "fabric_clients": "10.0.0.0/8", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     switches = {option.name for option in OPTIONS if option.is_switch}
     assert texts.keys() | switches == {option.name for option in OPTIONS}

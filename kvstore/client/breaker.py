@@ -56,14 +56,20 @@ class Breaker:
             raise
         self.succeeded()
 
+    def check(self) -> None:
+        """NodeUnavailable if a call would be refused now."""
+        with self._lock:
+            self._refuse()
+
     def _enter(self) -> None:
         with self._lock:
-            if self._refuses():
-                left_ms = max(0, self._until_ns - self._clock.monotonic_ns()) // 1_000_000
-                raise NodeUnavailable(
-                    f"The node is away, and is tried again in {left_ms} ms. {self._failure}"
-                )
+            self._refuse()
             self._trying = self._failure is not None
+
+    def _refuse(self) -> None:
+        if self._refuses():
+            left_ms = max(0, self._until_ns - self._clock.monotonic_ns()) // 1_000_000
+            raise NodeUnavailable(f"The node is away, and is tried again in {left_ms} ms. {self._failure}")
 
     def succeeded(self) -> None:
         """The node has answered."""

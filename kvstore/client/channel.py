@@ -19,6 +19,7 @@ _OPTIONS = (
     *keepalive_options(),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a node that moved is found again; 30 s by default
 )
 
 

@@ -39,12 +39,14 @@ from kvstore.client.inline import InlineCalls
 from kvstore.client.link import Link
 from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
+from kvstore.client.own_side import OwnSide, say_first_word
 from kvstore.client.puts import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
+    AddressRefused,
     DeadlineExceeded,
     KvError,
     NodeUnavailable,
@@ -66,7 +68,6 @@ from kvstore.reach import Reach
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
-from nic_offload.fabric import Fabric
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from kvstore.wire.fabric_call import Leased
-    from nic_offload.fabric import Region
+    from nic_offload.fabric import Fabric, Region
 
 __all__ = ["Client", "HasFingerprint"]
 
@@ -121,6 +122,7 @@ class Client(Handle):
         certificate: Path | str | None = None,
         key: Path | str | None = None,
         fabric_address: str | None = None,
+        fabric_ports: str | None = None,
         provider: str | None = None,
         layout: HasFingerprint | bytes = b"",
         slots: int = 64,
@@ -145,6 +147,7 @@ class Client(Handle):
             "certificate": certificate,
             "key": key,
             "fabric_address": fabric_address,
+            "fabric_ports": fabric_ports,
             "provider": provider,
         }
         self.reach = Reach.given(node, given)
@@ -153,6 +156,7 @@ class Client(Handle):
         self._channel = open_channel(self.reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
         self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
+        self._own_side = OwnSide(self.reach)
         self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self.fingerprint = _fingerprint(layout)
@@ -163,6 +167,7 @@ class Client(Handle):
         self._attaching = threading.Lock()
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
+        self._fabric_breaker = Breaker(SystemClock())  # the node may be there, and its fabric not be reached
         # What is asked and told without moving a block stands in modules of its own.
         self.lookups = ClientLookups(SystemClock())
         self._asking = Asking(self, self._stub, self._calling, self.lookups)
@@ -195,7 +200,7 @@ class Client(Handle):
             if self._fabric is None:
                 if self._closed:
                     raise ProtocolError("The client is closed.")
-                self._fabric = Fabric(self.reach.provider, address=self.reach.fabric_address or "127.0.0.1")
+                self._fabric = self._own_side.open_fabric()
                 self._pump = threading.Thread(
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )
@@ -422,18 +427,38 @@ class Client(Handle):
                 if self._link is not None:
                     return self._link
             left_s = max(0.0, until_s - time.monotonic())
-            with self._calling("Attaching"):
-                link = Link(
-                    self, self._stub, self.fabric, self.tenant, self._slots, self._block_bytes_max, left_s
-                )
-            with self.lock:
-                self._link = link
-            link.watch_for_loss(
-                lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}."))
-            )
-            return link
+            return self._attach(left_s)
         finally:
             self._attaching.release()
+
+    def _attach(self, timeout_s: float) -> Link:
+        until_s = time.monotonic() + timeout_s
+        self._fabric_breaker.check()
+        with self._calling("Attaching"):
+            try:
+                link = self._new_link(timeout_s)
+            except AddressRefused as refused:
+                if not self._own_side.is_at(refused.caller):
+                    raise
+                link = self._new_link(max(0.0, until_s - time.monotonic()))
+        with self.lock:
+            self._link = link
+        link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
+        with self._fabric_breaker.call():
+            say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        return link
+
+    def _new_link(self, timeout_s: float) -> Link:
+        return Link(
+            self,
+            self._stub,
+            self.fabric,
+            self._own_side,
+            self.tenant,
+            self._slots,
+            self._block_bytes_max,
+            timeout_s,
+        )
 
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:

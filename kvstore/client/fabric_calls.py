@@ -116,6 +116,23 @@ class FabricCalls:
             return False
         return True
 
+    def first_word(self, tag: int, deadline_ns: int) -> TriggeredPut:
+        """A word behind the flags, which the node reads nothing from: it only makes the connection."""
+        return TriggeredPut(
+            tag=tag,
+            endpoint=self._link.endpoint,
+            peer=self._link.peer,
+            region=self._region,
+            source=self._region.address,
+            length=0,
+            target=0,
+            target_key=0,
+            flag_target=self._area.base + flag_offset(CALL_PLACES),
+            flag_key=self._area.key,
+            flag_value=1,
+            deadline_ns=deadline_ns,
+        )
+
     def _put(self, tag: int, place: int, generation: int, source: int, length: int) -> TriggeredPut:
         return TriggeredPut(
             tag=tag,

@@ -26,6 +26,7 @@ from kvstore.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from kvstore.client.own_side import OwnSide
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
@@ -110,6 +111,7 @@ class Link:
         client: Host,
         stub: KvStoreStub,
         fabric: Fabric,
+        side: OwnSide,
         tenant: str,
         slots: int,
         block_bytes_max: int,
@@ -127,12 +129,12 @@ class Link:
         with contextlib.ExitStack() as undo:
             self._memory = self._allocate()
             undo.callback(self._memory.close)
-            self.endpoint = fabric.open_endpoint()
+            self.endpoint, address = side.open_endpoint(fabric, timeout_s)
             undo.callback(self.endpoint.close)
             self._acks = fabric.register(self._memory, endpoint=self.endpoint)
             undo.pop_all()
         try:
-            self._attach(client, tenant, slots, block_bytes_max, timeout_s)
+            self._attach(client, side, address, tenant, slots, block_bytes_max, timeout_s)
         except BaseException:
             # Or the node would keep a connection, and its slots, that nobody has.
             self._end_stream()
@@ -148,12 +150,21 @@ class Link:
                 f"This process got no {_WORDS_BYTES + MEMORY_BYTES} bytes for a connection: {error.strerror}."
             ) from error
 
-    def _attach(self, client: Host, tenant: str, slots: int, block_bytes_max: int, timeout_s: float) -> None:
+    def _attach(
+        self,
+        client: Host,
+        side: OwnSide,
+        address: bytes,
+        tenant: str,
+        slots: int,
+        block_bytes_max: int,
+        timeout_s: float,
+    ) -> None:
         fabric = self._fabric
         request = pb.AttachRequest(
             tenant=tenant,
             provider=fabric.provider,
-            fabric_address=self.endpoint.address(),
+            fabric_address=address,
             ack_base=self._acks.base,
             ack_key=self._acks.key,
             ack_words=ACK_WORDS,
@@ -163,7 +174,8 @@ class Link:
         )
         self._responses = self.stub.Attach(self._requests(request))
         answer = self._first_answer(self._responses, timeout_s)
-        self.peer = fabric.add_peer(answer.fabric_address)
+        self.peer = side.add_peer(fabric, answer.fabric_address)
+        self.node_address = answer.fabric_address
         self.number = answer.connection
         self.landing_key = answer.landing_key
         self.slots = answer.slots

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore.durability import Durability
     from kvstore.node.tenants import Credentials, Tenant
-    from nic_offload.fabric import Fabric
+    from nic_offload.fabric import Endpoint, Fabric
 
 __all__ = [
     "AckArea",
@@ -120,6 +120,7 @@ class Connection:
         owner: Tenant,
         credentials: Credentials,
         fabric: Fabric,
+        endpoint: Endpoint,
         peer_address: bytes,
         acks: AckArea,
         layout: LandingLayout,
@@ -137,13 +138,9 @@ class Connection:
         self.ended = asyncio.Event()
         self.fabric = fabric
         self._memory = memory
-        self.endpoint = fabric.open_endpoint()
-        try:
-            self.peer = fabric.add_peer(peer_address)
-            self._region = fabric.register(self._memory, endpoint=self.endpoint)
-        except BaseException:
-            self.endpoint.close()
-            raise
+        self.endpoint = endpoint
+        self.peer = fabric.add_peer(peer_address)
+        self._region = fabric.register(self._memory, endpoint=self.endpoint)
         self.landing_key = self._region.key
 
     def about(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ _REASONS: Final = {
     405: "Method Not Allowed",
     429: "Too Many Requests",
     500: "Internal Server Error",
+    503: "Service Unavailable",
 }
 _ALWAYS: Final = {
     "Cache-Control": "no-store",
@@ -90,13 +91,13 @@ class _Bad(Exception):
 
 
 class HttpServer:
-    """Answers what `pages` has an answer for; `health` answers anybody."""
+    """Answers what `pages` has an answer for; the pages of `health` answer anybody."""
 
     def __init__(
         self,
         gate: Gate,
         clock: Clock,
-        health: Callable[[], Answer],
+        health: Mapping[str, Callable[[], Answer]],
         pages: Mapping[str, Callable[[Question], Awaitable[Answer]]],
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -113,9 +114,13 @@ class HttpServer:
 
     def listen(self, host: str, port: int) -> str:
         """Take the port; gives the address as people write it."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # As gRPC does, it takes either wildcard for that of both families.
+        every = host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6()  # noqa: S104
+        family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family)
+            self._listener = socket.create_server(
+                ("::" if every else host, port), family=family, dualstack_ipv6=every
+            )
         except OSError as error:
             raise ConfigError(f"--http could not listen on {host}:{port}: {error.strerror}.") from error
         self._listener.setblocking(False)
@@ -184,8 +189,8 @@ class HttpServer:
         method = ""
         try:
             method, path, query, headers = await _read(reader)
-            if path == "/healthz":
-                return method, self._health()
+            if path in self._health:
+                return method, self._health[path]()
             question = Question(self._admit(path, headers, writer), query)
             page = self._pages.get(path)
             if page is None:
@@ -199,7 +204,7 @@ class HttpServer:
         what, who = f"http {path[:32]}", f"http:{peer[0]}:{peer[1]}"
         certificate = writer.get_extra_info("peercert") or {}
         if self._wants_certificate and not certificate:  # before he can use up what others may ask
-            why = "Here is nothing but /healthz for clients without a certificate."
+            why = "Here is nothing but /healthz and /readyz for clients without a certificate."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)
         self._rate.take(1)

@@ -32,6 +32,7 @@ from kvstore.limits import (
     TIMER_TICK_MS,
 )
 from kvstore.node.connection import Connection, check_count, refuse_expired
+from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fetching import Fetches
 from kvstore.node.hot import HotMemory
@@ -40,6 +41,7 @@ from kvstore.node.landing import LandingLayout, SlotState
 from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
+from kvstore.node.readiness import Readiness
 from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
 from kvstore.node.traced import End
@@ -85,7 +87,10 @@ class Node:
         hot_bytes: int = HOT_BYTES_DEFAULT,
         lookup_log: LookupLog | None = None,
         spans: NodeSpans | None = None,
+        address: FabricAddress | None = None,
     ) -> None:
+        self.address = address or FabricAddress("127.0.0.1")
+        self.readiness = Readiness()
         self.spans = spans
         self.store = store
         self.fabric = fabric
@@ -153,13 +158,17 @@ class Node:
         self,
         tenant: Tenant,
         credentials: Credentials,
+        caller: str,
         peer_address: bytes,
         provider: str,
         acks: AckArea,
         block_bytes_max: int,
         slots: int,
-    ) -> Connection:
-        """Open a connection with a landing area of its own."""
+    ) -> tuple[Connection, bytes]:
+        """Open a connection with a landing area of its own; and the fabric address that its client is to be told.
+
+        `caller` is where the call comes from, in gRPC's words.
+        """
         if provider != self.fabric.provider:
             raise ProtocolError(
                 f"The node's fabric is {self.fabric.provider} and the client's is {provider};"
@@ -169,13 +178,30 @@ class Node:
             raise Overloaded(f"The node has {CLIENTS_MAX} clients attached, which is its bound.")
         if not 1 <= block_bytes_max <= BLOCK_BYTES_MAX:
             raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
+        client = self.address.believed(peer_address, caller, self.fabric)
         layout = self._layout(block_bytes_max, slots)
         self._landing_bytes += layout.total_bytes
         try:
             memory = await self._loop.run_in_executor(None, allocate, layout.total_bytes)
-            connection = Connection(
-                next(self._numbers), tenant, credentials, self.fabric, peer_address, acks, layout, memory
-            )
+            opened = self.address.open(self.fabric, client)
+            known_as = peer_address if client is None else client.packed(self.fabric.ip_version)
+            try:
+                if client is None:
+                    check_length(peer_address, opened.told, self.fabric)
+                connection = Connection(
+                    next(self._numbers),
+                    tenant,
+                    credentials,
+                    self.fabric,
+                    opened.endpoint,
+                    known_as,
+                    acks,
+                    layout,
+                    memory,
+                )
+            except BaseException:
+                opened.endpoint.close()
+                raise
         except NoMemory as error:
             self._landing_bytes -= layout.total_bytes
             raise Overloaded(
@@ -187,7 +213,7 @@ class Node:
             raise  # the memory, if there is any, goes with its last reference
         self._connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
-        return connection
+        return connection, opened.told
 
     def _layout(self, block_bytes_max: int, slots: int) -> LandingLayout:
         free_bytes = LANDING_BYTES_MAX - self._landing_bytes

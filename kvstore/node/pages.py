@@ -1,4 +1,4 @@
-"""What the node answers over HTTP: /metrics and /healthz, and with `--ui` the page and the state that it shows.
+"""What the node answers over HTTP: /metrics, /healthz, /readyz, and with `--ui` the page and the state that it shows.
 
 What always holds: nothing here changes anything; an answer has a bounded size; what belongs to a tenant is shown to him
 and to observers only. The page loads nothing but the state, and its policy (CSP) names its own script and style by
@@ -77,7 +77,12 @@ def http_server(node: Node, gate: Gate, tls: ssl.SSLContext | None, *, ui: bool)
 
         pages["/"] = show
         pages["/ui/state.json"] = tell
-    return HttpServer(gate, node.clock, lambda: Answer(b"serving\n"), pages, tls)
+    health = {"/healthz": lambda: Answer(b"serving\n"), "/readyz": lambda: _readiness(node.readiness.why)}
+    return HttpServer(gate, node.clock, health, pages, tls)
+
+
+def _readiness(why: str) -> Answer:
+    return Answer(f"not ready: {why}\n".encode(), status=503) if why else Answer(b"ready\n")
 
 
 def _after(text: str) -> bytes:

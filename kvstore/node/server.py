@@ -1,13 +1,14 @@
 """`kvstore serve`: opens the store and the fabric, serves until it is told to stop, closes in order.
 
-The first line on standard output is `ready HOST:PORT` and comes when the node takes calls; everything
-else goes to standard error. SIGTERM and SIGINT stop it cleanly; SIGKILL is survived by what was
-acknowledged as written.
+The first line on standard output is `ready HOST:PORT` and comes when the node takes calls and has reached itself by the
+fabric address that it tells clients (`kvstore.node.readiness`); everything else goes to standard error. SIGTERM and
+SIGINT stop it cleanly; SIGKILL is survived by what was acknowledged as written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -17,12 +18,13 @@ import grpc
 
 from kvstore.clock import SystemClock
 from kvstore.config import show_size
-from kvstore.errors import ConfigError
-from kvstore.limits import KEEPALIVE_MS
+from kvstore.errors import ConfigError, KvError
+from kvstore.limits import KEEPALIVE_MS, READINESS_RETRY_MS
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
+from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
 from kvstore.node.listening import listen, tls_context
 from kvstore.node.logs import begin_logging
@@ -30,6 +32,7 @@ from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
 from kvstore.node.observing import ObservingService
+from kvstore.node.readiness import reach_itself
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
@@ -46,6 +49,7 @@ from kvstore.wire import (
 )
 from kvstore.wire.keepalive import keepalive_options
 from nic_offload.fabric import Fabric
+from nic_offload.library import load
 
 if TYPE_CHECKING:
     import ssl
@@ -174,6 +178,24 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
     return Collector(endpoint, node, clock)
 
 
+async def _become_ready(node: Node, health: Health, address: str, stop: asyncio.Event) -> None:
+    """Say `ready` once the node has reached itself through what it tells clients; until `stop` it tries again."""
+    loop, readiness = asyncio.get_running_loop(), node.readiness
+    while not stop.is_set():
+        try:
+            await loop.run_in_executor(None, reach_itself, node.fabric, node.address)
+        except KvError as error:
+            readiness.why = str(error)
+            log.warning("not ready: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), READINESS_RETRY_MS / 1000)
+        else:
+            readiness.why = ""
+            await health.begin(ready=True)
+            print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
+            return
+
+
 async def _serve_node(
     told: Settings,
     read_again: Callable[[], Settings],
@@ -198,7 +220,7 @@ async def _serve_node(
     loop.add_signal_handler(signal.SIGHUP, reload)
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
     health = add_services(server, node, gate)
-    await health.begin()
+    await health.begin(ready=False)
     address = listen(server, config)
     await server.start()
     statistics = store.statistics()
@@ -213,7 +235,7 @@ async def _serve_node(
         node.fabric.provider,
     )
     http = None if config.http is None else _serve_http(node, gate, config, tls, *config.http)
-    print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
+    await _become_ready(node, health, address, stop)
     await stop.wait()
     log.info("stopping")
     await health.enter_graceful_shutdown()
@@ -236,6 +258,8 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         loop.add_signal_handler(number, stop.set)
     if config.tied:
         loop.add_reader(sys.stdin.fileno(), stop.set)
+    address = FabricAddress(config.host, config.fabric_address, config.fabric_ports, config.fabric_clients)
+    provider = config.provider or load().best_provider()
     with (
         Store.open(
             config.data,
@@ -247,11 +271,12 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             policy=config.eviction,
         ) as store,
         Audit(clock, config.audit) as audit,
-        Fabric(config.provider, address=config.host) as fabric,
+        Fabric(config.provider, address=address.fabric_opens_at(provider)) as fabric,
     ):
         collector = None if config.otel is None else _trace_to(config.otel, store.name, clock)
         spans = None if collector is None else collector.spans
-        node = Node(store, fabric, clock, config.hot_bytes, LookupLog(config.data / "lookups"), spans)
+        lookup_log = LookupLog(config.data / "lookups")
+        node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address)
         try:
             await _serve_node(told, read_again, node, Gate(Tenants(store.salt, clock), audit), tls, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.node.gate import Gate
     from kvstore.node.landing import Lease
     from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenant
     from kvstore.storage.items import DriveState
 
 __all__ = ["KvStoreService"]
@@ -64,22 +65,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             if request is None:
                 raise ProtocolError("An attach stream begins with a request.")
             tenant = self._gate.enter("attach", context, request.tenant)
-            connection = await self._node.attach(
-                tenant=tenant,
-                credentials=self._gate.credentials(context),
-                peer_address=request.fabric_address,
-                provider=request.provider,
-                acks=AckArea(request.ack_base, request.ack_key, request.ack_words),
-                block_bytes_max=request.block_bytes_max,
-                slots=request.slots,
-            )
+            connection, told = await self._attached(request, tenant, context)
             peer = context.peer()
             try:
                 self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
                 answer = pb.AttachResponse(
                     connection=connection.number,
                     node=self._name,
-                    fabric_address=connection.endpoint.address(),
+                    fabric_address=told,
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                 )
@@ -92,6 +85,25 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             finally:
                 self._node.detach(connection)
                 self._gate.audit.note("detach", tenant=tenant.name, peer=peer, connection=connection.number)
+
+    async def _attached(
+        self, request: pb.AttachRequest, tenant: Tenant, context: Context
+    ) -> tuple[Connection, bytes]:
+        caller = context.peer()
+        try:
+            return await self._node.attach(
+                tenant=tenant,
+                credentials=self._gate.credentials(context),
+                caller=caller,
+                peer_address=request.fabric_address,
+                provider=request.provider,
+                acks=AckArea(request.ack_base, request.ack_key, request.ack_words),
+                block_bytes_max=request.block_bytes_max,
+                slots=request.slots,
+            )
+        except ProtocolError as error:
+            self._gate.audit.refused("attach", tenant=tenant.name, peer=caller, why=str(error))
+            raise
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""

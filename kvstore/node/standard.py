@@ -47,10 +47,11 @@ class Health(health.aio.HealthServicer):
         super().__init__()
         self._gate = gate
 
-    async def begin(self) -> None:
-        """Say that each service is there; the node as a whole is said to be from the beginning."""
-        for name in _OURS:
-            await self.set(name, health_pb2.HealthCheckResponse.SERVING)
+    async def begin(self, *, ready: bool) -> None:
+        """Say whether each service, and the node as a whole, can be used."""
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *_OURS):
+            await self.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802 - the proto's name
         """Say it again whenever it changes."""

@@ -12,10 +12,19 @@ from kvstore.errors import KvError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ERROR_NAME", "RETRY_AFTER_MS", "error_from_rpc", "error_named", "status_of", "trailers_of"]
+__all__ = [
+    "CALLER",
+    "ERROR_NAME",
+    "RETRY_AFTER_MS",
+    "error_from_rpc",
+    "error_named",
+    "status_of",
+    "trailers_of",
+]
 
 ERROR_NAME = "kvstore-error"
 RETRY_AFTER_MS = "kvstore-retry-after-ms"
+CALLER = "kvstore-caller"
 
 # The first entry that the error is an instance of counts.
 _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
@@ -46,6 +55,8 @@ def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
     trailers = [(ERROR_NAME, type(error).__name__)]
     if isinstance(error, errors.Overloaded):
         trailers.append((RETRY_AFTER_MS, str(error.retry_after_ms)))
+    if isinstance(error, errors.AddressRefused):
+        trailers.append((CALLER, error.caller))
     return tuple(trailers)
 
 
@@ -60,6 +71,8 @@ def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
     code = failure.code() if isinstance(failure, grpc.Call) else grpc.StatusCode.UNKNOWN
     detail = (failure.details() if isinstance(failure, grpc.Call) else "") or ""
     trailers = _trailers(failure)
+    if trailers.get(ERROR_NAME) == errors.AddressRefused.__name__:
+        return errors.AddressRefused(detail, trailers.get(CALLER, ""))
     if _kind(trailers.get(ERROR_NAME, "")) is not None:
         return error_named(trailers[ERROR_NAME], detail, int(trailers.get(RETRY_AFTER_MS, "50")))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

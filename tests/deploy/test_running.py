@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import kubernetes_validate
 import pytest
@@ -17,93 +16,57 @@ import yaml
 
 from kvstore.cli import _parser
 from kvstore.serve_options import settings
+from tests.deploy.files import (
+    CONTAINERFILE,
+    DEPLOY,
+    ROOT,
+    UNIT,
+    commands,
+    compose,
+    kubernetes,
+    stateful_set,
+)
 from tests.readme import clean_copy, environment
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvstore.config import NodeConfig
     from kvstore.demo.node_process import NodeProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-UNIT = DEPLOY / "systemd" / "kvstore.service"
-CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 KUBERNETES_VERSION = "1.37"
 EXPOSURE_MAX = 2.0
 
 
-def _json_words(instruction: str) -> list[str]:
-    found = re.search(rf"^{instruction} (\[.*\])$", CONTAINERFILE, re.MULTILINE)
-    assert found is not None
-    words: list[str] = yaml.safe_load(found[1])
-    return words
-
-
-def _compose() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
-    return document
-
-
-def _kubernetes() -> list[dict[str, Any]]:
-    return [
-        one
-        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-        for one in yaml.safe_load_all(path.read_text())
-    ]
-
-
-def _stateful_set() -> dict[str, Any]:
-    (found,) = [one for one in _kubernetes() if one["kind"] == "StatefulSet"]
-    return found
-
-
-def _unit(name: str) -> list[str]:
-    return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
-
-
-def _commands() -> dict[str, list[str]]:
-    """What each of the files has a node run with."""
-    entry = _json_words("ENTRYPOINT")
-    (container,) = _stateful_set()["spec"]["template"]["spec"]["containers"]
-    settings = re.search(r'"--(.*)"', _unit("Environment")[0])
-    assert settings is not None
-    (run,) = _unit("ExecStart")
-    return {
-        "container": entry + _json_words("CMD"),
-        "compose": entry + _compose()["x-node"]["command"],
-        "kubernetes": entry + container["args"],
-        "systemd": ["kvstore", *run.replace("$KVSTORE_ARGUMENTS", f"--{settings[1]}").split()[1:]],
-    }
-
-
 def _config(name: str) -> NodeConfig:
     """What a node takes of one of them; ConfigError if it would not begin."""
-    return settings(_parser().parse_args(_commands()[name][1:])).node()
+    return settings(_parser().parse_args(commands()[name][1:])).node()
 
 
-@pytest.mark.parametrize("name", sorted(_commands()))
+@pytest.mark.parametrize("name", sorted(commands()))
 def test_every_flag_is_one_that_a_node_takes(name: str) -> None:
     config = _config(name)
-    assert config.port == 7070
+    assert config.port == (7270 if name == "compose two" else 7070)
     assert config.host == "127.0.0.1" or (config.tls_certificate and config.tls_key and config.tenants)
 
 
 def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
     kinds = []
-    for document in _kubernetes():
+    for document in kubernetes():
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
         kinds.append(document["kind"])
-    assert sorted(kinds) == ["PodDisruptionBudget", "Service", "StatefulSet"]
+    assert sorted(kinds) == ["NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"]
 
 
 def test_a_manifest_with_a_slip_would_be_seen() -> None:
-    document = _stateful_set()
+    document = stateful_set()
     document["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
 
 
 def test_ports_probes_and_volumes_belong_together() -> None:
-    spec = _stateful_set()["spec"]["template"]["spec"]
+    spec = stateful_set()["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     config = _config("kubernetes")
     assert config.http is not None
@@ -111,7 +74,8 @@ def test_ports_probes_and_volumes_belong_together() -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"grpc": config.port, "http": config.http[1]}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http", "scheme": "HTTPS"}
+        path = "/readyz" if probe == "readinessProbe" else "/healthz"
+        assert container[probe]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounted == {str(config.data), str(config.tls_certificate.parent)}
     assert spec["securityContext"]["runAsUser"] == int(
@@ -120,7 +84,7 @@ def test_ports_probes_and_volumes_belong_together() -> None:
 
 
 def test_compose_names_files_that_are_there_and_two_nodes() -> None:
-    document = _compose()
+    document = compose()
     nodes = [one for one in document["services"].values() if one.get("image") == "triggerkv"]
     assert len(nodes) == 2
     assert len({one["volumes"][0] for one in nodes}) == 2
@@ -138,10 +102,10 @@ def test_compose_names_files_that_are_there_and_two_nodes() -> None:
 def test_prometheus_scrapes_the_nodes_of_compose() -> None:
     document = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
     (job,) = document["scrape_configs"]
-    http = _config("compose").http
-    assert http is not None
-    nodes = [name for name, one in _compose()["services"].items() if one.get("image") == "triggerkv"]
-    assert job["static_configs"][0]["targets"] == [f"{name}:{http[1]}" for name in nodes]
+    https = [_config(f"compose {name}").http for name in ("one", "two")]
+    assert job["static_configs"][0]["targets"] == [
+        f"localhost:{http[1]}" for http in https if http is not None
+    ]
     assert (job["scheme"], job["authorization"]["type"]) == ("https", "Bearer")
 
 

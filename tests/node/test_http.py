@@ -22,7 +22,7 @@ from kvstore.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_BYTES_MAX, HTTP_RE
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
-from kvstore.node.http import Answer, HttpServer, _Bad
+from kvstore.node.http import HttpServer, _Bad
 from kvstore.node.listening import tls_context
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
@@ -367,7 +367,7 @@ def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Pa
             tls_clients=pki / "ca.pem",
         )
     )
-    server = HttpServer(gate, clock, lambda: Answer(b""), {}, tls)
+    server = HttpServer(gate, clock, {}, {}, tls)
     for _ in range(4 * HTTP_REQUESTS_PER_S):
         with pytest.raises(_Bad, match="without a certificate"):
             server._admit("/metrics", {}, nobody)

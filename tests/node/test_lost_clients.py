@@ -30,7 +30,7 @@ WAIT_S = 20.0
 ATTACHED = """
 import sys
 from kvstore.client import Client
-client = Client(sys.argv[1], slots=1, block_bytes_max=4096, address=sys.argv[2])
+client = Client(sys.argv[1], slots=1, block_bytes_max=4096, fabric_address=sys.argv[2])
 client.attach()
 print("attached", flush=True)
 sys.stdin.read()

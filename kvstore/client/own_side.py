@@ -1,0 +1,211 @@
+"""A client's own end of the fabric: from which of its addresses it reaches its node, and the first word that it sends.
+
+Each attachment has an endpoint on the address of ours on the way to where the node is at that moment, unless one was
+given; so a node may move, and a host may have several addresses. The client is the first to connect, by a word that
+means nothing: the node's bytes come back over the same connection (with net, tcp and tcp;ofi_rxm), so a client needs no
+port that is open to the outside.
+
+What always holds: what a node tells of its address has the family and the length that libfabric expects before
+libfabric sees it; nothing here waits longer than it may.
+What it doesn't do: go through a NAT.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.clock import SystemClock
+from kvstore.endpoints import (
+    ENDPOINTS_ON_WILDCARDS,
+    WITHOUT_IP,
+    Ports,
+    is_ours,
+    is_reachable,
+    open_endpoint,
+    source_towards,
+    wildcard,
+)
+from kvstore.errors import ConfigError, FabricError, NodeUnavailable, ProtocolError
+from kvstore.limits import FABRIC_CONNECT_TIMEOUT_MS
+from kvstore.reach import split_target
+from nic_offload.fabric import EventKind, Fabric
+from nic_offload.library import load
+from nic_offload.sockaddr import SocketAddress, ip_of
+from nic_offload.trigger import arm
+
+if TYPE_CHECKING:
+    from kvstore.client.link import Host, Link
+    from kvstore.errors import KvError
+    from kvstore.reach import Reach
+    from nic_offload.fabric import Endpoint, Event
+    from nic_offload.sockaddr import Ip
+
+__all__ = ["OwnSide", "say_first_word"]
+
+_PROBE_TIMEOUT_S = 2.0
+_GRACE_S = 1.0  # the fabric's thread tells of a deadline a little behind it
+
+
+class OwnSide:
+    """Of one client. Any thread, one at a time."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._target = reach.node
+        self._provider = reach.provider
+        self._address = reach.fabric_address or None
+        self._ports = Ports.of(reach.fabric_ports) if reach.fabric_ports else None
+        self._seen_at: Ip | None = None  # where the node has just seen a call of ours come from
+
+    def is_at(self, caller: str) -> bool:
+        """Take the address at which the node saw our call for the next endpoint; false if it is not ours, or was given.
+
+        gRPC chooses among a node's addresses by itself, and may have taken one of the other family than we would.
+        """
+        if self._address is None:
+            with suppress(ValueError):
+                seen = ip_of(caller)
+                self._seen_at = seen if is_ours(seen) else None
+        return self._seen_at is not None
+
+    def open_fabric(self) -> Fabric:
+        """The fabric of all the client's links. The node need not be there."""
+        provider = self._provider or load().best_provider()
+        address = self._address
+        if address is None and provider in ENDPOINTS_ON_WILDCARDS:
+            address = self._wildcard()
+        elif address is None and provider not in WITHOUT_IP:
+            address = str(self._source(_PROBE_TIMEOUT_S))
+        return Fabric(provider, address=address)
+
+    def _wildcard(self) -> str:
+        """That of IPv4 for a node that can have no other; else that of both, for a name may lead to either."""
+        with suppress(ValueError):
+            if ip_of(split_target(self._target)[0]).version == 4:  # noqa: PLR2004 - the protocol's own number
+                return "0.0.0.0"  # noqa: S104
+        return wildcard()
+
+    def open_endpoint(self, fabric: Fabric, timeout_s: float) -> tuple[Endpoint, bytes]:
+        """Open an endpoint for the node, and what the node is to be told of it."""
+        if fabric.ip_version == 0:
+            endpoint = fabric.open_endpoint()
+            return endpoint, endpoint.address()
+        ip, self._seen_at = self._seen_at, None
+        if ip is None:
+            ip = self._source(timeout_s) if self._address is None else self._given(self._address)
+        endpoint = open_endpoint(fabric, ip, self._ports)
+        return endpoint, SocketAddress(ip, SocketAddress.of(endpoint.address()).port).told
+
+    @staticmethod
+    def add_peer(fabric: Fabric, told: bytes) -> int:
+        """Make the node known by the address that it tells; ProtocolError if that can't be one."""
+        if fabric.ip_version == 0:
+            return fabric.add_peer(told)
+        try:
+            node = SocketAddress.of(told)
+            known_as = node.packed(fabric.ip_version)
+        except ValueError as error:
+            raise ProtocolError(f"The node told a fabric address that is none here: {error}.") from None
+        if not is_reachable(node):
+            raise ProtocolError(
+                f"The node tells that its fabric is at {node}, which is no machine's own; give it a --fabric-address."
+            )
+        return fabric.add_peer(known_as)
+
+    @staticmethod
+    def _given(address: str) -> Ip:
+        try:
+            return ip_of(address)
+        except ValueError:
+            raise ConfigError(f"{address!r} is no IP address of this machine.") from None
+
+    def _source(self, timeout_s: float) -> Ip:
+        """The address of ours on the way to where the node is now."""
+        host, port = split_target(self._target)
+        clock = SystemClock()
+        until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
+        ips = _addresses(host, timeout_s)
+        if len(ips) == 1:
+            found = source_towards(ips[0])
+            if found is not None:
+                return found
+        for ip in ips if len(ips) > 1 else ():
+            left_s = min(_PROBE_TIMEOUT_S, (until_ns - clock.monotonic_ns()) / 1e9)
+            with suppress(OSError, ValueError), socket.create_connection((str(ip), port), left_s) as way:
+                return ip_of(way.getsockname()[0])
+        raise NodeUnavailable(f"There is no way from this machine to {self._target}.")
+
+
+def _addresses(host: str, timeout_s: float) -> list[Ip]:
+    """The addresses of a host. The resolver has no deadline of its own, so it is asked in a thread."""
+    with suppress(ValueError):
+        return [ip_of(host)]
+    answers: queue.SimpleQueue[list[Ip] | OSError | UnicodeError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+            answers.put(error)
+        else:
+            ips = (ip_of(str(address[0]).partition("%")[0]) for *_, address in found)
+            answers.put(list(dict.fromkeys(ips)))
+
+    threading.Thread(target=ask, name="kvstore-resolve", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_s)
+    except queue.Empty:
+        raise NodeUnavailable(f"The name {host} was not resolved within {timeout_s:.1f} s.") from None
+    if isinstance(answer, list):
+        return answer
+    raise NodeUnavailable(f"The name {host} has no address: {getattr(answer, 'strerror', answer)}.")
+
+
+class _FirstWord:
+    """A put that is under way, and how it ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.came = False
+
+    def event(self, event: Event) -> None:
+        """Take note of its end."""
+        self.came = event.kind == EventKind.DONE
+        self.ended.set()
+
+    def lost(self, _: KvError) -> None:
+        """The link is gone."""
+        self.ended.set()
+
+
+def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
+    """Connect to the node, before it may want to; if that fails the link is lost, and the error says where it was."""
+    calls = link.calls
+    if calls is None or client.fabric.ip_version == 0:
+        return
+    timeout_s = min(timeout_s, FABRIC_CONNECT_TIMEOUT_MS / 1000)
+    word = _FirstWord()
+    with client.lock:
+        if link.error is not None:
+            raise link.error
+        tag = client.next_tags()
+        link.operations[tag] = word
+        deadline_ns = SystemClock().monotonic_ns() + int(timeout_s * 1e9)
+        try:
+            arm(client.fabric, [calls.first_word(tag, deadline_ns)])
+        except FabricError as error:
+            client.lose(link, error)
+            raise
+    word.ended.wait(timeout_s + _GRACE_S)
+    if not word.came:
+        failure = link.error or NodeUnavailable(
+            f"The node tells that its fabric is at {SocketAddress.of(link.node_address)}, and nothing answered there"
+            f" within {timeout_s:.1f} s: are the node's fabric ports open to this machine (docs/operating.md)?"
+        )
+        client.lose(link, failure)
+        raise failure
+    with client.lock:
+        link.operations.pop(tag, None)

@@ -1,0 +1,116 @@
+"""Where this machine's endpoints are: their ports, and by which of its addresses a peer reaches them.
+
+What always holds: nothing is sent to find an address out (a UDP socket that is connected only asks the kernel's
+routes); a range of ports that is used up is one error, `Overloaded`, and no endpoint.
+What it doesn't do: say who may be a peer; the node does (`kvstore.node.fabric_address`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ConfigError, Overloaded, PortTaken
+from nic_offload.sockaddr import SocketAddress, ip_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nic_offload.fabric import Endpoint, Fabric
+    from nic_offload.sockaddr import Ip
+
+__all__ = [
+    "ENDPOINTS_ON_WILDCARDS",
+    "WITHOUT_IP",
+    "Ports",
+    "is_ours",
+    "is_reachable",
+    "open_endpoint",
+    "source_towards",
+    "wildcard",
+]
+
+# Of these an endpoint listens where it is told to, whatever its fabric was opened with; measured with libfabric 1.17.
+ENDPOINTS_ON_WILDCARDS = frozenset({"net", "tcp", "tcp;ofi_rxm", "sockets"})
+WITHOUT_IP = frozenset({"cxi", "efa", "shm"})
+
+_PORT_MAX = 65535
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_IPV4 = 4
+
+
+class Ports:
+    """A range of ports, tried in turn: one that was given back is not the next to be taken. One thread."""
+
+    def __init__(self, first: int, last: int) -> None:
+        if not 1 <= first <= last <= _PORT_MAX:
+            raise ConfigError(f"A range of ports lies between 1 and {_PORT_MAX}; {first}-{last} does not.")
+        self.first, self.last = first, last
+        self._next = first
+
+    @classmethod
+    def of(cls, text: str) -> Ports:
+        """Read `FIRST-LAST`, or one port."""
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(f"{text!r} is no range of ports; write FIRST-LAST, such as 7071-7199.")
+        return cls(int(match[1]), int(match[2] or match[1]))
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    def in_turn(self) -> Iterator[int]:
+        """Each of them once, beginning behind the one that was taken last."""
+        for _ in range(self.last - self.first + 1):
+            port = self._next
+            self._next = self.first if port == self.last else port + 1
+            yield port
+
+
+def open_endpoint(fabric: Fabric, ip: Ip, ports: Ports | None) -> Endpoint:
+    """Open an endpoint that listens on this address and one of these ports; without any, on one that is free."""
+    if ports is None:
+        return fabric.open_endpoint(SocketAddress(ip, 0).packed(fabric.ip_version))
+    for port in ports.in_turn():
+        with suppress(PortTaken):
+            return fabric.open_endpoint(SocketAddress(ip, port).packed(fabric.ip_version))
+    raise Overloaded(
+        f"Each attachment has a port of its own, and all of {ports} are taken on {ip};"
+        " detach clients, or open a larger range (--fabric-ports)."
+    )
+
+
+def wildcard() -> str:
+    """The address of all interfaces: of both families where the kernel has IPv6."""
+    with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as trial:
+        trial.bind(("::", 0))
+        return "::"
+    return "0.0.0.0"  # noqa: S104 - what it is asked for
+
+
+def source_towards(ip: Ip) -> Ip | None:
+    """The address of this machine from which a peer is reached; None if there is no way to him."""
+    family = socket.AF_INET if ip.version == _IPV4 else socket.AF_INET6
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect((str(ip), 9))  # of a datagram socket it sends nothing
+        return ip_of(way.getsockname()[0])
+    return None
+
+
+def is_ours(ip: Ip) -> bool:
+    """Whether an endpoint of this machine can listen on it."""
+    family = socket.AF_INET if ip.version == _IPV4 else socket.AF_INET6
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as trial:
+        trial.bind((str(ip), 0))
+        return True
+    return False
+
+
+def is_reachable(address: SocketAddress) -> bool:
+    """Whether it can be that of one endpoint of one machine, and one that needs no scope."""
+    ip = address.ip
+    useless = ip.is_unspecified or ip.is_multicast or (ip.version != _IPV4 and ip.is_link_local)
+    return address.port > 0 and not useless and ip != ipaddress.IPv4Address("255.255.255.255")

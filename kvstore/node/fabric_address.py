@@ -1,0 +1,200 @@
+"""Where clients are told that the node's endpoints are, and which of their own addresses are believed.
+
+Each attachment has an endpoint of its own at the node, with a port of `--fabric-ports`. Its address is that of
+`--fabric-address`; else the one the node listens on; where that is a wildcard, the address of ours on the way to that
+client. A fabric of the wildcard serves clients of both families of IP, each over an endpoint on the address it is told.
+
+What always holds: a client's address has the family and the length that libfabric expects before libfabric sees it, and
+is where its call comes from, or lies in `--fabric-clients`: no client can have the node connect to anybody else.
+What it doesn't do: judge addresses of fabrics without IP, but for their length.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote
+
+from kvstore.endpoints import (
+    ENDPOINTS_ON_WILDCARDS,
+    WITHOUT_IP,
+    Ports,
+    is_ours,
+    is_reachable,
+    open_endpoint,
+    source_towards,
+    wildcard,
+)
+from kvstore.errors import AddressRefused, ConfigError, FabricError, ProtocolError
+from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
+from nic_offload.sockaddr import SocketAddress, ip_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.fabric import Endpoint, Fabric
+    from nic_offload.sockaddr import Ip
+
+__all__ = ["FabricAddress", "Network", "Opened", "check_length", "ip_of_peer", "parse_networks"]
+
+_ANY_LENGTH = "shm"  # its addresses are names
+_ROUTED = ("192.0.2.1", "2001:db8::1")  # nobody's: what leads there is the default route
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Opened(NamedTuple):
+    """An endpoint for a client, and the address that the client is told of it."""
+
+    endpoint: Endpoint
+    told: bytes
+
+
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """`CIDR[,CIDR]`."""
+    try:
+        return tuple(ipaddress.ip_network(one.strip()) for one in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"{text!r} is no list of networks: {error}; write CIDR[,CIDR], such as 10.0.0.0/8."
+        ) from None
+
+
+def ip_of_peer(peer: str) -> Ip | None:
+    """The address in what gRPC calls a peer, `ipv4:10.0.0.7:50112` or `ipv6:%5Bfd00::7%5D:50112`; None without one."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return None
+    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    with suppress(ValueError):
+        return ip_of(host)
+    return None
+
+
+def _resolved(name: str) -> tuple[Ip, ...]:
+    """The addresses of a host, one of each family at most; of an address, itself."""
+    with suppress(ValueError):
+        return (ip_of(name),)
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+        why = getattr(error, "strerror", error)
+        raise FabricError(f"--fabric-address {name} has no address: {why}.") from None
+    first: dict[int, Ip] = {}
+    for *_, address in found:
+        ip = ip_of(str(address[0]).partition("%")[0])
+        if is_reachable(SocketAddress(ip, 1)):
+            first.setdefault(ip.version, ip)
+    if not first:
+        raise FabricError(f"--fabric-address {name} has no address at which others could reach this node.")
+    return tuple(first.values())
+
+
+class FabricAddress:
+    """Of one node. The loop's thread, but for `addresses`."""
+
+    def __init__(
+        self,
+        host: str,
+        told: str | None = None,
+        ports: Ports | None = None,
+        clients: Sequence[Network] = (),
+    ) -> None:
+        """Without `ports` endpoints have any that is free on loopback, and one of the usual range beyond it."""
+        self._listens = ip_of(host)
+        self._told = told
+        self._addresses: tuple[Ip, ...] = ()  # what that stands for, once it is known
+        if told is not None:
+            with suppress(ValueError):
+                self._addresses = (ip_of(told),)
+        if not all(is_reachable(SocketAddress(ip, 1)) for ip in self._addresses):
+            raise ConfigError(
+                f"Nobody reaches a node at --fabric-address {told}; name an address of this machine, or none."
+            )
+        self._clients = clients
+        if ports is None and not self._listens.is_loopback:
+            ports = Ports(FABRIC_PORT_FIRST, FABRIC_PORT_LAST)
+        self.ports = ports
+
+    def fabric_opens_at(self, provider: str) -> str | None:
+        """What the node's fabric is opened with."""
+        if provider in WITHOUT_IP:
+            return self._told
+        if self._told is None and not self._listens.is_unspecified:
+            return str(self._listens)
+        return wildcard() if provider in ENDPOINTS_ON_WILDCARDS else self._told
+
+    def addresses(self) -> tuple[Ip, ...]:
+        """What clients are told, as far as it is known before they come. It may ask for a name, and wait."""
+        if self._told is not None:
+            self._addresses = _resolved(self._told)
+            return self._addresses
+        if not self._listens.is_unspecified:
+            return (self._listens,)
+        ways = (source_towards(ip_of(text)) for text in _ROUTED)
+        return tuple(ip for ip in ways if ip is not None) or (ip_of("127.0.0.1"),)
+
+    def believed(self, claimed: bytes, peer: str, fabric: Fabric) -> SocketAddress | None:
+        """The address that a client gave, if it may; None where addresses have no IP. ProtocolError if it may not."""
+        if fabric.ip_version == 0:
+            return None
+        try:
+            client = SocketAddress.of(claimed)
+            client.packed(fabric.ip_version)
+        except ValueError as error:
+            raise ProtocolError(
+                f"A client's fabric address is one of IPv{fabric.ip_version} here, and {error}."
+            ) from None
+        if not is_reachable(client):
+            raise ProtocolError(f"The client's fabric address {client} is no machine's own.")
+        caller = ip_of_peer(peer)
+        own = caller == client.ip or (caller is None and client.ip.is_loopback)
+        if not own and not any(client.ip in network for network in self._clients):
+            raise AddressRefused(
+                f"The client's fabric address {client.ip} is not where its call comes from ({caller or peer});"
+                " if the client has several, the node allows it by --fabric-clients.",
+                str(caller or ""),
+            )
+        return client
+
+    def open(self, fabric: Fabric, client: SocketAddress | None) -> Opened:
+        """Open the endpoint for one attachment; Overloaded if the ports are used up."""
+        if client is None:
+            endpoint = fabric.open_endpoint()
+            return Opened(endpoint, endpoint.address())
+        told = self._told_to(client.ip)
+        return self.open_at(fabric, told)
+
+    def open_at(self, fabric: Fabric, told: Ip) -> Opened:
+        """Open an endpoint that is told by this address, and listens on it if it is this machine's."""
+        on_wildcard = "::" if fabric.ip_version == 6 else "0.0.0.0"  # noqa: PLR2004, S104 - an address not ours
+        endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports)
+        port = SocketAddress.of(endpoint.address()).port
+        return Opened(endpoint, SocketAddress(told, port).told)
+
+    def _told_to(self, client: Ip) -> Ip:
+        if self._told is None and self._listens.is_unspecified:
+            found = source_towards(client)
+            if found is None:
+                raise FabricError(f"The node has no way to the client's fabric address {client}.")
+            return found
+        addresses = self._addresses if self._told is not None else (self._listens,)
+        if not addresses:
+            raise FabricError(f"The address of --fabric-address {self._told} is not known yet.")
+        for ip in addresses:
+            if ip.version == client.version:
+                return ip
+        raise ProtocolError(
+            f"The node's fabric is at {', '.join(map(str, addresses))}, and the client's address {client} is of another"
+            " family; give the node a --fabric-address of it, or the client an address of the node's."
+        )
+
+
+def check_length(claimed: bytes, own: bytes, fabric: Fabric) -> None:
+    """Refuse an address of a fabric without IP that has another length than this node's own."""
+    if fabric.provider != _ANY_LENGTH and len(claimed) != len(own):
+        raise ProtocolError(
+            f"A fabric address of {fabric.provider} has {len(own)} bytes, not {len(claimed)}."
+        )

@@ -1,0 +1,64 @@
+"""Socket addresses as libfabric has them: what an endpoint of `net`, `tcp` or `sockets` is called by its peers.
+
+What always holds: bytes of another family, or of another length than their family has, are no address and never reach
+libfabric: of one of an unknown family the address vector of net and tcp;ofi_rxm (1.17) takes no peer any more, whoever
+comes. An IPv4 address mapped into IPv6 is the IPv4 address; so a fabric of IPv6 reaches peers of both.
+
+What it doesn't do: names, and scopes of link-local addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Ip", "SocketAddress", "ip_of"]
+
+Ip: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_IPV4 = struct.Struct("=H2s4s8x")  # struct sockaddr_in
+_IPV6 = struct.Struct("=H2sI16sI")  # struct sockaddr_in6
+_MAPPED = bytes(10) + b"\xff\xff"
+
+
+def ip_of(text: str) -> Ip:
+    """An address as people write it, an IPv4 one also where it was mapped into IPv6; ValueError if it is none."""
+    ip = ipaddress.ip_address(text)
+    return ip if ip.version == 4 else ip.ipv4_mapped or ip  # noqa: PLR2004 - the protocol's own number
+
+
+class SocketAddress(NamedTuple):
+    """An IP address and a port."""
+
+    ip: Ip
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.ip}:{self.port}" if self.ip.version == 4 else f"[{self.ip}]:{self.port}"  # noqa: PLR2004
+
+    def packed(self, version: int) -> bytes:
+        """Its bytes in a fabric of this version of IP; ValueError for an IPv6 address in one of IPv4."""
+        port = struct.pack(">H", self.port)
+        if version == 4:  # noqa: PLR2004
+            if self.ip.version != version:
+                raise ValueError(f"{self.ip} is no address of IPv4")
+            return _IPV4.pack(socket.AF_INET, port, self.ip.packed)
+        ip = self.ip.packed if self.ip.version == version else _MAPPED + self.ip.packed
+        return _IPV6.pack(socket.AF_INET6, port, 0, ip, 0)
+
+    @property
+    def told(self) -> bytes:
+        """Its bytes as peers are told, whatever their fabric."""
+        return self.packed(4 if self.ip.version == 4 else 6)  # noqa: PLR2004
+
+    @classmethod
+    def of(cls, data: bytes) -> SocketAddress:
+        """What these bytes say; ValueError if they are no address of IPv4 or IPv6, to the byte."""
+        for form, family in ((_IPV4, socket.AF_INET), (_IPV6, socket.AF_INET6)):
+            if len(data) == form.size and int.from_bytes(data[:2], "little") == family:
+                fields = form.unpack(data)
+                packed: bytes = fields[2] if family == socket.AF_INET else fields[3]
+                return cls(ip_of(str(ipaddress.ip_address(packed))), int.from_bytes(fields[1], "big"))
+        raise ValueError(f"{len(data)} bytes beginning with {data[:2].hex()} are no address of IPv4 or IPv6")

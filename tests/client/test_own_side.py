@@ -1,0 +1,124 @@
+"""A client's own end of the fabric: which address it has, what it takes from a node, and that it connects first."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client.own_side import OwnSide
+from kvstore.errors import AddressRefused, ConfigError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.reach import Reach
+from nic_offload.sockaddr import SocketAddress, ip_of
+from tests.conftest import small_client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.demo.node_process import NodeProcess
+    from nic_offload.fabric import Fabric
+
+ESTABLISHED = "01"
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with OwnSide(Reach(("localhost:7070",), provider="net")).open_fabric() as one:  # of both families
+        yield one
+
+
+def connections_to(port: int) -> list[str]:
+    """Who is connected to this port of the machine's, by the kernel's own tables."""
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    return [row[1] for row in rows if row[3] == ESTABLISHED and row[2].endswith(f":{port:04X}")]
+
+
+def test_a_client_connects_to_the_nodes_fabric_when_it_attaches(node: NodeProcess) -> None:
+    with small_client(node.target) as client:
+        client.attach()
+        link = client._link
+        assert link is not None
+        assert len(connections_to(SocketAddress.of(link.node_address).port)) == 1
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:7070", "localhost:7070"])
+def test_its_address_is_the_one_on_the_way_to_the_node(fabric: Fabric, target: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        side = OwnSide(Reach((target.replace("7070", str(listener.getsockname()[1])),), provider="net"))
+        endpoint, told = side.open_endpoint(fabric, TIMEOUT_S)
+        at = SocketAddress.of(told)
+        assert str(at.ip) == "127.0.0.1"
+        assert at == SocketAddress.of(endpoint.address())
+
+
+def test_an_address_and_ports_that_were_given_are_taken(fabric: Fabric) -> None:
+    side = OwnSide(
+        Reach(("127.0.0.1:7070",), provider="net", fabric_address="127.0.0.7", fabric_ports="17401-17401")
+    )
+    endpoint, told = side.open_endpoint(fabric, TIMEOUT_S)
+    assert str(SocketAddress.of(told)) == "127.0.0.7:17401"
+    with pytest.raises(Overloaded, match="17401-17401"):
+        side.open_endpoint(fabric, TIMEOUT_S)
+    endpoint.close()
+    with pytest.raises(ConfigError, match="no IP address"):
+        OwnSide(Reach(("127.0.0.1:7070",), provider="net", fabric_address="nowhere")).open_endpoint(
+            fabric, TIMEOUT_S
+        )
+
+
+def test_a_name_without_an_address_is_a_node_that_is_away(fabric: Fabric) -> None:
+    side = OwnSide(Reach(("no..host:7070",), provider="net"))
+    with pytest.raises(NodeUnavailable, match=r"The name no\.\.host has no address"):
+        side.open_endpoint(fabric, TIMEOUT_S)
+
+
+GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
+
+
+@pytest.mark.parametrize("family", [0, 1, 40])
+def test_what_a_node_tells_is_of_a_family_that_libfabric_takes(fabric: Fabric, family: int) -> None:
+    with pytest.raises(ProtocolError, match="told a fabric address that is none"):
+        OwnSide.add_peer(fabric, struct.pack("=H", family) + GOOD[2:])
+
+
+@pytest.mark.parametrize("told", [b"", GOOD[:-1], GOOD + b"\0"])
+def test_what_a_node_tells_has_the_length_of_its_family(fabric: Fabric, told: bytes) -> None:
+    with pytest.raises(ProtocolError, match="told a fabric address that is none"):
+        OwnSide.add_peer(fabric, told)
+
+
+@pytest.mark.parametrize("ip", ["0.0.0.0", "::", "224.0.0.1", "fe80::1"])
+def test_what_a_node_tells_can_be_reached(fabric: Fabric, ip: str) -> None:
+    with pytest.raises(ProtocolError, match="give it a --fabric-address"):
+        OwnSide.add_peer(fabric, SocketAddress(ip_of(ip), 7071).told)
+
+
+def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_node_saw_it(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnSide, "_source", lambda *_: ip_of("127.0.0.9"))  # as if gRPC had taken another way
+    with small_client(node.target) as client:
+        client.attach()
+        link = client._link
+        assert link is not None
+        assert str(SocketAddress.of(link.endpoint.address()).ip) == "127.0.0.1"
+
+
+def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProcess) -> None:
+    with small_client(node.target, fabric_address="127.0.0.9") as client:
+        with pytest.raises(AddressRefused, match="not where its call comes from") as caught:
+            client.attach()
+        assert caught.value.caller == "127.0.0.1"

@@ -1,0 +1,97 @@
+"""One table says which ports are used; the defaults of the options and every file of `deploy/` agree with it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from kvstore.cli import _parser
+from kvstore.config import parse_listen
+from kvstore.endpoints import Ports
+from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
+from tests.deploy.files import CONTAINERFILE, DEPLOY, ROOT, commands, compose, kubernetes, stateful_set
+
+ROW = re.compile(r"^\| (\d+)(?:-(\d+))? \| TCP \| (.*?) \| (.*?) \| `(--[\w-]+)` \|$", re.MULTILINE)
+
+
+class Row(NamedTuple):
+    """A range of ports of the node's."""
+
+    first: int
+    last: int
+
+
+def table() -> dict[str, Row]:
+    rows = ROW.findall((ROOT / "docs" / "operating.md").read_text())
+    return {option: Row(int(first), int(last or first)) for first, last, _, _, option in rows}
+
+
+def used_by(words: list[str]) -> dict[str, Row]:
+    """The ports that a command uses, by option."""
+    arguments = _parser().parse_args(words[1:])
+    host, port = parse_listen(arguments.listen)
+    used = {"--listen": Row(port, port)}
+    if arguments.fabric_ports is not None:
+        ports = Ports.of(arguments.fabric_ports)
+        used["--fabric-ports"] = Row(ports.first, ports.last)
+    elif host != "127.0.0.1":
+        used["--fabric-ports"] = Row(FABRIC_PORT_FIRST, FABRIC_PORT_LAST)
+    if arguments.http is not None:
+        port = parse_listen(arguments.http)[1]
+        used["--http"] = Row(port, port)
+    return used
+
+
+def opened(text: str) -> set[Row]:
+    """Ranges in a text, `7070` or `7071-7199`."""
+    return {Row(int(a), int(b or a)) for a, b in re.findall(r"\b(\d{4,5})(?:-(\d{4,5}))?\b", text)}
+
+
+def test_the_table_has_the_defaults_of_the_options() -> None:
+    assert table() == {
+        "--listen": Row(7070, 7070),
+        "--fabric-ports": Row(FABRIC_PORT_FIRST, FABRIC_PORT_LAST),
+        "--http": Row(9100, 9100),
+    }
+    assert parse_listen(_parser().parse_args(["serve", "--data", "d"]).listen)[1] == table()["--listen"].first
+
+
+@pytest.mark.parametrize("name", ["container", "compose one", "kubernetes", "systemd beyond loopback"])
+def test_a_file_of_deploy_uses_the_ports_of_the_table(name: str) -> None:
+    assert used_by(commands()[name]) == table()
+
+
+def test_the_unit_without_settings_is_on_loopback_alone() -> None:
+    assert used_by(commands()["systemd"]) == {"--listen": table()["--listen"]}
+
+
+def test_two_nodes_of_compose_share_no_port_and_its_head_names_them_all() -> None:
+    one, two = (set(used_by(commands()[f"compose {name}"]).values()) for name in ("one", "two"))
+    taken = [port for row in one | two for port in range(row.first, row.last + 1)]
+    assert len(taken) == len(set(taken))
+    head = (DEPLOY / "compose" / "compose.yaml").read_text().split("name:")[0]
+    named = {port for row in opened(head) for port in range(row.first, row.last + 1)}
+    assert named == set(taken)
+    for service in compose()["services"].values():
+        assert service["network_mode"] == "host"
+        assert "ports" not in service
+
+
+def test_the_container_exposes_exactly_the_ports_of_the_table() -> None:
+    (exposed,) = re.findall(r"^EXPOSE (.*)$", CONTAINERFILE, re.MULTILINE)
+    assert opened(exposed) == set(table().values())
+
+
+def test_the_policy_of_kubernetes_opens_exactly_the_ports_of_the_table() -> None:
+    (policy,) = kubernetes("NetworkPolicy")
+    ports = [port for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+    assert {Row(port["port"], port.get("endPort", port["port"])) for port in ports} == set(table().values())
+    assert {port["protocol"] for port in ports} == {"TCP"}
+    assert policy["spec"]["podSelector"] == stateful_set()["spec"]["selector"]
+
+
+def test_the_firewall_lets_in_exactly_the_ports_of_the_table() -> None:
+    rules = (DEPLOY / "nftables" / "kvstore.nft").read_text()
+    assert opened("\n".join(re.findall(r"^tcp dport (\S+)", rules, re.MULTILINE))) == set(table().values())

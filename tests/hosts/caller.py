@@ -1,0 +1,105 @@
+"""A client on a host, told what to do by lines of JSON and answering with lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import sys
+import time
+from typing import Any
+
+from kvstore.client import Block, Client
+from kvstore.errors import KvError
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+
+MIB = 1 << 20
+
+
+def _bytes_of(name: str, length: int) -> bytes:
+    return random.Random(name).randbytes(length)
+
+
+class Caller:
+    """One client, and memory to put from and to get into."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._length, self._most = settings.pop("length", MIB), settings.pop("blocks", 8)
+        self._client = Client(
+            settings.pop("target"),
+            slots=self._most,
+            block_bytes_max=self._length,
+            **settings,
+        )
+        self._memory = mmap.mmap(-1, self._length * self._most)
+        self._region = self._client.register(self._memory)
+        self._flags = FlagWords.create(1)
+
+    def _blocks(self, name: str, count: int) -> list[Block]:
+        return [
+            Block(
+                block_key(name.encode(), bytes([i])),
+                self._region,
+                i * self._length,
+                self._length,
+                threshold=1,
+            )
+            for i in range(count)
+        ]
+
+    def _expected(self, name: str, count: int) -> list[bytes]:
+        return [_bytes_of(f"{name} {i}", self._length) for i in range(count)]
+
+    def put(self, name: str, count: int, timeout_s: float = 20.0) -> object:
+        """Put blocks by the flag, and wait until they are written; for each WRITTEN, or the kind of error."""
+        self._memory[: count * self._length] = b"".join(self._expected(name, count))
+        self._flags[0].store(0)
+        puts = self._client.reserve(self._blocks(name, count)).arm(self._flags[0])
+        self._flags[0].store(1)
+        return [
+            str(result.durability and result.durability.name)
+            if result.error is None
+            else type(result.error).__name__
+            for result in puts.wait(timeout_s=timeout_s)
+        ]
+
+    def get(self, name: str, count: int, timeout_s: float = 20.0) -> object:
+        """Get blocks; for each `exact`, or why not."""
+        self._memory[:] = bytes(len(self._memory))
+        found = self._client.get(self._blocks(name, count), timeout_s=timeout_s)
+        told = []
+        for i, (one, expected) in enumerate(zip(found, self._expected(name, count), strict=True)):
+            exact = self._memory[i * self._length : (i + 1) * self._length] == expected
+            reason = getattr(one, "reason", None)
+            told.append("exact" if reason is None and exact else "WRONG" if reason is None else str(one))
+        return told
+
+    def status(self) -> object:
+        """How many clients the node has, over gRPC alone."""
+        return self._client.status().connections
+
+    def inline(self, name: str) -> object:
+        """A block inside gRPC, there and back."""
+        key = block_key(name.encode())
+        self._client.put_inline(key, name.encode())
+        got = self._client.get_inline(key, len(name))
+        return got.decode() if isinstance(got, bytes) else str(got)
+
+
+def main() -> None:
+    """Answer each line."""
+    caller = Caller(json.loads(sys.argv[1]))
+    print(json.dumps("here"), flush=True)  # noqa: T201 - the test reads it
+    for line in sys.stdin:
+        name, *words = json.loads(line)
+        began = time.monotonic()
+        try:
+            answer: object = getattr(caller, name)(*words)
+        except KvError as error:
+            answer = f"{type(error).__name__}: {error}"
+        print(json.dumps([answer, time.monotonic() - began]), flush=True)  # noqa: T201 - the test reads it
+
+
+if __name__ == "__main__":
+    main()
