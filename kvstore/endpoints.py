@@ -62,6 +62,12 @@ class Ports:
     def __str__(self) -> str:
         return f"{self.first}-{self.last}"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ports) and (self.first, self.last) == (other.first, other.last)
+
+    def __hash__(self) -> int:
+        return hash((self.first, self.last))
+
     def in_turn(self) -> Iterator[int]:
         """Each of them once, beginning behind the one that was taken last."""
         for _ in range(self.last - self.first + 1):

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.cli import _parser
-from kvstore.config import parse_listen
-from kvstore.endpoints import Ports
 from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
+from kvstore.serve_options import settings
 from tests.deploy.files import CONTAINERFILE, DEPLOY, ROOT, commands, compose, kubernetes, stateful_set
 
 ROW = re.compile(r"^\| (\d+)(?:-(\d+))? \| TCP \| (.*?) \| (.*?) \| `(--[\w-]+)` \|$", re.MULTILINE)
@@ -30,17 +29,14 @@ def table() -> dict[str, Row]:
 
 def used_by(words: list[str]) -> dict[str, Row]:
     """The ports that a command uses, by option."""
-    arguments = _parser().parse_args(words[1:])
-    host, port = parse_listen(arguments.listen)
-    used = {"--listen": Row(port, port)}
-    if arguments.fabric_ports is not None:
-        ports = Ports.of(arguments.fabric_ports)
-        used["--fabric-ports"] = Row(ports.first, ports.last)
-    elif host != "127.0.0.1":
+    config = settings(_parser().parse_args(words[1:])).node()
+    used = {"--listen": Row(config.port, config.port)}
+    if config.fabric_ports is not None:
+        used["--fabric-ports"] = Row(config.fabric_ports.first, config.fabric_ports.last)
+    elif config.host != "127.0.0.1":
         used["--fabric-ports"] = Row(FABRIC_PORT_FIRST, FABRIC_PORT_LAST)
-    if arguments.http is not None:
-        port = parse_listen(arguments.http)[1]
-        used["--http"] = Row(port, port)
+    if config.http is not None:
+        used["--http"] = Row(config.http[1], config.http[1])
     return used
 
 
@@ -55,7 +51,7 @@ def test_the_table_has_the_defaults_of_the_options() -> None:
         "--fabric-ports": Row(FABRIC_PORT_FIRST, FABRIC_PORT_LAST),
         "--http": Row(9100, 9100),
     }
-    assert parse_listen(_parser().parse_args(["serve", "--data", "d"]).listen)[1] == table()["--listen"].first
+    assert used_by(["kvstore", "serve", "--data", "d"])["--listen"] == table()["--listen"]
 
 
 @pytest.mark.parametrize("name", ["container", "compose one", "kubernetes", "systemd beyond loopback"])
