@@ -10,8 +10,10 @@ import copy
 import os
 import select
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
+from nic_offload.errors import FabricError
 from nic_offload.fabric import WORK_MAX, Event, EventKind, Fabric
 from nic_offload.flags import FlagWord, FlagWords
 from nic_offload.library import load
@@ -261,6 +263,29 @@ class Way:
         return self._fences
 
 
+def quieten(*fabrics: Fabric) -> None:
+    """Let shm come to rest before the first of two ends in one process is closed.
+
+    This libfabric's shm gives both the same mapping of their memory, and closing one unmaps it: whatever the other
+    thread still does there ends the process.
+    """
+    if not any(fabric.provider == "shm" for fabric in fabrics):
+        return
+    for fabric in fabrics:
+        with suppress(FabricError):
+            fabric.flush()
+    before = [fabric.statistics().sleeps for fabric in fabrics]
+    with suppress(AssertionError):
+        wait_until(
+            lambda: all(
+                fabric.statistics().sleeps > sleeps + 3
+                for fabric, sleeps in zip(fabrics, before, strict=True)
+            ),
+            "both rest",
+            seconds=2.0,
+        )
+
+
 class Pair:
     """Two fabrics of this process that know each other, and flag words that outlive both."""
 
@@ -273,6 +298,9 @@ class Pair:
         self.back = Way.between(self.far, self.near)
 
     def close(self) -> None:
+        open_ones = [side.fabric for side in (self.near, self.far) if not side.fabric.closed]
+        if len(open_ones) > 1:
+            quieten(*open_ones)
         self.near.close()
         self.far.close()
         self.flags.close()
