@@ -68,7 +68,22 @@ def test_an_attach_without_a_usable_address_leaves_nothing_in_the_node(
 ) -> None:
     with Client(node.target, slots=1, block_bytes_max=4096) as client:
         with monkeypatch.context() as patched:
-            patched.setattr("nic_offload.fabric.Endpoint.address", lambda _: b"")
+            patched.setattr("kvstore.client.own_side.SocketAddress.told", b"")
+            with pytest.raises(KvError):
+                client.attach()
+        wait_until(lambda: is_as_before(node), "nothing is left")
+        client.attach()
+
+
+def test_an_attach_that_fails_half_way_leaves_nothing_in_the_node(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise FabricError("The provider has had enough.")
+
+    with Client(node.target, slots=1, block_bytes_max=4096) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr("kvstore.node.node.Connection", fails)
             with pytest.raises(KvError):
                 client.attach()
         wait_until(lambda: is_as_before(node), "nothing is left")
