@@ -263,6 +263,10 @@ class Node:
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
+        if (
+            expires_unix_ms and durability is Durability.LANDED
+        ):  # what lands later would be acknowledged, and be over
+            lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)

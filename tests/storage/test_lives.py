@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, NoSpace, ReadOnly
+from kvstore.errors import Expired, KeyTaken, NoSpace, ReadOnly
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
@@ -387,6 +387,22 @@ def test_a_failed_drive_that_cannot_lengthen_a_life_is_no_reason_to_end_it(tmp_p
     assert rig.put(other, b"fails").error is not None
     assert rig.put(number, b"kv").error is None
     late(rig, SOON_MS + 500)
+    assert rig.get(number)[1] == b"kv"
+    rig.store.close()
+
+
+@pytest.mark.parametrize("more", ["a longer life", "synced"])
+def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(tmp_path: Path, more: str) -> None:
+    rig = Rig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
+    rig.open()
+    number = next(one for one in range(20) if rig.home(one) == 0)
+    expires_ms = rig.clock.now_ms + SOON_MS if more == "a longer life" else 0
+    rig.put(number, b"kv", expires_ms=expires_ms)
+    rig.disks[0].faults = {rig.disks[0].operations: -5}
+    other = next(one for one in range(20, 60) if rig.home(one) == 0)
+    assert rig.put(other, b"fails").error is not None
+    durability = Durability.SYNCED if more == "synced" else Durability.WRITTEN
+    assert isinstance(rig.put(number, b"vk", durability).error, KeyTaken)
     assert rig.get(number)[1] == b"kv"
     rig.store.close()
 
