@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import grpc
 
 from kvstore.errors import ConfigError
-from kvstore.limits import NODES_MAX, RPC_TIMEOUT_MS, RPC_TIMEOUT_MS_MAX
+from kvstore.limits import NODES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,7 +58,6 @@ class Reach:
     fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
     fabric_ports: str = ""  # FIRST-LAST, where this machine listens there; "": any that is free
     provider: str | None = None  # of libfabric; the best there is
-    timeout_ms: int = RPC_TIMEOUT_MS  # of a call that has no deadline of its own
 
     def __post_init__(self) -> None:
         """Refuse what can't be."""
@@ -71,10 +70,6 @@ class Reach:
             raise ConfigError("A token is given as it is or in a file, not both.")
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A client's certificate and its key come together.")
-        if not 1 <= self.timeout_ms <= RPC_TIMEOUT_MS_MAX:
-            raise ConfigError(
-                f"timeout_ms lies between 1 and {RPC_TIMEOUT_MS_MAX}; {self.timeout_ms} does not."
-            )
         if not self.uses_tls and (self.token is not None or self.token_file is not None):
             for host in hosts:
                 if not _is_this_machine(host):
@@ -227,7 +222,6 @@ _KINDS: Final = {
     "fabric_address": _TEXT,
     "fabric_ports": _TEXT,
     "provider": _TEXT,
-    "timeout_ms": _Kind((int,), lambda value, _: value, "a whole number"),
 }
 assert set(_KINDS) == {one.name for one in fields(Reach)} | {"node"}
 
@@ -257,10 +251,6 @@ def _of_environment() -> dict[str, Any]:
             if text.lower() not in {"true", "false", "1", "0"}:
                 raise ConfigError(f"{variable} is true or false, not {text!r}.")
             given[name] = text.lower() in {"true", "1"}
-        elif kind.types == (int,):
-            if not (text.isascii() and text.isdigit()):
-                raise ConfigError(f"{variable} is a whole number, not {text!r}.")
-            given[name] = int(text)
         else:
             given[name] = text
     if "node" in given and "nodes" in given:

@@ -87,7 +87,11 @@ class FlagWords(Handle):
             raise KvError(
                 f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened."
             )
-        return cls(fd, os.fstat(fd).st_size // _WORD_BYTES, path)
+        count = os.fstat(fd).st_size // _WORD_BYTES
+        if not count:
+            os.close(fd)
+            raise KvError(f"{path} has no flag words in it.")
+        return cls(fd, count, path)
 
     def __len__(self) -> int:
         return len(self._words)

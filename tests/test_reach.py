@@ -38,7 +38,6 @@ def test_each_setting_comes_from_the_first_place_that_says_it(
     assert told.tenant == "of the environment"
     assert told.provider == "net"
     assert told.ca == file.parent / "ca.pem"  # beside the file, wherever the process runs
-    assert told.timeout_ms == Reach((NODE,)).timeout_ms
 
 
 def test_a_token_and_its_file_are_one_setting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +89,6 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": NODE, "nodes": [NODE]}, "node or nodes, not both"),
         ({"nodes": []}, "1 to 64 nodes, not 0"),
         ({"nodes": [NODE, NODE]}, "named twice"),
-        ({"node": NODE, "timeout_ms": 0}, "timeout_ms lies between"),
-        ({"node": NODE, "timeout_ms": True}, "timeout_ms in the call is a whole number, not bool"),
         ({"node": NODE, "tls": "yes"}, "tls in the call is true or false, not str"),
         ({"node": NODE, "certificate": "c.pem"}, "come together"),
         ({"node": 7070}, "node in the call is HOST:PORT, not int"),
@@ -127,7 +124,7 @@ def test_a_file_that_is_named_and_not_there_is_an_error(monkeypatch: pytest.Monk
         Reach.of({"node": NODE})
 
 
-@pytest.mark.parametrize(("name", "text"), [("TLS", "perhaps"), ("TIMEOUT_MS", "1s")])
+@pytest.mark.parametrize(("name", "text"), [("TLS", "perhaps")])
 def test_a_variable_that_cannot_be_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TRIGGERKV_{name}", text)
     with pytest.raises(ConfigError, match=f"TRIGGERKV_{name} is"):
@@ -138,13 +135,12 @@ def test_variables_say_all_that_a_call_can(monkeypatch: pytest.MonkeyPatch) -> N
     for name, text in (
         ("NODES", "a:1, b:2"),
         ("TLS", "true"),
-        ("TIMEOUT_MS", "250"),
         ("FABRIC_ADDRESS", "::1"),
     ):
         monkeypatch.setenv(f"TRIGGERKV_{name}", text)
     told = Reach.of()
     assert told.nodes == ("a:1", "b:2")
-    assert (told.tls, told.timeout_ms, told.fabric_address) == (True, 250, "::1")
+    assert (told.tls, told.fabric_address) == (True, "::1")
 
 
 @pytest.mark.parametrize("text", ["", " \n", "two\nlines"], ids=["empty", "blank", "lines"])

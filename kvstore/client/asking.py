@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.block_calls import durability_message
+from kvstore.client.breaker import NotTried
 from kvstore.client.watch import metadata_of, within
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import RPC_TIMEOUT_MS
@@ -159,8 +160,9 @@ class Asking:
         def answered(answer: list[Leased] | KvError) -> None:
             if isinstance(answer, KvError):
                 asked.failed(answer)
-            if isinstance(answer, Overloaded):
-                get.refuse(Miss(MissReason.BUSY, str(answer)))
+            if isinstance(answer, (Overloaded, NotTried)):  # nothing of it can come
+                reason = MissReason.BUSY if isinstance(answer, Overloaded) else MissReason.NODE_AWAY
+                get.refuse(Miss(reason, str(answer)))
             elif isinstance(answer, KvError):
                 self._client.lose(link, answer)
             else:
@@ -192,7 +194,7 @@ class Asking:
         with self._client.lock:
             if isinstance(failure, DeadlineExceeded):
                 asked.failed(failure)
-                get.cancel(self._clock.monotonic_ns())
+                get.cancel()
             else:
                 answered([] if failure is None else failure)
 

@@ -5,7 +5,8 @@ over one call is let through to try, and what becomes of that one decides for al
 
 What always holds: no call is refused unless one has failed since the last that succeeded; at most one call at a time is
 let through to try; a refusal says what the failure was and when the next try is.
-It counts as a failure that the node was not reached, or did not answer in time. A node that refuses is there.
+It counts as a failure that the node was not reached, or answered nothing for `BREAKER_LATE_MS`, over one call or
+several: a deadline that was shorter says nothing of the node. A node that refuses is there.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable
-from kvstore.limits import BREAKER_MS_MAX, BREAKER_MS_MIN
+from kvstore.limits import BREAKER_LATE_MS, BREAKER_MS_MAX, BREAKER_MS_MIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.clock import Clock
 
-__all__ = ["Breaker"]
+__all__ = ["Breaker", "NotTried"]
+
+
+class NotTried(NodeUnavailable):
+    """The node was away a moment ago, and no call was made."""
 
 
 class Breaker:
@@ -34,6 +39,9 @@ class Breaker:
         self._failure: KvError | None = None
         self._pause_ms = 0
         self._until_ns = 0
+        self._late_since_ns: int | None = (
+            None  # the first of the calls since an answer that were not answered began
+        )
         self._trying = False
 
     @property
@@ -46,8 +54,12 @@ class Breaker:
     def call(self) -> Iterator[None]:
         """Make a call, whose error is told to the breaker; NodeUnavailable, and no call, if it is refused."""
         self._enter()
+        began_ns = self._clock.monotonic_ns()
         try:
             yield
+        except DeadlineExceeded as error:
+            self._was_late(error, began_ns)
+            raise
         except KvError as error:
             self.failed(error)
             raise
@@ -69,12 +81,23 @@ class Breaker:
     def _refuse(self) -> None:
         if self._refuses():
             left_ms = max(0, self._until_ns - self._clock.monotonic_ns()) // 1_000_000
-            raise NodeUnavailable(f"The node is away, and is tried again in {left_ms} ms. {self._failure}")
+            raise NotTried(f"The node is away, and is tried again in {left_ms} ms. {self._failure}")
 
     def succeeded(self) -> None:
         """The node has answered."""
         with self._lock:
             self._failure, self._pause_ms, self._trying = None, 0, False
+            self._late_since_ns = None
+
+    def _was_late(self, error: DeadlineExceeded, began_ns: int) -> None:
+        with self._lock:
+            if self._late_since_ns is None:
+                self._late_since_ns = began_ns
+            is_failure = self._clock.monotonic_ns() - self._late_since_ns >= BREAKER_LATE_MS * 1_000_000
+            if not is_failure:
+                self._trying = False  # whoever comes next may try
+        if is_failure:
+            self.failed(error)
 
     def failed(self, error: KvError) -> None:
         """A call has ended with this error."""

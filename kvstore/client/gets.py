@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.client.blocks import Hit
+from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, KvError
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
@@ -163,13 +164,13 @@ class Get:
         elif event.tag != self._tags[i]:
             self._not_confirmed()
         else:
-            self.cancel(event.time_ns)
+            self.cancel()
 
     def by_rpc(self) -> None:
         """It is asked for by gRPC, so the fabric will not bring the call."""
         self._called = True
 
-    def cancel(self, now_ns: int) -> None:
+    def cancel(self) -> None:
         """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
         if self._cancelling or not self._open:
             return
@@ -179,7 +180,8 @@ class Get:
             tag = self._tags[i] + 1  # the first watch of the same word may still have something to say
             self._index[tag] = i
             self._link.operations[tag] = self
-        until_ns = now_ns + FETCH_CANCEL_MS * 1_000_000
+        # From now on, and not from the deadline: a busy process may come to it late, and the node must be asked first.
+        until_ns = SystemClock().monotonic_ns() + FETCH_CANCEL_MS * 1_000_000
         try:
             watch_acks(self._client.fabric, [self._watch(i, self._tags[i] + 1, until_ns) for i in left])
         except FabricError:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
-from kvstore.errors import FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
+from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc
@@ -205,7 +205,7 @@ class Link:
         try:
             answer = answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise NodeUnavailable(f"The node did not answer an attach within {timeout_s:.1f} s.") from None
+            raise DeadlineExceeded(f"The node did not answer an attach within {timeout_s:.1f} s.") from None
         if isinstance(answer, grpc.RpcError):
             raise error_from_rpc("Attaching", answer)
         if answer is None:

@@ -201,6 +201,8 @@ class Node:
                 )
             except BaseException:
                 opened.endpoint.close()
+                with contextlib.suppress(BufferError):  # the error that is told may keep it for longer
+                    memory.close()
                 raise
         except NoMemory as error:
             self._landing_bytes -= layout.total_bytes
@@ -289,6 +291,10 @@ class Node:
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
+        if (
+            expires_unix_ms and durability is Durability.LANDED
+        ):  # what lands later would be acknowledged, and be over
+            lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)

@@ -185,8 +185,10 @@ class Index:
     @classmethod
     def empty(cls, folder: Path, capacity_bytes: int) -> Index:
         """Throw away what is there and begin anew."""
-        if folder.exists():
+        if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
         folder.mkdir(mode=0o700)
         return cls(folder, capacity_bytes)
 

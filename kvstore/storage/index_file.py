@@ -17,6 +17,7 @@ It doesn't look into rows (`kvstore.storage.index_check` does), and doesn't know
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -96,7 +97,10 @@ def seal(folder: Path) -> None:
 
 def unseal(folder: Path) -> None:
     """Take the seal away: the file is about to be changed."""
-    (folder / _SEAL_NAME).unlink(missing_ok=True)
+    seal_path = folder / _SEAL_NAME
+    if seal_path.is_dir():  # whoever has put it there
+        shutil.rmtree(seal_path)
+    seal_path.unlink(missing_ok=True)
 
 
 def is_sealed(folder: Path) -> bool:

@@ -389,7 +389,7 @@ class Store(Handle):
         now_ms = self._clock.wall_ms()
         by_drive: dict[Drive, list[PutItem]] = {}
         for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
-            if holder is not None and (holder.takes_puts or _will_do(item, holder, entry, now_ms)):
+            if holder is not None and (holder.takes_puts or _decides(item, holder, entry, now_ms)):
                 by_drive.setdefault(holder, []).append(item)
                 continue
             order = self._in_order(name)
@@ -456,10 +456,12 @@ class Store(Handle):
         return self._by_number.get(generation // GENERATIONS_PER_DRIVE)
 
 
-def _will_do(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
-    """Tell whether what a failed drive has is as good as the put that is asked for."""
+def _decides(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
+    """Tell whether what a failed drive has settles a put: it has other bytes, or is as good as what is asked for."""
     if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry.generation]):
         return False
+    if (entry.length, entry.fingerprint, entry.crc32c) != (item.length, item.fingerprint, item.crc32c):
+        return True
     if not lives_as_long(entry.expires_ms, item.expires_ms):
         return False
     return item.durability < Durability.SYNCED or failed.has_synced(entry.generation)

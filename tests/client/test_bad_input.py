@@ -314,7 +314,7 @@ def test_leases_that_a_client_neither_uses_nor_returns_end_its_connection(tmp_pa
         rig.client.reserve([rig.block(0)], lease_ms=100)  # neither armed nor given back
         assert rig.client.status().connections == 1
         _until(lambda: rig.client.status().connections == 0)
-        assert "did not give an expired lease back" in node.log()
+        assert "an expired lease was not given back" in node.log()
         rig.client.reserve([rig.block(0)]).give_back()  # attaches anew
         rig.close()
 
@@ -336,7 +336,7 @@ def test_two_nodes_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_said_to_be(tmp_path: Path, node: NodeProcess) -> None:
     port = int(node.target.rpartition(":")[2])
-    with pytest.raises(NodeUnavailable, match="is the port taken"):
+    with pytest.raises(NodeUnavailable, match="is taken by another process"):
         small_node(tmp_path / "other", port=port)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore.client import Block, Hit
-from kvstore.client.breaker import Breaker
+from kvstore.client.breaker import Breaker, NotTried
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
-from kvstore.limits import BREAKER_MS_MAX, BREAKER_MS_MIN
+from kvstore.limits import BREAKER_LATE_MS, BREAKER_MS_MAX, BREAKER_MS_MIN
 from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import put
 from tests.conftest import small_client
@@ -39,6 +40,17 @@ def breaker(clock: HeldClock) -> Breaker:
 def fail(breaker: Breaker, error: Exception = AWAY) -> None:
     with pytest.raises(type(error)), breaker.call():
         raise error
+
+
+def be_late(breaker: Breaker, clock: HeldClock, ms: int) -> None:
+    """A call that is not answered within its time."""
+
+    def wait() -> None:
+        pass_ms(clock, ms)
+        raise DeadlineExceeded("Too late.")
+
+    with pytest.raises(DeadlineExceeded), breaker.call():
+        wait()
 
 
 def pass_ms(clock: HeldClock, ms: int) -> None:
@@ -126,3 +138,49 @@ def test_a_node_that_was_never_there_is_not_asked_each_time() -> None:
         assert client.calls < 20
         with pytest.raises(NodeUnavailable, match="tried again in"):
             client.put_inline(bytes(32), b"x")
+
+
+def test_deadlines_of_a_callers_own_say_nothing_of_the_node(breaker: Breaker, clock: HeldClock) -> None:
+    for _ in range(100):  # answered between them, however seldom
+        for _ in range(4):
+            be_late(breaker, clock, BREAKER_LATE_MS // 5)
+        with breaker.call():
+            pass
+    assert not breaker.is_open
+
+
+def test_a_node_that_answers_nobody_for_a_while_is_away(breaker: Breaker, clock: HeldClock) -> None:
+    for calls in range(1, 6):
+        assert not breaker.is_open
+        be_late(breaker, clock, BREAKER_LATE_MS // 5)
+        assert breaker.is_open == (calls == 5)
+    with pytest.raises(NotTried), breaker.call():
+        pytest.fail("it is not made")
+
+
+def test_one_call_that_waited_long_is_enough(breaker: Breaker, clock: HeldClock) -> None:
+    be_late(breaker, clock, BREAKER_LATE_MS)
+    assert breaker.is_open
+
+
+def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(rig: Rig) -> None:
+    """More of them at a time than there are places for calls over the fabric, so that some go by gRPC."""
+    stored, armed = rig.block(0, 1 << 16), rig.block(1, 1 << 16)
+    put(rig, [stored])
+    puts = rig.client.reserve([armed]).arm(rig.flags[0])
+    link = rig.client._link
+    until_s = time.monotonic() + 2.0
+
+    def hurry() -> None:
+        wanted = rig.wanted(stored)
+        while time.monotonic() < until_s and rig.client._link is link:
+            rig.client.get([wanted], timeout_s=0.002)
+
+    threads = [threading.Thread(target=hurry) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rig.client._link is link, link and link.error
+    rig.flags[0].store(2)
+    assert [result.error for result in puts.wait(WAIT_S)] == [None]

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client import Block, Client
 from kvstore.durability import Durability
-from kvstore.errors import Expired, NoSpace, SessionRefused
+from kvstore.errors import DeadlineExceeded, Expired, LeaseExpired, NoSpace, SessionRefused
 from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES, SESSION_BLOCKS_MAX
 from kvstore.names import block_key
 from kvstore.storage.eviction.items import Guard
@@ -258,3 +258,14 @@ def test_a_lease_that_was_given_back_at_once_is_no_lost_put(client: Client) -> N
     with client.register(allocate(PAGE_BYTES)) as region:
         client.reserve([Block(KEY, region, 0, PAGE_BYTES)]).give_back()
         assert "never stored" in str(client.explain([KEY])[0])
+
+
+def test_a_put_that_lands_when_its_life_is_over_is_not_acknowledged(client: Client) -> None:
+    with FlagWords.create(1) as flags, client.register(allocate(len(PAYLOAD))) as region:
+        block = Block(KEY, region, 0, len(PAYLOAD), threshold=1)
+        puts = client.reserve(
+            [block], durability=Durability.LANDED, expires_unix_ms=now_ms() + SOON_MS // 5
+        ).arm(flags[0])
+        time.sleep(SOON_MS / 2500)
+        flags[0].store(1)
+        assert isinstance(puts.wait(WAIT_S)[0].error, (DeadlineExceeded, LeaseExpired))

@@ -10,6 +10,7 @@ import grpc.aio
 
 from kvstore.clock import SystemClock
 from kvstore.node.audit import Audit
+from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.server import add_services
@@ -59,7 +60,9 @@ class NodeInProcess:
             Fabric("net", address=self._host) as fabric,
         ):
             spans = None if self._provider is None else NodeSpans(self._provider, clock)
-            self.node = Node(store, fabric, clock, self._hot_bytes, spans=spans)
+            self.node = Node(
+                store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
+            )
             server = grpc.aio.server(options=self._options)
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)

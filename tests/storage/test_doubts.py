@@ -380,3 +380,14 @@ def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it
     fake.power_loss(seed=1)
     fake.open()
     assert fake.get(2)[1] == PAYLOAD
+
+
+@pytest.mark.parametrize("more", ["a longer life", "synced"])
+def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(pair: Rig, more: str) -> None:
+    (number,) = homed(pair, 0)
+    expires_ms = pair.clock.now_ms + 2_000 if more == "a longer life" else 0
+    pair.put(number, PAYLOAD, expires_ms=expires_ms)
+    fail(pair, 0)
+    durability = Durability.SYNCED if more == "synced" else Durability.WRITTEN
+    assert isinstance(pair.put(number, PAYLOAD[::-1], durability).error, KeyTaken)
+    assert pair.get(number)[1] == PAYLOAD

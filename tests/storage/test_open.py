@@ -426,3 +426,17 @@ def test_a_clean_close_makes_written_blocks_survive_power_loss(tmp_path: Path) -
     rig.boot_id = "1" * 36
     blocks_survive(rig, rebuilt=False)
     rig.store.close()
+
+
+def test_a_file_where_the_index_was_is_no_reason_not_to_start(filled: Rig) -> None:
+    filled.store.close()
+    shutil.rmtree(filled.data / "index-0")
+    (filled.data / "index-0").write_text("no folder")
+    blocks_survive(filled, rebuilt=True)
+
+
+def test_a_folder_where_the_seal_was_is_no_reason_not_to_start(filled: Rig) -> None:
+    filled.store.close()
+    (filled.data / "index-0" / "seal").unlink()
+    (filled.data / "index-0" / "seal").mkdir()
+    blocks_survive(filled, rebuilt=False)
