@@ -256,9 +256,14 @@ def test_a_node_that_is_not_there_changes_nothing(place: Path, model: Path, chat
         assert "Traceback" not in alone.log()
 
 
+def _memory_files() -> set[Path]:
+    return set(Path("/dev/shm").glob("triggerkv-*"))
+
+
 def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
     place: Path, model: Path, node: Node, chats: Chats
 ) -> None:
+    before = _memory_files()
     for life in range(2):
         with Engine(place, f"spec {life}", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
             if life:
@@ -271,7 +276,7 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
             assert chats.check(engine, range(3, 4)) == 0
             assert "Traceback" not in engine.log()
         node.restart()
-    assert not list(Path("/dev/shm").glob("triggerkv-*"))
+    assert _memory_files() <= before  # others may run beside this
 
 
 def test_the_offloading_spec_goes_on_without_its_node(

@@ -111,7 +111,7 @@ def test_two_hosts_exchange_blocks_by_the_commands_of_the_page(site: Site) -> No
     (folders["client"] / "blocks.py").write_text(program)
     *making, serve = [command for where, command in said if where == "node"]
     for command in making:
-        done = site.node.start("bash", "-c", f"cd /data/page && {command} && echo made")
+        done = site.node.start("bash", "-c", f"cd /data/page && {{ {command}; }} >&2 && echo made")
         assert done.line(START_S) == "made"
         done.end()
     node = site.node.start("bash", "-c", f"cd /data/page && exec {serve}")
