@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from kvstore.limits import BREAKER_LATE_MS, BREAKER_MS_MAX, BREAKER_MS_MIN
 from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import put
 from tests.conftest import small_client
+from tests.nic_offload.rig import wait_until
 from tests.node.test_tenants import HeldClock
 
 if TYPE_CHECKING:
@@ -51,6 +53,12 @@ def be_late(breaker: Breaker, clock: HeldClock, ms: int) -> None:
 
     with pytest.raises(DeadlineExceeded), breaker.call():
         wait()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether each thread of a process stands still; one that was on a core goes on for a moment."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def pass_ms(clock: HeldClock, ms: int) -> None:
@@ -113,6 +121,7 @@ def test_a_stopped_node_costs_one_deadline_and_then_answers_again(node: NodeProc
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
     os.kill(node.pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(node.pid), "all its threads stand still")
     try:
         (miss,) = rig.client.get([rig.wanted(block)], timeout_s=0.5)
         assert isinstance(miss, Miss)
@@ -163,6 +172,7 @@ def test_one_call_that_waited_long_is_enough(breaker: Breaker, clock: HeldClock)
     assert breaker.is_open
 
 
+@pytest.mark.timed  # the node confirms within FETCH_CANCEL_MS
 def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(rig: Rig) -> None:
     """More of them at a time than there are places for calls over the fabric, so that some go by gRPC."""
     stored, armed = rig.block(0, 1 << 16), rig.block(1, 1 << 16)
