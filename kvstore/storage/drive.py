@@ -247,6 +247,10 @@ class Drive(Handle):
         self._quota_queue.step()
         self._set_off()
 
+    def is_putting(self, name: Name) -> bool:
+        """Tell whether a put of this name is under way here."""
+        return self._puts.is_under_way(name)
+
     def _elsewhere(self, name: Name) -> Callable[[Sequence[tuple[PutItem, PutsDone]]], None] | None:
         now_ms = self._clock.wall_ms()
         for other in self.others:
