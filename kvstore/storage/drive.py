@@ -7,8 +7,7 @@ Always holds: what is reported as kept is kept as the durability says; what is h
 header and a CRC to check (see `GetDone`); memory of a slot is not touched after its report; everything
 accepted is reported.
 
-Room is made by eviction (`kvstore.storage.room`), in steps that `poll` does: it is to be called every `TIMER_TICK_MS`
-as well, so that blocks expire and waits end on a drive where nothing happens.
+Room is made by eviction (`kvstore.storage.room`), in steps of `poll`, which is called every `TIMER_TICK_MS` as well.
 
 Of the other drives of its store it asks only which blocks and sessions they have, and tells them of its sessions
 (`others`). It knows no connections, no leases of slots and no tenants' rights.
@@ -247,11 +246,14 @@ class Drive(Handle):
         self._quota_queue.step()
         self._set_off()
 
+    def is_putting(self, name: Name) -> bool:
+        """Tell whether a put of this name is under way here."""
+        return self._puts.is_under_way(name)
+
     def _elsewhere(self, name: Name) -> Callable[[Sequence[tuple[PutItem, PutsDone]]], None] | None:
-        now_ms = self._clock.wall_ms()
-        for other in self.others:
-            entry = other.lookup([name])[0] if other.takes_puts else None
-            if entry is not None and not 0 < entry.expires_ms <= now_ms:
+        for other in filter(lambda one: one.takes_puts, self.others):
+            entry = other.lookup([name])[0]
+            if entry is not None and not 0 < entry.expires_ms <= self._clock.wall_ms():
                 return other._take_over  # noqa: SLF001 - a drive of the same store
         return None
 

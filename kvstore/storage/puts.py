@@ -165,6 +165,10 @@ class Puts:
         self.outbox.promised -= len(items)
         other(items)
 
+    def is_under_way(self, name: Name) -> bool:
+        """Tell whether a put of this name was accepted and is not published."""
+        return name in self._by_name
+
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
         write = self._by_name.get(name)

@@ -389,6 +389,11 @@ class Store(Handle):
         now_ms = self._clock.wall_ms()
         by_drive: dict[Drive, list[PutItem]] = {}
         for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
+            # Wherever a put of the name is under way: it may be on no drive's index for now, and not at home.
+            under_way = next((drive for drive in self.drives if drive.is_putting(name)), None)
+            if under_way is not None:
+                by_drive.setdefault(under_way, []).append(item)
+                continue
             if holder is not None and (holder.takes_puts or _decides(item, holder, entry, now_ms)):
                 by_drive.setdefault(holder, []).append(item)
                 continue

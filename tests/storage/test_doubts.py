@@ -391,3 +391,26 @@ def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(pair: Rig
     durability = Durability.SYNCED if more == "synced" else Durability.WRITTEN
     assert isinstance(pair.put(number, PAYLOAD[::-1], durability).error, KeyTaken)
     assert pair.get(number)[1] == PAYLOAD
+
+
+def test_a_put_follows_one_of_its_name_that_is_under_way_on_another_drive(pair: Rig) -> None:
+    (number,) = homed(pair, 0)
+    fail(pair, 0)
+    assert pair.put(number, PAYLOAD).error is None
+    assert holders(pair, number) == [1]
+    there = pair.store.drives[1].lookup([(TENANT, key(number))])[0]
+    assert there is not None
+    pair.store.drives[1]._volume.disk.sync()
+    pair.power_loss(seed=1)
+    shutil.rmtree(pair.data / "index-1")
+    torn = there.offset // PAGE_BYTES + 1
+    pair.disks[1].pages[torn] = pair.disks[1].durable[torn] = bytes(PAGE_BYTES)
+    pair.open()
+    first = pair.start_put(number, PAYLOAD)  # finds the torn record, and is written where that was
+    while holders(pair, number):
+        pair.poll_once()
+    second = pair.start_put(number, PAYLOAD[::-1])
+    pair.settle()
+    assert pair.put_done[first].error is None
+    assert isinstance(pair.put_done[second].error, KeyTaken)
+    assert pair.get(number)[1] == PAYLOAD
