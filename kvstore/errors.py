@@ -142,6 +142,8 @@ class SessionFileError(KvError):
 class NodeUnavailable(KvError):
     """The node could not be reached, or went away during the call."""
 
+    was_tried = True  # false: it was away a moment ago, and no call was made
+
 
 class DeadlineExceeded(KvError):
     """A call's own deadline passed before its answer came."""

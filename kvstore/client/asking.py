@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.breaker import NotTried
 from kvstore.client.watch import metadata_of, within
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import RPC_TIMEOUT_MS
@@ -160,7 +159,8 @@ class Asking:
         def answered(answer: list[Leased] | KvError) -> None:
             if isinstance(answer, KvError):
                 asked.failed(answer)
-            if isinstance(answer, (Overloaded, NotTried)):  # nothing of it can come
+            is_untried = isinstance(answer, NodeUnavailable) and not answer.was_tried
+            if isinstance(answer, Overloaded) or is_untried:  # nothing of it can come
                 reason = MissReason.BUSY if isinstance(answer, Overloaded) else MissReason.NODE_AWAY
                 get.refuse(Miss(reason, str(answer)))
             elif isinstance(answer, KvError):

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
 
-__all__ = ["Breaker", "NotTried"]
-
-
-class NotTried(NodeUnavailable):
-    """The node was away a moment ago, and no call was made."""
+__all__ = ["Breaker"]
 
 
 class Breaker:
@@ -81,7 +77,11 @@ class Breaker:
     def _refuse(self) -> None:
         if self._refuses():
             left_ms = max(0, self._until_ns - self._clock.monotonic_ns()) // 1_000_000
-            raise NotTried(f"The node is away, and is tried again in {left_ms} ms. {self._failure}")
+            refusal = NodeUnavailable(
+                f"The node is away, and is tried again in {left_ms} ms. {self._failure}"
+            )
+            refusal.was_tried = False
+            raise refusal
 
     def succeeded(self) -> None:
         """The node has answered."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block, Hit
-from kvstore.client.breaker import Breaker, NotTried
+from kvstore.client.breaker import Breaker
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
 from kvstore.limits import BREAKER_LATE_MS, BREAKER_MS_MAX, BREAKER_MS_MIN
 from kvstore.miss import Miss, MissReason
@@ -163,7 +163,7 @@ def test_a_node_that_answers_nobody_for_a_while_is_away(breaker: Breaker, clock:
         assert not breaker.is_open
         be_late(breaker, clock, BREAKER_LATE_MS // 5)
         assert breaker.is_open == (calls == 5)
-    with pytest.raises(NotTried), breaker.call():
+    with pytest.raises(NodeUnavailable, match="tried again"), breaker.call():
         pytest.fail("it is not made")
 
 
@@ -179,14 +179,14 @@ def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(rig: 
     put(rig, [stored])
     puts = rig.client.reserve([armed]).arm(rig.flags[0])
     link = rig.client._link
-    until_s = time.monotonic() + 2.0
+    until_s = time.monotonic() + 1.0
 
     def hurry() -> None:
         wanted = rig.wanted(stored)
         while time.monotonic() < until_s and rig.client._link is link:
             rig.client.get([wanted], timeout_s=0.002)
 
-    threads = [threading.Thread(target=hurry) for _ in range(12)]
+    threads = [threading.Thread(target=hurry) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
