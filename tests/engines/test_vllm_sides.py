@@ -26,6 +26,7 @@ from kvstore.engines.vllm.offloading import Engine, TriggerKvOffloadingSpec, _Ma
 from kvstore.engines.vllm.plan import Load, Plan, Wanted
 from kvstore.engines.vllm.scheduling import Scheduling
 from kvstore.engines.vllm.settings import ENGINE, Settings
+from kvstore.reach import Reach
 from kvstore.engines.vllm.turns import Turns
 from kvstore.engines.vllm.working import Absent
 from kvstore.errors import ConfigError
@@ -43,7 +44,7 @@ layout = Layout(model="m", weights="w", dtype="float32", block_tokens=32, layers
 identity = Identity((Group(0, 32, 0, ("a",), (layout,), 4096),), b"layout")
 
 def side(loads, saves):
-    it = Scheduling(Settings(node="127.0.0.1:9"), identity, with_events=False, loads=loads, saves=saves)
+    it = Scheduling(Settings(Reach(("127.0.0.1:9",))), identity, with_events=False, loads=loads, saves=saves)
     told = []
     it._turns = Fake(arrived=lambda request: told.append("arrived"), finished=lambda *_: told.append("finished"))
     it._lookups = Fake(step_tokens=32, begin=lambda *_: told.append("asked") or Fake(result=lambda _: 64))
