@@ -1,6 +1,6 @@
 """How a node is reached: one frozen record, and the one place that reads it from wherever people write it.
 
-Five places may say it, the first that does counts, setting by setting:
+Four places may say it, and the first that does counts, setting by setting:
 
 1. arguments: of `Client(...)`, of a command, or an engine's own configuration;
 2. environment variables, `TRIGGERKV_NODE`, `TRIGGERKV_TOKEN_FILE` and so on;
