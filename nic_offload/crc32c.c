@@ -1,21 +1,27 @@
 /*
  * CRC32C (Castagnoli), the checksum of every payload.
  *
- * Hardware where the processor has it: three independent lanes hide the instruction's latency of three
- * cycles, and their results are joined by shifting a CRC over the zeros of the lanes behind it. Elsewhere
- * a table, eight bytes at a time. Both give the same value; a test compares them on random input.
+ * ISA-L's where that library is installed (it folds with wide carry-less multiplications). Else the processor's
+ * instruction where it has one: three independent lanes hide its latency of three cycles, and their results are joined
+ * by shifting a CRC over the zeros of the lanes behind it. Elsewhere a table, eight bytes at a time. All give the same
+ * value; a test compares them on random input. ISA-L is looked for once and used only if it knows the check value.
  */
+#define _GNU_SOURCE
 #include "core.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <string.h>
 
 #define POLYNOMIAL 0x82f63b78u
 #define LANE_BYTES 2048u
+#define ISAL_BYTES_MAX (1u << 30) /* of one call: it counts them in an int */
+#define CHECK_VALUE 0xe3069283u	  /* of the digits 1 to 9, as RFC 3720 has it */
 
 static uint32_t byte_table[8][256];
 static uint32_t lane_shift[4][256]; /* what LANE_BYTES zeros do to each byte of a CRC */
 static int has_instruction;
+static uint32_t (*isal_crc32_iscsi)(const uint8_t *data, int length, uint32_t crc); /* NULL: it is not here */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static uint32_t table_bytes(uint32_t crc, const uint8_t *at, size_t length)
@@ -33,6 +39,23 @@ static uint32_t table_bytes(uint32_t crc, const uint8_t *at, size_t length)
 	while (length--)
 		crc = (crc >> 8) ^ byte_table[0][(crc ^ *at++) & 0xff];
 	return crc;
+}
+
+static void find_isal(void)
+{
+	void *library = dlopen("libisal.so.2", RTLD_NOW | RTLD_LOCAL);
+	if (!library)
+		return;
+	*(void **)&isal_crc32_iscsi = dlsym(library, "crc32_iscsi");
+	if (isal_crc32_iscsi && ~isal_crc32_iscsi((const uint8_t *)"123456789", 9, ~0u) != CHECK_VALUE)
+		isal_crc32_iscsi = NULL;
+}
+
+static uint32_t isal_bytes(uint32_t crc, const uint8_t *at, size_t length)
+{
+	for (; length > ISAL_BYTES_MAX; length -= ISAL_BYTES_MAX, at += ISAL_BYTES_MAX)
+		crc = isal_crc32_iscsi(at, ISAL_BYTES_MAX, crc);
+	return isal_crc32_iscsi(at, (int)length, crc);
 }
 
 static void fill_tables(void)
@@ -113,16 +136,34 @@ WITH_CRC static uint32_t instruction_bytes(uint32_t crc, const uint8_t *at, size
 #define instruction_bytes table_bytes
 #endif
 
+static void prepare(void)
+{
+	find_isal();
+	fill_tables();
+}
+
 uint32_t tk_crc32c(const void *data, size_t length, uint32_t seed)
 {
-	pthread_once(&once, fill_tables);
-	uint32_t crc = ~seed;
-	crc = has_instruction ? instruction_bytes(crc, data, length) : table_bytes(crc, data, length);
-	return ~crc;
+	pthread_once(&once, prepare);
+	if (isal_crc32_iscsi)
+		return ~isal_bytes(~seed, data, length);
+	return tk_crc32c_own(data, length, seed);
+}
+
+uint32_t tk_crc32c_own(const void *data, size_t length, uint32_t seed)
+{
+	pthread_once(&once, prepare);
+	return ~(has_instruction ? instruction_bytes(~seed, data, length) : table_bytes(~seed, data, length));
+}
+
+int tk_crc32c_is_isal(void)
+{
+	pthread_once(&once, prepare);
+	return !!isal_crc32_iscsi;
 }
 
 uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed)
 {
-	pthread_once(&once, fill_tables);
+	pthread_once(&once, prepare);
 	return ~table_bytes(~seed, data, length);
 }

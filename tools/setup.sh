@@ -52,7 +52,7 @@ IFS=$'\t' read -r python python_version has_venv has_headers prefix <<<"$found"
 # --- 2. system packages ---------------------------------------------------------------------------
 missing=()
 if command -v dpkg-query >/dev/null; then
-  wanted=(libfabric-dev libfabric-bin liburing-dev openssl iproute2 nftables) # the last three for tests
+  wanted=(libfabric-dev libfabric-bin liburing-dev libisal2 openssl iproute2 nftables) # the last three for tests
   if [[ $prefix == /usr ]]; then
     ((has_venv)) || wanted+=(python3-venv "python${python_version%.*}-venv")
     ((has_headers)) || wanted+=(python3-dev "libpython${python_version%.*}-dev")

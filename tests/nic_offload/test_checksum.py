@@ -15,6 +15,14 @@ from nic_offload.checksum import crc32c, crc32c_at
 LANES = 3 * 2048  # what the hardware variant takes at a time
 
 
+def without_isal(data: bytes, seed: int = 0) -> int:
+    return int(lib.tk_crc32c_own(ffi.from_buffer(data), len(data), seed))
+
+
+def test_the_set_up_has_installed_isal() -> None:
+    assert lib.tk_crc32c_is_isal(), "or the tests below compare our own loop with itself"
+
+
 def by_table(data: bytes, seed: int = 0) -> int:
     return int(lib.tk_crc32c_table(ffi.from_buffer(data), len(data), seed))
 
@@ -30,7 +38,7 @@ def by_table(data: bytes, seed: int = 0) -> int:
     ],
 )
 def test_known_values(data: bytes, value: int) -> None:
-    assert (crc32c(data), by_table(data)) == (value, value)
+    assert (crc32c(data), without_isal(data), by_table(data)) == (value, value, value)
 
 
 @settings(deadline=None, max_examples=200, database=None)
@@ -48,7 +56,7 @@ def test_equals_another_implementation(length: int, offset: int, seed: int, cont
     address = int(ffi.cast("uintptr_t", view)) + offset
     wanted = other.crc32c(data[offset:], seed)
     assert crc32c_at(address, length, seed) == wanted
-    assert by_table(data[offset:], seed) == wanted
+    assert by_table(data[offset:], seed) == without_isal(data[offset:], seed) == wanted
     assert crc32c(memoryview(data)[offset:], seed) == wanted
 
 
@@ -56,7 +64,7 @@ def test_a_long_one_in_pieces_equals_the_whole() -> None:
     data = random.Random(1).randbytes((4 << 20) + 5)
     whole = crc32c(data)
     assert whole == other.crc32c(data)
-    assert by_table(data) == whole
+    assert by_table(data) == without_isal(data) == whole
     for cut in (1, 4096, LANES, len(data) - 1):
         assert crc32c(data[cut:], crc32c(data[:cut])) == whole
 
