@@ -25,6 +25,7 @@ _PARTS = (
     "memory",
     "nic",
     "nic_hand",
+    "rest",
     "shelf",
     "streams",
     "nic_flush",

@@ -2,8 +2,7 @@
  * The progress thread.
  *
  * One round: take the inbox, drain completions, look at flag words and watched words, make a bounded
- * piece of CRC, post what is ready, report. A round that found nothing to do spins a little while and
- * then sleeps ever longer, up to a millisecond, on an eventfd that callers write to.
+ * piece of CRC, post what is ready, report. A round that found nothing to do rests (rest.c).
  */
 #define _GNU_SOURCE
 #include "parts.h"
@@ -16,17 +15,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SPIN_NS 50000u
-#define SPIN_AWAITED_NS 500000u /* while a peer is to answer: he may be making a checksum of what he sends next */
-#define SPINS_A_YIELD 8
-#define TAKEN_NS 2000u /* a yield that takes longer has let somebody else run */
-#define NAP_SHARE 16 /* a nap is this part of the idleness before it */
-#define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define DRAIN_NS 20000000u /* for what is on the wire when an endpoint is closed */
-#define NAP_NS_MIN 30000u
-#define NAP_NS_MAX 2000000u
 
-static void accept(struct tk_fabric *fabric, struct work *work)
+static void take_in(struct tk_fabric *fabric, struct work *work)
 {
 	int status = 0;
 	adopt(fabric, work);
@@ -298,7 +289,7 @@ static int take_inbox(struct tk_fabric *fabric)
 
 	for (struct work *next; work; work = next) {
 		next = work->next;
-		accept(fabric, work);
+		take_in(fabric, work);
 	}
 	if (command) {
 		command->result = command->run(fabric, command->argument);
@@ -329,57 +320,6 @@ static void give_back_finished(struct tk_fabric *fabric)
 	fabric->finished = NULL;
 }
 
-static int is_working(const struct tk_fabric *fabric)
-{
-	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
-}
-
-/* A spin that does not yield starves the application on few cores; one that does costs a flag as much as all else in a
- * round. So it yields each time for as long as somebody takes the core, and else now and then. */
-static void spin(struct tk_fabric *fabric)
-{
-	if (fabric->spins_alone) {
-		fabric->spins_alone--;
-		return;
-	}
-	uint64_t before_ns = tk_now_ns();
-	sched_yield();
-	fabric->spins_alone = tk_now_ns() - before_ns < TAKEN_NS ? SPINS_A_YIELD : 0;
-}
-
-static void rest(struct tk_fabric *fabric, uint64_t idle_ns)
-{
-	int working = is_working(fabric);
-	if (fabric->pending_count) {
-		sched_yield(); /* their time comes soon, and nobody else keeps it */
-		return;
-	}
-	if (idle_ns < (working ? SPIN_WORKING_NS : fabric->acks.count ? SPIN_AWAITED_NS : SPIN_NS)) {
-		spin(fabric);
-		return;
-	}
-	uint64_t nap_ns = idle_ns / NAP_SHARE;
-	if (nap_ns < NAP_NS_MIN || working)
-		nap_ns = NAP_NS_MIN;
-	if (nap_ns > NAP_NS_MAX)
-		nap_ns = NAP_NS_MAX;
-	uint64_t before_ns = fabric->now_ns;
-	__atomic_store_n(&fabric->sleeping, 1, __ATOMIC_SEQ_CST);
-	if (!__atomic_load_n(&fabric->posted_something, __ATOMIC_SEQ_CST)) {
-		struct pollfd wait = {.fd = fabric->wake_fd, .events = POLLIN};
-		struct timespec timeout = {.tv_nsec = (long)nap_ns};
-		if (ppoll(&wait, 1, &timeout, NULL) > 0) {
-			uint64_t ignored;
-			ssize_t got = read(fabric->wake_fd, &ignored, sizeof ignored);
-			(void)got;
-		}
-	}
-	__atomic_store_n(&fabric->sleeping, 0, __ATOMIC_SEQ_CST);
-	fabric->rested = 1;
-	fabric->statistics.sleeps++;
-	fabric->statistics.asleep_ns += tk_now_ns() - before_ns;
-}
-
 void *core_progress(void *argument)
 {
 	struct tk_fabric *fabric = argument;
@@ -390,24 +330,26 @@ void *core_progress(void *argument)
 		int busy = take_inbox(fabric);
 		if (busy < 0)
 			break;
-		busy |= progress_wire(fabric);
+		int moved = progress_wire(fabric);
 		if (__atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE))
 			break; /* it was given up meanwhile: what it was to do, its owner counts as lost */
+		moved |= poll_landings(fabric);
+		moved |= poll_acks(fabric);
+		if (moved && fabric->overslept)
+			rest_look_again(fabric);
+		fabric->overslept = 0;
+		busy |= moved;
 		busy |= nic_poll(fabric);
 		busy |= poll_counters(fabric);
 		busy |= post_ready(fabric);
-		busy |= poll_landings(fabric);
-		busy |= poll_acks(fabric);
 		busy |= make_checksums(fabric);
 		busy |= expire(fabric);
 		publish_soon(fabric);
 		give_back_finished(fabric);
 		free_closed_counters(fabric);
 		fabric->statistics.loops++;
-		if (busy)
-			busy_ns = fabric->now_ns;
-		else
-			rest(fabric, fabric->now_ns - busy_ns);
+		if (busy || rest(fabric, fabric->now_ns - busy_ns))
+			busy_ns = tk_now_ns();
 	}
 	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
 		close_endpoint(fabric, endpoint);

@@ -166,6 +166,17 @@ int tk_crc32c_is_isal(void);
 
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
+/* What lies behind a set of flag words, in the same memory. Who stores to one rings: if anybody sleeps, a byte is written
+ * to a pipe, which each process has as a descriptor of its own. */
+#define TK_BELL_MAGIC 0x6c6c65622d6b7476
+struct tk_bell {
+	uint64_t magic;
+	uint32_t words;
+	uint32_t sleepers; /* atomic: threads that a store is to wake */
+	int32_t maker_fd;  /* the pipe, as the process that made the words has it */
+	uint32_t zero;
+};
+void tk_word_ring(void *address, uint64_t value, struct tk_bell *bell, int pipe_fd);
 uint64_t tk_now_ns(void);
 int tk_memory_populate(void *address, size_t length);
 struct tk_run {
@@ -211,7 +222,8 @@ uint64_t tk_region_base(struct tk_region *region);
 
 /* With a `word`, the counter's value is that word's, which anybody may store to who can map it, and it only grows;
  * without one it is the NIC's own where there is deferred work with doorbells, and else a word of ours. */
-int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out);
+int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd,
+		    struct tk_counter **out);
 int tk_counter_close(struct tk_counter *counter);
 int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count); /* zeroes those that no counter has */
 int tk_counter_add(struct tk_counter *counter, uint64_t value);

@@ -40,7 +40,8 @@ class Counter(Handle):
         self._word = word
         out = ffi.new("struct tk_counter **")
         pointer = ffi.NULL if word is None else ffi.cast("void *", word.address)
-        self._check(lib.tk_counter_open(fabric.handle, pointer, out), "Opening a counter")
+        bell, pipe_fd = (ffi.NULL, -1) if word is None else word.bell
+        self._check(lib.tk_counter_open(fabric.handle, pointer, bell, pipe_fd, out), "Opening a counter")
         self.handle: Any = out[0]
         self.pointer = int(ffi.cast("uintptr_t", self.handle))
         fabric.counters.add(self)

@@ -89,6 +89,9 @@ static void free_fabric(struct tk_fabric *fabric)
 	free(fabric->acks.items);
 	free(fabric->pending);
 	free(fabric->events);
+	free(fabric->peers);
+	if (fabric->sleep_fd >= 0)
+		close(fabric->sleep_fd);
 	if (fabric->wake_fd >= 0)
 		close(fabric->wake_fd);
 	if (fabric->event_fd >= 0)
@@ -157,6 +160,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 	pthread_mutex_init(&fabric->inbox_lock, NULL);
 	pthread_mutex_init(&fabric->event_lock, NULL);
 	init_condition(&fabric->command_done);
+	fabric->sleep_fd = -1;
 	fabric->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	fabric->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	fabric->chunks = calloc(fabric->chunks_max, sizeof *fabric->chunks);
@@ -166,7 +170,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 		status = -errno;
 	else if (!fabric->chunks)
 		status = -ENOMEM;
-	else
+	else if (!(status = rest_open(fabric)))
 		status = open_domain(fabric, provider, node, flags, message);
 	if (!status) {
 		status = -pthread_create(&fabric->thread, NULL, core_progress, fabric);

@@ -11,12 +11,21 @@
 #include "core.h"
 #include "library.h"
 
+#include <netinet/in.h>
 #include <pthread.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_rma.h>
 #include <rdma/fi_trigger.h>
+#include <sys/socket.h>
 #include <sys/types.h>
+
+union address {
+	struct sockaddr any;
+	struct sockaddr_in four;
+	struct sockaddr_in6 six;
+	char room[TK_ADDRESS_BYTES];
+};
 
 #define WORK_CHUNK 1024u /* items taken from the heap at a time */
 
@@ -74,6 +83,7 @@ struct tk_counter {
 	struct tk_fabric *fabric;
 	struct tk_counter *next;
 	uint64_t *word;	      /* its value; NULL: the NIC has it */
+	struct tk_bell *bell; /* that who stores to `word` rings; NULL: nobody does */
 	uint64_t *own_word;   /* what `word` is where the caller gave none; freed with the counter */
 	struct fid_cntr *nic; /* where there is deferred work: what the NIC's operations wait for */
 	uint64_t uses;	      /* atomic: operations that wait for it or are to move it */
@@ -115,6 +125,7 @@ struct tk_endpoint {
 	struct tk_fabric *fabric;
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
+	uint16_t port; /* of TCP, in the network's order; 0: none */
 
 	/* The progress thread's own. Each endpoint has its own queue and its own share of the wire, so that a
 	 * peer that takes nothing, or can't be reached, holds up nobody else. */
@@ -181,12 +192,15 @@ struct tk_fabric {
 	struct fid_cq *cq;
 	int ordered;
 	int wake_fd, event_fd;
+	int sleep_fd; /* what the thread sleeps on: `wake_fd`, bells, and the sockets that it knows of */
 	pthread_t thread;
 	int thread_started;
 
 	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
 	struct tk_endpoint *endpoints;
+	union address *peers; /* where sockets of ours may lead to */
+	uint32_t peers_count, peers_capacity;
 	struct tk_counter *counters;
 	struct tk_shelf *shelves;
 	struct tk_counter *closing; /* closed, and to be freed; its head is atomic */
@@ -205,6 +219,7 @@ struct tk_fabric {
 	int stop, ended;
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
+	int sockets_changed;  /* atomic: they are to be looked for again */
 
 	pthread_mutex_t event_lock;
 	struct tk_event *events;
@@ -225,6 +240,9 @@ struct tk_fabric {
 	uint64_t now_ns; /* a little before now: asking for the time costs a round as much as looking at a word */
 	uint32_t spins_alone; /* left until it yields again */
 	int rested; /* since the wire was looked at last */
+	int overslept; /* that sleep ended by itself: what is there now has woken nobody */
+	uint32_t sockets; /* that wake the thread */
+	uint64_t looked_ns, look_until_ns; /* for sockets */
 	uint64_t started_ns;
 	struct work *finished;
 	struct tk_event *pending;

@@ -7,7 +7,9 @@ thread where the words are mapped for it (it fences first, then stores).
 What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
 it is visible to whoever saw the new value. The words vanish with the process that made them: they live
 in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed: nobody who has its path can
-cut it, which would end every process that then looks at a word.
+cut it, which would end every process that then looks at a word. A store wakes who sleeps until one.
+
+A GPU, or a program that stores by itself, rings nobody: its store is seen within two milliseconds.
 
 What it doesn't do: take a put back. A word that goes backwards fires nothing and un-fires nothing.
 """
@@ -17,8 +19,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import stat
+import struct
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import KvError
@@ -29,18 +33,39 @@ __all__ = ["FlagWord", "FlagWords"]
 _WORD_BYTES = 8
 _NAME = "triggerkv-flags"
 _MEMORY_FILE = f"/memfd:{_NAME} "
+_BELL = struct.Struct("=QIIi4x")  # struct tk_bell, behind the words
+assert ffi.sizeof("struct tk_bell") == _BELL.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+class _Words:
+    """The memory of a set of words and its bell, mapped for as long as anybody has one of the words."""
+
+    def __init__(self, fd: int, bell_fd: int) -> None:
+        self.bell_fd = bell_fd
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._pin = ffi.from_buffer(self._map)
+        self.address = int(ffi.cast("uintptr_t", self._pin))
+        self.bell = ffi.cast("struct tk_bell *", self.address + len(self._map) - _BELL.size)
+
+    def __del__(self) -> None:
+        os.close(self.bell_fd)
+
+
 class FlagWord:
-    """One word. It keeps its memory (`owner`) mapped, also when its `FlagWords` is closed."""
+    """One word. It keeps its memory mapped, also when its `FlagWords` is closed."""
 
-    __slots__ = ("_owner", "_pointer", "address")
+    __slots__ = ("_pointer", "_words", "address")
 
-    def __init__(self, address: int, owner: object = None) -> None:
+    def __init__(self, address: int, words: _Words | None = None) -> None:
         self.address = address
-        self._owner = owner
+        self._words = words
         self._pointer = ffi.cast("void *", address)
+
+    @property
+    def bell(self) -> tuple[Any, int]:
+        """What a store rings, and through which pipe; NULL for a word somewhere else in memory."""
+        return (ffi.NULL, -1) if self._words is None else (self._words.bell, self._words.bell_fd)
 
     def load(self) -> int:
         """The word's value now."""
@@ -48,19 +73,20 @@ class FlagWord:
 
     def store(self, value: int) -> None:
         """Publish everything written before, then the value: this is what fires a put."""
-        lib.tk_word_store(self._pointer, value)
+        if self._words is None:
+            lib.tk_word_store(self._pointer, value)
+        else:
+            lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
 
 
 class FlagWords(Handle):
     """A handful of flag words in memory that other processes can map by `path`."""
 
-    def __init__(self, fd: int, count: int, path: str) -> None:
+    def __init__(self, fd: int, bell_fd: int, path: str) -> None:
         self.path = path
         self._fd = fd
-        self._map = mmap.mmap(fd, count * _WORD_BYTES)
-        pin = ffi.from_buffer(self._map)
-        base = int(ffi.cast("uintptr_t", pin))
-        self._words = [FlagWord(base + i * _WORD_BYTES, pin) for i in range(count)]
+        words = _Words(fd, bell_fd)
+        self._words = [FlagWord(words.address + i * _WORD_BYTES, words) for i in range(words.bell.words)]
 
     @classmethod
     def create(cls, count: int) -> Self:
@@ -68,9 +94,13 @@ class FlagWords(Handle):
         if count < 1:
             raise KvError(f"A set of flag words needs at least one word, not {count}.")
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, count * _WORD_BYTES)
+        hears, rings = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        bell_fd = os.open(f"/proc/self/fd/{hears}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.close(hears)
+        os.close(rings)
+        os.pwrite(fd, _BELL.pack(lib.TK_BELL_MAGIC, count, 0, bell_fd), count * _WORD_BYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return cls(fd, count, f"/proc/{os.getpid()}/fd/{fd}")
+        return cls(fd, bell_fd, f"/proc/{os.getpid()}/fd/{fd}")
 
     @classmethod
     def open(cls, path: str) -> Self:
@@ -79,19 +109,11 @@ class FlagWords(Handle):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise KvError(f"The flag words at {path} could not be opened: {error.strerror}.") from error
-        if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
-            os.close(fd)  # the maker has closed its words and something else has taken the number
-            raise KvError(f"{path} is not a set of flag words, or no longer.")
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        try:
+            return cls(fd, _checked(fd, path), path)
+        except KvError:
             os.close(fd)
-            raise KvError(
-                f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened."
-            )
-        count = os.fstat(fd).st_size // _WORD_BYTES
-        if not count:
-            os.close(fd)
-            raise KvError(f"{path} has no flag words in it.")
-        return cls(fd, count, path)
+            raise
 
     def __len__(self) -> int:
         return len(self._words)
@@ -104,6 +126,28 @@ class FlagWords(Handle):
         if self._fd < 0:
             return
         self._words = []
-        del self._map
         os.close(self._fd)
         self._fd = -1
+
+
+def _checked(fd: int, path: str) -> int:
+    """Refuse what is no set of flag words; else open its bell."""
+    if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
+        # The maker has closed its words and something else has taken the number.
+        raise KvError(f"{path} is not a set of flag words, or no longer.")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise KvError(f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened.")
+    size = os.fstat(fd).st_size
+    told = os.pread(fd, _BELL.size, max(0, size - _BELL.size))
+    magic, words, _, maker_fd = _BELL.unpack(told) if len(told) == _BELL.size else (0, 0, 0, 0)
+    if magic != lib.TK_BELL_MAGIC or not words or size != words * _WORD_BYTES + _BELL.size:
+        raise KvError(f"{path} has no flag words in it.")
+    bell = Path(path).with_name(str(maker_fd))
+    try:
+        bell_fd = os.open(bell, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise KvError(f"The bell of the flag words at {path} could not be opened: {error.strerror}.") from error
+    if not stat.S_ISFIFO(os.fstat(bell_fd).st_mode):
+        os.close(bell_fd)
+        raise KvError(f"{path} is not a set of flag words, or no longer.")
+    return bell_fd

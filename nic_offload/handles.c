@@ -81,10 +81,15 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 		free(endpoint);
 		return refused(message, "opening an endpoint", status);
 	}
+	union address own = {0};
+	size_t own_bytes = sizeof own;
+	if (fabric->ordered && !fi_getname(&endpoint->fid->fid, &own, &own_bytes))
+		endpoint->port = address_port(&own);
 	pthread_mutex_lock(&fabric->handle_lock);
 	endpoint->next = fabric->endpoints;
 	fabric->endpoints = endpoint;
 	pthread_mutex_unlock(&fabric->handle_lock);
+	rest_look_again(fabric);
 	*out = endpoint;
 	return 0;
 }
@@ -128,6 +133,16 @@ static int add_peer(struct tk_fabric *fabric, void *argument)
 	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
+/* Of one that can't be remembered, or is forgotten, only the thread's sleep is worse. */
+static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
+{
+	pthread_mutex_lock(&fabric->handle_lock);
+	if (!grow((void **)&fabric->peers, &fabric->peers_capacity, fabric->peers_count, sizeof *fabric->peers))
+		memcpy(&fabric->peers[fabric->peers_count++], peer->address, sizeof *fabric->peers);
+	pthread_mutex_unlock(&fabric->handle_lock);
+	rest_look_again(fabric);
+}
+
 static int remove_peer(struct tk_fabric *fabric, void *argument)
 {
 	struct peer *peer = argument;
@@ -141,6 +156,8 @@ int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, ui
 		return -EINVAL;
 	memcpy(peer.address, address, length);
 	int status = on_the_thread(fabric, add_peer, &peer, sizeof peer);
+	if (!status && fabric->ordered)
+		remember_peer(fabric, &peer);
 	*out = peer.number;
 	return status;
 }
@@ -257,17 +274,21 @@ static int open_nic_counter(struct tk_fabric *fabric, void *argument)
 	return nic_counter(fabric, &counter->nic);
 }
 
-int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_counter **out)
+int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd,
+		    struct tk_counter **out)
 {
 	if (!fabric_is_ours(fabric))
 		return -ECHILD;
 	if ((uintptr_t)word % 8)
 		return -EINVAL;
+	if (bell && rest_hear(fabric, pipe_fd))
+		bell = NULL; /* it is looked at now and then all the same */
 	struct tk_counter *counter = calloc(1, sizeof *counter);
 	if (!counter)
 		return -ENOMEM;
 	counter->fabric = fabric;
 	counter->word = word;
+	counter->bell = bell;
 	if (!word && !fabric->nic.own_counters)
 		counter->word = counter->own_word = aligned_alloc(CACHE_LINE, CACHE_LINE);
 	int status = 0;
@@ -359,8 +380,12 @@ static int move_counter(struct tk_counter *counter, uint64_t value, int set)
 	struct movement movement = {.counter = counter, .value = value, .set = set};
 	if (!fabric_is_ours(counter->fabric))
 		return -ECHILD;
-	return counter->word ? move(counter->fabric, &movement) :
-			       on_the_thread(counter->fabric, move, &movement, sizeof movement);
+	if (!counter->word)
+		return on_the_thread(counter->fabric, move, &movement, sizeof movement);
+	int status = move(counter->fabric, &movement);
+	if (!status)
+		fabric_wake(counter->fabric);
+	return status;
 }
 
 int tk_counter_add(struct tk_counter *counter, uint64_t value)

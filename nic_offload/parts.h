@@ -69,8 +69,16 @@ int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);
 int progress_wire(struct tk_fabric *fabric);
 
-/* streams.c: what TCP leaves behind */
+/* streams.c: addresses of TCP, and what it leaves behind */
+int address_is_same(const union address *a, const union address *b);
+uint16_t address_port(const union address *address); /* 0: it is none of IP */
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
+
+/* rest.c: how the thread rests. But for `rest`, any thread. */
+int rest_open(struct tk_fabric *fabric);
+int rest_hear(struct tk_fabric *fabric, int pipe_fd);
+void rest_look_again(struct tk_fabric *fabric);
+int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
 
 /* watch.c: words that are watched, checksums that are made */
 int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work);

@@ -13,22 +13,19 @@
 #include "parts.h"
 
 #include <dirent.h>
-#include <netinet/in.h>
 #include <rdma/fi_cm.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 
 #define ROUNDS 4 /* of progress: a request is ended in the first that sees it */
 
-union address {
-	struct sockaddr any;
-	struct sockaddr_in four;
-	struct sockaddr_in6 six;
-	char room[TK_ADDRESS_BYTES];
-};
+uint16_t address_port(const union address *address)
+{
+	int family = address->any.sa_family;
+	return family == AF_INET ? address->four.sin_port : family == AF_INET6 ? address->six.sin6_port : 0;
+}
 
-static int is_same(const union address *a, const union address *b)
+int address_is_same(const union address *a, const union address *b)
 {
 	if (a->any.sa_family != b->any.sa_family)
 		return 0;
@@ -49,7 +46,7 @@ static void shut_down_all_at(const union address *own)
 		union address local;
 		socklen_t length = sizeof local;
 		int fd = atoi(entry->d_name);
-		if (fd > 0 && !getsockname(fd, &local.any, &length) && is_same(&local, own))
+		if (fd > 0 && !getsockname(fd, &local.any, &length) && address_is_same(&local, own))
 			shutdown(fd, SHUT_RDWR);
 	}
 	closedir(folder);

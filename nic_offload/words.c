@@ -3,6 +3,8 @@
  */
 #include "core.h"
 
+#include <unistd.h>
+
 uint64_t tk_word_load(const void *address)
 {
 	return __atomic_load_n((const uint64_t *)address, __ATOMIC_ACQUIRE);
@@ -11,4 +13,16 @@ uint64_t tk_word_load(const void *address)
 void tk_word_store(void *address, uint64_t value)
 {
 	__atomic_store_n((uint64_t *)address, value, __ATOMIC_RELEASE);
+}
+
+/* Who goes to sleep counts itself first and looks at the words then; so one of the two sees the other. A pipe that is
+ * full has woken everybody. */
+void tk_word_ring(void *address, uint64_t value, struct tk_bell *bell, int pipe_fd)
+{
+	__atomic_store_n((uint64_t *)address, value, __ATOMIC_SEQ_CST);
+	__atomic_thread_fence(__ATOMIC_SEQ_CST);
+	if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST)) {
+		ssize_t ignored = write(pipe_fd, "", 1);
+		(void)ignored;
+	}
 }
