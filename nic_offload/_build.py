@@ -12,13 +12,14 @@ _HERE = Path(__file__).parent
 _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
-_HANDLES = ("fabric", "endpoint", "region", "counter", "shelf", "desk")
+_HANDLES = ("fabric", "endpoint", "region", "counter", "group", "shelf", "desk")
 _PARTS = (
     "core",
     "counter",
     "crc32c",
     "desk",
     "fabric",
+    "group",
     "handles",
     "inbox",
     "library",

@@ -47,6 +47,7 @@ struct tk_fabric;
 struct tk_endpoint;
 struct tk_region;
 struct tk_counter;
+struct tk_group;
 struct tk_shelf;
 struct tk_desk;
 
@@ -68,7 +69,8 @@ enum tk_event_kind {
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload; at a desk:
 			 * the generation */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
-	TK_WATCH_FAILED /* status: -ETIMEDOUT, or -ECANCELED */
+	TK_WATCH_FAILED, /* status: -ETIMEDOUT, or -ECANCELED */
+	TK_OVER		 /* the last row of a group is over, and nobody waited for it */
 };
 
 /* Flags of an operation. */
@@ -114,9 +116,11 @@ struct tk_operation {
 	uint64_t step;
 	uint64_t deadline_ns;
 	struct tk_region *region; /* holds the local bytes; NULL when length is 0 */
+	struct tk_group *group;	  /* NULL, or where it is noted when it fired */
 	uint32_t length;
 	uint32_t crc32c;
 	uint32_t flags;
+	uint32_t row; /* of the group */
 };
 
 struct tk_landing {
@@ -142,7 +146,18 @@ struct tk_ack_watch {
 	uint64_t word; /* holds generation << 8 | code */
 	uint64_t generation;
 	uint64_t deadline_ns;
+	struct tk_group *group; /* NULL, or where codes up to `good_max` are noted instead of reported */
 	uint32_t final_code; /* a code of at least this ends the watch; lower ones are reported once each */
+	uint32_t good_max;
+	uint32_t row; /* of the group */
+	uint32_t zero;
+};
+
+/* One operation of a group; see group.c. Times are of CLOCK_MONOTONIC, 0: not yet. */
+struct tk_row {
+	uint64_t fired_ns, landed_ns, over_ns; /* the threshold was seen; the peer's first word; its last one */
+	uint32_t code; /* of the last; 0: it was ended from this side */
+	uint32_t over;
 };
 
 struct tk_statistics {
@@ -238,6 +253,15 @@ int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int 
 int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landings, int count);
 int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, int count);
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
+
+int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
+struct tk_row *tk_group_rows(struct tk_group *group);
+int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* returns how many rows are open still */
+int tk_group_open_rows(struct tk_group *group);
+/* Waits until the first so many rows are over, or until all have landed; returns whether it is so. */
+int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns);
+void tk_group_close(struct tk_group *group);
+
 int tk_flush(struct tk_fabric *fabric);
 
 /* Blocks that the progress thread may send to whoever asks for them at a desk; see shelf.c and desk.c. All lie in one

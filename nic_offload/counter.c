@@ -107,6 +107,8 @@ void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns)
 	}
 	fabric->statistics.fired++;
 	work->fired_ns = now_ns;
+	if (work->op.group)
+		group_fired(work->op.group, work->op.row, now_ns);
 	if (work->op.flags & TK_REPORT_FIRED)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 	if (!work->op.length && !(work->op.flags & TK_FLAG_PUT)) {

@@ -63,6 +63,7 @@ class EventKind(enum.IntEnum):
     LANDED = lib.TK_LANDED
     ACKED = lib.TK_ACKED
     WATCH_FAILED = lib.TK_WATCH_FAILED
+    OVER = lib.TK_OVER
 
 
 class Event(NamedTuple):

@@ -136,7 +136,9 @@ def _checked(fd: int, path: str) -> int:
         # The maker has closed its words and something else has taken the number.
         raise KvError(f"{path} is not a set of flag words, or no longer.")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise KvError(f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened.")
+        raise KvError(
+            f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened."
+        )
     size = os.fstat(fd).st_size
     told = os.pread(fd, _BELL.size, max(0, size - _BELL.size))
     magic, words, _, maker_fd = _BELL.unpack(told) if len(told) == _BELL.size else (0, 0, 0, 0)
@@ -146,7 +148,9 @@ def _checked(fd: int, path: str) -> int:
     try:
         bell_fd = os.open(bell, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise KvError(f"The bell of the flag words at {path} could not be opened: {error.strerror}.") from error
+        raise KvError(
+            f"The bell of the flag words at {path} could not be opened: {error.strerror}."
+        ) from error
     if not stat.S_ISFIFO(os.fstat(bell_fd).st_mode):
         os.close(bell_fd)
         raise KvError(f"{path} is not a set of flag words, or no longer.")

@@ -2,7 +2,7 @@
  * Queueing work and taking events. Any thread.
  */
 #define _GNU_SOURCE
-#include "fabric.h"
+#include "parts.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -123,6 +123,8 @@ int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int 
 	for (int i = 0; !status && i < count; i++) {
 		const struct tk_operation *op = &operations[i];
 		enqueue(fabric, WORK_OPERATION)->op = *op;
+		if (op->group)
+			group_use(op->group);
 		if (op->region)
 			start_using(&op->region->uses);
 		if (op->trigger)
@@ -164,8 +166,11 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	status = reserve_work(fabric, (uint32_t)count);
-	for (int i = 0; !status && i < count; i++)
+	for (int i = 0; !status && i < count; i++) {
+		if (watches[i].group)
+			group_use(watches[i].group);
 		enqueue(fabric, WORK_ACK)->ack = watches[i];
+	}
 	pthread_mutex_unlock(&fabric->inbox_lock);
 	if (!status)
 		fabric_wake(fabric);

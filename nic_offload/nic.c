@@ -201,6 +201,8 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 	work->op.trigger->held--;
 	work->fired_ns = now_ns;
 	fabric->statistics.fired++;
+	if (work->op.group && work->op.trigger->word)
+		group_fired(work->op.group, work->op.row, now_ns);
 	if (work->op.flags & TK_REPORT_FIRED && work->op.trigger->word)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 }

@@ -62,6 +62,12 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns);
 void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost);
 int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
 
+/* group.c: what callers wait for; the first two any thread */
+void group_use(struct tk_group *group);
+void group_let_go(struct tk_group *group);
+void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
+void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
+
 /* wire.c: what is posted, what has completed */
 int status_of_provider(int error);
 int post_landed(struct tk_fabric *fabric, struct work *work);

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint, Fabric, Region
+    from nic_offload.group import Group
     from nic_offload.shelf import Desk
 
 __all__ = [
@@ -73,6 +74,8 @@ class TriggeredPut(NamedTuple):
     crc32c: int | None = None  # send only if the bytes still have this checksum
     report_fired: bool = False
     acked: bool = False  # an ack watch tells of its success: report only its failure
+    group: Group | None = None  # in which it is noted when it fired
+    row: int = 0
     quiet: bool = False  # report nothing: what waits for `completion` fails with it
 
 
@@ -171,12 +174,15 @@ class AckWatch(NamedTuple):
     generation: int
     deadline_ns: int
     final_code: int
+    group: Group | None = None  # in which codes up to `good_max` are noted, and not reported
+    good_max: int = 0
+    row: int = 0
 
 
 # The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
-_OPERATION = struct.Struct("=15Q3I4x")
+_OPERATION = struct.Struct("=16Q4I")
 _LANDING = struct.Struct("=10Q2IQ")
-_ACK = struct.Struct("=5QI4x")
+_ACK = struct.Struct("=6Q3I4x")
 assert _OPERATION.size == ffi.sizeof("struct tk_operation")
 assert _LANDING.size == ffi.sizeof("struct tk_landing")
 assert _ACK.size == ffi.sizeof("struct tk_ack_watch")
@@ -192,7 +198,13 @@ def _pointer(counter: Counter | None) -> int:
 
 
 def _transfer_row(
-    operation: TriggeredPut | TriggeredGet, local: int, remote: int, remote_key: int, flags: int
+    operation: TriggeredPut | TriggeredGet,
+    local: int,
+    remote: int,
+    remote_key: int,
+    flags: int,
+    group: Group | None = None,
+    row: int = 0,
 ) -> bytes:
     flag_target, crc32c = operation.flag_target, operation.crc32c
     if operation.report_fired:
@@ -219,9 +231,11 @@ def _transfer_row(
         1,
         operation.deadline_ns,
         operation.region.pointer,
+        0 if group is None else group.pointer,
         operation.length,
         crc32c or 0,
         flags,
+        row,
     )
 
 
@@ -244,8 +258,9 @@ def _notify_row(notify: TriggeredNotify) -> bytes:
         _pointer(notify.completion),
         1,
         notify.deadline_ns,
-        *(0, 0, 0),
+        *(0, 0, 0, 0),
         flags,
+        0,
     )
 
 
@@ -258,15 +273,17 @@ def _move_row(move: CounterMove) -> bytes:
         move.counter.pointer,
         move.value,
         move.deadline_ns,
-        *(0, 0, 0),
+        *(0, 0, 0, 0),
         lib.TK_SET_COUNTER if move.sets else 0,
+        0,
     )
 
 
 def _row(operation: Operation) -> bytes:
     if isinstance(operation, TriggeredPut):
         flags = lib.TK_ACKED_PUT if operation.acked else 0
-        return _transfer_row(operation, operation.source, operation.target, operation.target_key, flags)
+        where = operation.source, operation.target, operation.target_key
+        return _transfer_row(operation, *where, flags, operation.group, operation.row)
     if isinstance(operation, TriggeredGet):
         return _transfer_row(operation, operation.target, operation.source, operation.source_key, lib.TK_GET)
     if isinstance(operation, TriggeredNotify):
@@ -276,9 +293,9 @@ def _row(operation: Operation) -> bytes:
 
 def _word_row(word: WordPut) -> bytes:
     flag = (word.target, word.target_key, word.value)
-    nothing = (0, 0, 0, 0, 0, 0, 0, 0)
+    nothing = (0,) * 9
     flags = lib.TK_QUIET | lib.TK_FLAG_PUT
-    return _OPERATION.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, *nothing, flags)
+    return _OPERATION.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, *nothing, flags, 0)
 
 
 def arm(fabric: Fabric, operations: Sequence[Operation]) -> None:
@@ -309,7 +326,23 @@ def watch_landings(fabric: Fabric, landings: Sequence[Landing]) -> None:
 
 
 def watch_acks(fabric: Fabric, watches: Sequence[AckWatch]) -> None:
-    """Wait for acknowledgements; each gives ACKED events and ends in a final one or WATCH_FAILED."""
-    packed = [_ACK.pack(watch.tag, watch.endpoint.pointer, *watch[2:]) for watch in watches]
+    """Wait for acknowledgements; each gives ACKED events and ends in a final one or WATCH_FAILED.
+
+    Of a watch with a group, codes up to `good_max` are noted in its row instead.
+    """
+    packed = [
+        _ACK.pack(
+            watch.tag,
+            watch.endpoint.pointer,
+            watch.word,
+            watch.generation,
+            watch.deadline_ns,
+            0 if watch.group is None else watch.group.pointer,
+            watch.final_code,
+            watch.good_max,
+            watch.row,
+        )
+        for watch in watches
+    ]
     rows = ffi.from_buffer("struct tk_ack_watch[]", b"".join(packed))
     _check(lib.tk_watch_acks(fabric.handle, rows, len(watches)), f"Watching {len(watches)} words")

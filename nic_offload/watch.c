@@ -74,9 +74,13 @@ int poll_acks(struct tk_fabric *fabric)
 			continue;
 		struct work *work = watch->work;
 		watch->before = value;
-		report(fabric, TK_ACKED, work->ack.tag, value, 0, tk_now_ns());
+		uint32_t code = value & ((1u << ACK_CODE_BITS) - 1);
+		if (work->ack.group && code <= work->ack.good_max)
+			group_acked(fabric, &work->ack, code);
+		else
+			report(fabric, TK_ACKED, work->ack.tag, value, 0, tk_now_ns());
 		busy = 1;
-		if ((value & ((1u << ACK_CODE_BITS) - 1)) >= work->ack.final_code) {
+		if (code >= work->ack.final_code) {
 			*watch = watches->items[--watches->count];
 			i--;
 			release(fabric, work);

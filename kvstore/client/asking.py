@@ -7,7 +7,6 @@ asked for is cancelled, as one is that the node has taken: others use the link a
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +17,8 @@ from kvstore.limits import RPC_TIMEOUT_MS
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.fabric_call import CallKind, Leased, ReserveRow, rows_of_reserve
+from kvstore.wire.fabric_call import AnswerCode, CallKind, Leased, ReserveRow, rows_of_reserve
+from nic_offload.group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,13 +77,7 @@ class Asking:
 
     def reserve(self, link: Link, wanted: Reserving, span: PutSpan | None) -> Sequence[Leased]:
         """Lease a slot for each block; one typed error if that can't be."""
-        over = threading.Event()
-        answers: list[list[Leased] | KvError] = []
-
-        def answered(answer: list[Leased] | KvError) -> None:
-            answers.append(answer)
-            over.set()
-
+        failures: list[KvError] = []
         metadata = (*metadata_of(wanted.watch), *self._traced(span))
         rows = [
             ReserveRow(block.key, block.length, word)
@@ -92,26 +86,35 @@ class Asking:
         with self._client.lock:
             if link.error is not None:
                 raise link.error
-            begun = link.calls is not None and link.calls.begin(
-                CallKind.RESERVE,
-                wanted.fingerprint,
-                metadata,
-                len(rows),
-                rows_of_reserve(rows),
-                self._clock.monotonic_ns() + _TIMEOUT_NS,
-                answered,
-                durability=wanted.durability,
-                lease_ms=wanted.lease_ms,
-                expires_unix_ms=wanted.expires_unix_ms,
+            group = Group(self._client.fabric, 0, 1, is_awaited=True)
+            call = (
+                None
+                if link.calls is None
+                else link.calls.begin(
+                    CallKind.RESERVE,
+                    wanted.fingerprint,
+                    metadata,
+                    len(rows),
+                    rows_of_reserve(rows),
+                    self._clock.monotonic_ns() + _TIMEOUT_NS,
+                    group,
+                    0,
+                    failures.append,
+                    good_code=AnswerCode.BYTES,
+                    durability=wanted.durability,
+                    lease_ms=wanted.lease_ms,
+                    expires_unix_ms=wanted.expires_unix_ms,
+                )
             )
-        if not begun:
+        if call is None:
             with within(span):
                 return self._reserve_by_rpc(link, wanted)
-        over.wait()  # no longer than the call's deadline: its end is told by then
-        (answer,) = answers
-        if isinstance(answer, KvError):
-            raise answer
-        return answer
+        while not group.wait(1, _TIMEOUT_NS / 1e9):
+            pass  # the call's own deadline ends it
+        with self._client.lock:
+            if failures:
+                raise failures[0]
+            return call.leases()
 
     def _reserve_by_rpc(self, link: Link, wanted: Reserving) -> list[Leased]:
         request = pb.ReserveRequest(
@@ -156,47 +159,56 @@ class Asking:
         began_ns = self._clock.monotonic_ns()
         asked = self._lookups.begin(Kind.FETCH, get.blocks, request_id)
 
-        def answered(answer: list[Leased] | KvError) -> None:
-            if isinstance(answer, KvError):
-                asked.failed(answer)
-            is_untried = isinstance(answer, NodeUnavailable) and not answer.was_tried
-            if isinstance(answer, Overloaded) or is_untried:  # nothing of it can come
-                reason = MissReason.BUSY if isinstance(answer, Overloaded) else MissReason.NODE_AWAY
-                get.refuse(Miss(reason, str(answer)))
-            elif isinstance(answer, KvError):
-                self._client.lose(link, answer)
+        def failed(error: KvError) -> None:
+            asked.failed(error)
+            is_untried = isinstance(error, NodeUnavailable) and not error.was_tried
+            if isinstance(error, Overloaded) or is_untried:  # nothing of it can come
+                reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
+                get.refuse(Miss(reason, str(error)))
             else:
-                if span is not None:
-                    span.taken()
-                get.tell_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
+                self._client.lose(link, error)
 
         with self._client.lock:
             if link.error is not None:
                 asked.failed(link.error)
                 return  # and the get has been told
             metadata = (*asked.metadata, *metadata_of(watch))
-            begun = link.calls is not None and link.calls.begin(
-                CallKind.FETCH,
-                fingerprint,
-                (*metadata, *self._traced(span)),
-                get.blocks,
-                get.rows(),
-                began_ns + _TIMEOUT_NS,  # the get has a deadline of its own, which ends no more than the get
-                answered,
-                tells=watch is not None,
+            get.tell_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
+            if span is not None:
+                get.tell_taken(span.taken)
+            call = (
+                None
+                if link.calls is None
+                else link.calls.begin(
+                    CallKind.FETCH,
+                    fingerprint,
+                    (*metadata, *self._traced(span)),
+                    get.blocks,
+                    get.rows(),
+                    began_ns
+                    + _TIMEOUT_NS,  # the get has a deadline of its own, which ends no more than the get
+                    get.group,
+                    get.blocks,
+                    failed,
+                    good_code=AnswerCode.DONE,
+                    tells=watch is not None,
+                )
             )
-            if not begun:
-                get.by_rpc()
-        if begun:
-            return
+            if call is not None:
+                get.by_fabric(call)
+                return
+            get.by_rpc()
         with within(span):
             failure = self._fetch_by_rpc(get.request(fingerprint), deadline_ns, metadata)
         with self._client.lock:
-            if isinstance(failure, DeadlineExceeded):
+            if failure is None:
+                get.rpc_over(was_taken=True)
+            elif isinstance(failure, DeadlineExceeded):
                 asked.failed(failure)
                 get.cancel()
+                get.rpc_over(was_taken=False)
             else:
-                answered([] if failure is None else failure)
+                failed(failure)
 
     def _fetch_by_rpc(self, request: pb.FetchRequest, deadline_ns: int, metadata: Metadata) -> KvError | None:
         left_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)

@@ -36,7 +36,7 @@ from kvstore.client.channel import open_channel
 from kvstore.client.contact import broken_step
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.inline import InlineCalls
-from kvstore.client.link import Link
+from kvstore.client.link import TAGS_OF_ONE, Link
 from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.own_side import OwnSide, say_first_word
@@ -162,7 +162,7 @@ class Client(Handle):
         self.fingerprint = _fingerprint(layout)
         self._slots = slots
         self._block_bytes_max = block_bytes_max
-        self._tags = itertools.count(2, 2)
+        self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
         self._link: Link | None = None
         self._attaching = threading.Lock()
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
@@ -323,7 +323,7 @@ class Client(Handle):
 
         They are of the client's own layout unless another one is given.
         """
-        return self.getting(blocks, layout=layout, timeout_s=timeout_s).wait()
+        return self._getting(blocks, layout, timeout_s, None, None, is_awaited=True).wait()
 
     def getting(
         self,
@@ -338,6 +338,18 @@ class Client(Handle):
 
         The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
         """
+        return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
+
+    def _getting(
+        self,
+        blocks: Sequence[Block],
+        layout: Layout | None,
+        timeout_s: float,
+        watch: Watch | None,
+        ended: Ended | None,
+        *,
+        is_awaited: bool,
+    ) -> Get | NoGet:
         self._check_batch(blocks)
         fingerprint = self.fingerprint if layout is None else layout.fingerprint
         began_ns, request_id = time.monotonic_ns(), current_request()
@@ -351,7 +363,7 @@ class Client(Handle):
                 with self.lock:
                     if link.error is not None:
                         raise link.error
-                    get = Get(self, link, blocks, deadline_ns, ended)
+                    get = Get(self, link, blocks, deadline_ns, ended, is_awaited=is_awaited)
         except Overloaded as error:
             return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
         except KvError as error:
@@ -389,7 +401,7 @@ class Client(Handle):
     # --- the link
 
     def next_tags(self) -> int:
-        """A fresh even tag; it and the odd one after it are the caller's."""
+        """The first of `TAGS_OF_ONE` fresh tags."""
         return next(self._tags)
 
     def settle(self, decide: Callable[[], None]) -> None:
@@ -489,7 +501,7 @@ class Client(Handle):
                 with self.lock:
                     for event in events:
                         link = self._link
-                        operation = link.operations.get(event.tag) if link is not None else None
+                        operation = link.operation(event.tag) if link is not None else None
                         if operation is not None:
                             operation.event(event)
             with self.lock:

@@ -1,5 +1,7 @@
 """Calls over the fabric, the client's side: put into a place of the node's, answered by a word in our memory.
 
+A call's word is a row of its caller's group, which waits for it; only what is no good answer comes as an event.
+
 What always holds: a call ends once, by its answer, by its deadline or by the link's loss; a call that is not answered
 in time ends the link, because nobody knows whether the node has it; a place is used again after its answer. With all
 places in use, or with more to say than a place holds, no call is begun, and the caller makes it by gRPC.
@@ -36,14 +38,14 @@ if TYPE_CHECKING:
     from kvstore.wire.fabric_call import CallKind, Leased, Metadata
     from kvstore.wire.kvstore_pb2 import CallArea
     from nic_offload.fabric import Event, Region
+    from nic_offload.group import Group
 
-__all__ = ["MEMORY_BYTES", "Answered", "FabricCalls"]
+__all__ = ["MEMORY_BYTES", "FabricCall", "FabricCalls"]
 
-Answered: TypeAlias = "Callable[[list[Leased] | KvError], object]"
+Failed: TypeAlias = "Callable[[KvError], object]"
 
 _ANSWERS_BYTES = CALL_PLACES * ANSWER_BYTES
 MEMORY_BYTES = _ANSWERS_BYTES + CALL_PLACES * CALL_BYTES  # answers first, then calls
-_CODE_MASK = 0xFF
 
 
 class FabricCalls:
@@ -61,6 +63,7 @@ class FabricCalls:
         self._free = list(range(CALL_PLACES))
         self._words = link.take_words(CALL_PLACES)
         self._next = [area.first_generation] * CALL_PLACES
+        self._under_way: set[FabricCall] = set()
 
     def begin(
         self,
@@ -70,17 +73,23 @@ class FabricCalls:
         blocks: int,
         rows: bytes,
         deadline_ns: int,
-        answered: Answered,
+        group: Group,
+        row: int,
+        failed: Failed,
         *,
+        good_code: AnswerCode,
         tells: bool = False,
         durability: int = 0,
         lease_ms: int = 0,
         expires_unix_ms: int = 0,
-    ) -> bool:
-        """Make a call, and tell its end with the client's lock held; False if it can't be made this way."""
-        if not self._free:
-            return False
-        place = self._free[-1]
+    ) -> FabricCall | None:
+        """Make a call, whose end is a row's; None if it can't be made this way.
+
+        `failed`, with the client's lock held, hears an answer beyond `good_code`, or that there will be none.
+        """
+        place = self._free_place()
+        if place is None:
+            return None
         generation, word = self._next[place], self._words[place]
         flags = TELLS if tells else 0
         call = Call(
@@ -88,14 +97,11 @@ class FabricCalls:
         )
         data = call_bytes(call, blocks, rows)
         if data is None:
-            return False
-        self._free.pop()
-        self._next[place] += 1
+            return None
         at = self._start + _ANSWERS_BYTES + place * CALL_BYTES
         self._memory[at : at + len(data)] = data
-        under_way = _UnderWay(self, place, generation, answered)
-        tag = self._client.next_tags()
         link, fabric = self._link, self._client.fabric
+        tag = self._client.next_tags()
         watch = AckWatch(
             tag=tag + 1,
             endpoint=link.endpoint,
@@ -103,18 +109,29 @@ class FabricCalls:
             generation=generation,
             deadline_ns=deadline_ns,
             final_code=AnswerCode.DONE,
+            group=group,
+            good_max=good_code,
+            row=row,
         )
-        link.operations[tag] = link.operations[tag + 1] = under_way
-        under_way.tags = (tag, tag + 1)
         try:
             watch_acks(fabric, [watch])
             arm(fabric, [self._put(tag, place, generation, self._region.address + at, len(data))])
         except FabricError:  # it has as much to do as it takes: nothing went out
             fabric.cancel([tag + 1])
-            self._next[place] -= 1
-            self.over(under_way)
-            return False
-        return True
+            return None
+        self._free.remove(place)
+        self._next[place] += 1
+        under_way = FabricCall(self, tag, place, generation, group, row, failed)
+        self._under_way.add(under_way)
+        link.operations[tag] = under_way
+        return under_way
+
+    def _free_place(self) -> int | None:
+        """One whose call is answered is free again, though who made it may wait for more."""
+        if not self._free:
+            for one in [one for one in self._under_way if one.is_answered]:
+                one.over()
+        return self._free[-1] if self._free else None
 
     def first_word(self, tag: int, deadline_ns: int) -> TriggeredPut:
         """A word behind the flags, which the node reads nothing from: it only makes the connection."""
@@ -149,11 +166,12 @@ class FabricCalls:
             acked=True,
         )
 
-    def over(self, under_way: _UnderWay) -> None:
+    def over(self, call: FabricCall) -> None:
         """A place is free again."""
-        for tag in under_way.tags:
-            self._link.operations.pop(tag, None)
-        self._free.append(under_way.place)
+        if call in self._under_way:
+            self._under_way.remove(call)
+            self._link.operations.pop(call.tag, None)
+            self._free.append(call.place)
 
     def answer(self, place: int) -> bytes:
         """The bytes in a place for answers."""
@@ -166,35 +184,57 @@ class FabricCalls:
         self._client.lose(self._link, error)
 
 
-class _UnderWay:
-    """One call, told of its events by the client's pump."""
+class FabricCall:
+    """One call. All methods are called with the client's lock held."""
 
-    def __init__(self, calls: FabricCalls, place: int, generation: int, answered: Answered) -> None:
-        self._calls = calls
+    def __init__(
+        self,
+        calls: FabricCalls,
+        tag: int,
+        place: int,
+        generation: int,
+        group: Group,
+        row: int,
+        failed: Failed,
+    ) -> None:
+        self.tag = tag
         self.place = place
+        self._calls = calls
         self._generation = generation
-        self._answered = answered
-        self.tags: tuple[int, ...] = ()
+        self._group, self._row = group, row
+        self._failed = failed
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the node has taken it, and has no more to say."""
+        return self._group.row(self._row).code == AnswerCode.DONE
 
     def event(self, event: Event) -> None:
-        """Its answer came, or did not come in time, or it could not be sent."""
+        """Its answer is no good one, or did not come in time, or it could not be sent."""
         if event.kind == EventKind.ACKED:
-            self._take(event.value & _CODE_MASK)
+            try:
+                self.leases()
+            except KvError as error:
+                self._failed(error)
+            self._group.end(self._row)
         elif event.kind == EventKind.FAILED:
             self._calls.lose(FabricError.from_code("A call over the fabric", event.status))
         elif event.kind == EventKind.WATCH_FAILED:
             self._calls.lose(DeadlineExceeded("The node did not answer a call over the fabric in time."))
 
-    def _take(self, code: int) -> None:
-        answer: list[Leased] | KvError = []
-        if code == AnswerCode.BYTES:
-            try:
-                answer = leases_of(self._calls.answer(self.place), self._generation)
-            except KvError as error:
-                answer = error
+    def leases(self) -> list[Leased]:
+        """What the answer has of leases; the call is over."""
+        try:
+            return leases_of(self._calls.answer(self.place), self._generation)
+        finally:
+            self.over()
+
+    def over(self) -> None:
+        """Nothing more is wanted of it."""
         self._calls.over(self)
-        self._answered(answer)
 
     def lost(self, error: KvError) -> None:
         """The link is gone."""
-        self._answered(error)
+        if not self.is_answered:
+            self._failed(error)
+            self._group.end(self._row)

@@ -1,5 +1,8 @@
 """Gets: the node writes into our region and then into an acknowledgement word; here we wait for the words.
 
+Each block is a row of a group, and the call that asks for them is the last row: who waits sleeps in the C core until
+they are over, and whoever finds them so ends the get.
+
 What always holds: when a get returns, nothing of it is under way any more, and until then its regions are held. The
 node puts one word for each block, behind the last byte of it. What has not come by the deadline is cancelled: the node
 then puts a word that says so, or the block's own if its bytes were on their way. Only if one of these does not come
@@ -8,7 +11,6 @@ within `FETCH_CANCEL_MS` the link is lost, which ends everything that goes throu
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.client.blocks import Hit
@@ -18,23 +20,27 @@ from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import miss_of_code
-from kvstore.wire.fabric_call import FetchRow, rows_of_fetch
+from kvstore.wire.fabric_call import AnswerCode, FetchRow, rows_of_fetch
 from nic_offload.fabric import EventKind
+from nic_offload.group import Group
 from nic_offload.trigger import AckWatch, watch_acks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.client.blocks import Block
+    from kvstore.client.fabric_calls import FabricCall
     from kvstore.client.link import Host, Link
     from nic_offload.fabric import Event, Region
+    from nic_offload.group import Row
 
 __all__ = ["Ended", "Get", "NoGet"]
 
 Ended: TypeAlias = "Callable[[list[Hit | Miss]], object]"
 Lost: TypeAlias = "Callable[[Sequence[Hit | Miss | None], KvError], object]"
 
-_CODE_MASK = 0xFF
+_ANY_CODE = 0xFF
+_SLICE_S = 3600.0
 
 
 class NoGet:
@@ -67,57 +73,64 @@ def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
 class Get:
     """One batch of blocks being fetched. Begun with the client's lock held.
 
-    `ended` is called once, with that lock held and all outcomes, when the last is known.
+    `ended` is called once, with that lock held and all outcomes, when the last is known. Who opens one that
+    `is_awaited` waits for all of it at once: nobody else is woken for it.
     """
 
     def __init__(
-        self, client: Host, link: Link, blocks: Sequence[Block], deadline_ns: int, ended: Ended | None = None
+        self,
+        client: Host,
+        link: Link,
+        blocks: Sequence[Block],
+        deadline_ns: int,
+        ended: Ended | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> None:
         self._client = client
         self._ended = ended
         self._link = link
         self._blocks = blocks
-        self._outcomes: list[Hit | Miss | None] = [None] * len(blocks)
+        self._outcomes: list[Hit | Miss] | None = None
+        self._misses: dict[int, Miss] = {}  # that were decided on this side
+        self._lost: Lost | None = None
+        self._taken: Callable[[int], object] | None = None
+        self._cancelling = False
+        self._call: FabricCall | None = None
+        self._called = False  # it was asked for by gRPC
         self._held = _hold_regions(blocks)
         try:
             self._words = link.take_words(len(blocks))
         except KvError:
             self._let_go()
             raise
-        self._generations = [next(link.generations) for _ in blocks]
-        self._tags = [client.next_tags() for _ in blocks]
-        self._index = {tag: i for i, tag in enumerate(self._tags)}
-        self._open = len(blocks)
-        self._came = 0  # so many of the first outcomes are known, without a gap
-        self._tell_at = len(blocks)  # the least number of them that somebody waits for
-        self._done = threading.Condition(client.lock)
-        self._lost: Lost | None = None
-        self._cancelling = False
-        self._called = False  # it was asked for by gRPC
+        self._first_generation = link.take_generations(len(blocks))
+        self._tag = client.next_tags()
         try:
-            watch_acks(
-                client.fabric, [self._watch(i, self._tags[i], deadline_ns) for i in range(len(blocks))]
-            )
+            self.group = Group(client.fabric, self._tag, len(blocks) + 1, is_awaited=is_awaited)
+            watch_acks(client.fabric, [self._watch(i, 0, deadline_ns) for i in range(len(blocks))])
         except KvError:
             link.give_back_words(self._words)
             self._let_go()
             raise
-        for tag in self._tags:
-            link.operations[tag] = self
+        link.operations[self._tag] = self
 
-    def _watch(self, i: int, tag: int, deadline_ns: int) -> AckWatch:
+    def _watch(self, i: int, again: int, deadline_ns: int) -> AckWatch:
         return AckWatch(
-            tag=tag,
+            tag=self._tag + 2 * i + again,
             endpoint=self._link.endpoint,
             word=self._link.word_address(self._words[i]),
-            generation=self._generations[i],
+            generation=self._first_generation + i,
             final_code=1,
             deadline_ns=deadline_ns,
+            group=self.group,
+            good_max=_ANY_CODE,
+            row=i,
         )
 
     @property
     def blocks(self) -> int:
-        """How many."""
+        """How many; the row behind theirs is the call's."""
         return len(self._blocks)
 
     def rows(self) -> bytes:
@@ -127,7 +140,7 @@ class Get:
                 block.key,
                 block.length,
                 self._words[i],
-                self._generations[i],
+                self._first_generation + i,
                 region.base + block.offset,
                 region.key,
             )
@@ -148,55 +161,62 @@ class Get:
                     target=region.base + block.offset,
                     target_key=region.key,
                     ack_word=self._words[i],
-                    ack_generation=self._generations[i],
+                    ack_generation=self._first_generation + i,
                 )
                 for i, (block, region) in enumerate(self._named())
             ],
         )
 
     def event(self, event: Event) -> None:
-        """One of our words has come, or has not come in time."""
-        i = self._index[event.tag]
-        if self._outcomes[i] is not None:
+        """It is over, or one of our words has not come in time."""
+        i, again = divmod(event.tag - self._tag, 2)
+        if event.kind == EventKind.OVER:
+            self._end_if_over()
+        elif self.group.row(i).over:
             return
-        if event.kind == EventKind.ACKED:
-            self._end(i, miss_of_code(event.value & _CODE_MASK) or Hit(self._blocks[i].key))
-        elif event.tag != self._tags[i]:
+        elif again:
             self._not_confirmed()
         else:
             self.cancel()
+
+    def by_fabric(self, call: FabricCall) -> None:
+        """The call is on its way."""
+        self._call = call
 
     def by_rpc(self) -> None:
         """It is asked for by gRPC, so the fabric will not bring the call."""
         self._called = True
 
+    def rpc_over(self, *, was_taken: bool) -> None:
+        """That call was answered, or nobody knows whether the node has it."""
+        if was_taken and self._taken is not None:
+            self._taken(SystemClock().monotonic_ns())
+        self.group.end(len(self._blocks), AnswerCode.DONE if was_taken else 0)
+        self._end_if_over()
+
     def cancel(self) -> None:
         """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
-        if self._cancelling or not self._open:
+        left = [i for i in range(len(self._blocks)) if not self.group.row(i).over]
+        if self._cancelling or not left:
             return
         self._cancelling = True
-        left = [i for i, outcome in enumerate(self._outcomes) if outcome is None]
-        for i in left:
-            tag = self._tags[i] + 1  # the first watch of the same word may still have something to say
-            self._index[tag] = i
-            self._link.operations[tag] = self
         # From now on, and not from the deadline: a busy process may come to it late, and the node must be asked first.
         until_ns = SystemClock().monotonic_ns() + FETCH_CANCEL_MS * 1_000_000
-        try:
-            watch_acks(self._client.fabric, [self._watch(i, self._tags[i] + 1, until_ns) for i in left])
+        try:  # with tags of their own: the first watch of the same word may still have something to say
+            watch_acks(self._client.fabric, [self._watch(i, 1, until_ns) for i in left])
         except FabricError:
             self._not_confirmed()
             return
         self._client.cancel_fetch(
             self._link,
-            [(self._words[i], self._generations[i]) for i in left],
+            [(self._words[i], self._first_generation + i) for i in left],
             self._not_confirmed,
             called=self._called,
         )
 
     def _not_confirmed(self) -> None:
         """Nobody knows whether the node still writes: only the end of the link makes sure that it does not."""
-        if self._open:
+        if any(not self.group.row(i).over for i in range(len(self._blocks))):
             error = DeadlineExceeded(
                 "A fetched block did not come in time, and the node did not confirm that it never will."
             )
@@ -204,50 +224,63 @@ class Get:
 
     def lost(self, error: KvError) -> None:
         """The link is gone: whatever had not come is a miss."""
-        told, self._lost = self._lost, None
-        for i, outcome in enumerate(self._outcomes):
-            if outcome is None:
-                self._end(i, Miss(MissReason.NODE_AWAY, str(error)))
-        if told is not None:
-            told(self._outcomes, error)
+        self._miss_the_rest(Miss(MissReason.NODE_AWAY, str(error)))
+        if self._lost is not None and self._is_taken():
+            told, self._lost = self._lost, None
+            told(self._told(), error)
+        self._end_if_over()
+
+    def _is_taken(self) -> bool:
+        return self.group.row(len(self._blocks)).code == AnswerCode.DONE
 
     def tell_loss(self, lost: Lost) -> None:
-        """The node has taken the call; if it goes away, or not all comes in time, say so to this, with all outcomes."""
-        with self._client.lock:
-            self._lost = lost
-            self._tell_if_late()
+        """If the node takes the call, and goes away, or not all comes in time, say so to this, with all outcomes."""
+        self._lost = lost
+
+    def tell_taken(self, taken: Callable[[int], object]) -> None:
+        """Say to this when the node took the call, before anybody hears of outcomes."""
+        self._taken = taken
 
     def refuse(self, miss: Miss) -> None:
         """The node did not take the call, so nothing of it will come."""
-        self._client.fabric.cancel([*self._index])
-        for i, outcome in enumerate(self._outcomes):
-            if outcome is None:
-                self._end(i, miss)
+        tags = [self._tag + 2 * i + again for i in range(len(self._blocks)) for again in (0, 1)]
+        self._client.fabric.cancel(tags)
+        self._miss_the_rest(miss)
+        self._end_if_over()
 
-    def _end(self, i: int, outcome: Hit | Miss) -> None:
-        self._outcomes[i] = outcome
-        self._link.operations.pop(self._tags[i], None)
-        self._link.operations.pop(self._tags[i] + 1, None)
-        self._link.give_back_words([self._words[i]])
-        self._open -= 1
-        if not self._open and self._link.is_sure:
-            self._let_go()
-        self._tell_if_late()
-        while self._came < len(self._outcomes) and self._outcomes[self._came] is not None:
-            self._came += 1
-        if self._came >= self._tell_at:
-            self._tell_at = len(self._outcomes)  # who wants more says so when he has looked
-            self._done.notify_all()
-        if not self._open and self._ended is not None:
-            self._ended([outcome for outcome in self._outcomes if outcome is not None])
+    def _miss_the_rest(self, miss: Miss) -> None:
+        for i in range(len(self._blocks)):
+            if not self.group.row(i).over:
+                self._misses[i] = miss
+                self.group.end(i)
+        self.group.end(len(self._blocks))
 
-    def _tell_if_late(self) -> None:
-        """It was cancelled, and is over: some of it had not come."""
-        if self._open or not self._cancelling or self._lost is None:
+    def _outcome(self, i: int, row: Row) -> Hit | Miss:
+        return self._misses.get(i) or miss_of_code(row.code) or Hit(self._blocks[i].key)
+
+    def _told(self) -> list[Hit | Miss]:
+        return [
+            self._outcome(i, row) for i, row in zip(range(len(self._blocks)), self.group.rows(), strict=False)
+        ]
+
+    def _end_if_over(self) -> None:
+        if self._outcomes is not None or self.group.open_rows:
             return
-        told, self._lost = self._lost, None
-        if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
-            told(self._outcomes, DeadlineExceeded("A fetched block did not come in time."))
+        self._outcomes = self._told()
+        self._link.operations.pop(self._tag, None)
+        self._link.give_back_words(self._words)
+        if self._call is not None:
+            self._call.over()
+            if self._taken is not None and self._is_taken():
+                self._taken(self.group.row(len(self._blocks)).over_ns)
+        if self._link.is_sure:
+            self._let_go()
+        if self._cancelling and self._lost is not None and self._is_taken():
+            told, self._lost = self._lost, None
+            if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
+                told(self._outcomes, DeadlineExceeded("A fetched block did not come in time."))
+        if self._ended is not None:
+            self._ended(self._outcomes)
 
     def _let_go(self) -> None:
         held, self._held = self._held, []
@@ -259,12 +292,9 @@ class Get:
 
         If nothing else does, their deadline ends that, or `FETCH_CANCEL_MS` after it the end of the link.
         """
-        wanted = len(self._outcomes) if first is None else min(first, len(self._outcomes))
-
-        def have_come() -> bool:
-            self._tell_at = min(self._tell_at, wanted)
-            return self._came >= wanted
-
-        with self._done:
-            self._done.wait_for(have_come)
-            return [outcome for outcome in self._outcomes[:wanted] if outcome is not None]
+        wanted = len(self._blocks) if first is None else min(first, len(self._blocks))
+        while not self.group.wait(wanted if wanted < len(self._blocks) else wanted + 1, _SLICE_S):
+            pass
+        with self._client.lock:
+            self._end_if_over()
+            return self._told()[:wanted] if self._outcomes is None else self._outcomes[:wanted]

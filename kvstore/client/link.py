@@ -8,7 +8,6 @@ that was under way is told, each with the reason.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import queue
 import secrets
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
 
-__all__ = ["Host", "Link", "Operation"]
+__all__ = ["TAGS_OF_ONE", "Host", "Link", "Operation"]
 
+TAGS_OF_ONE = 1 << 16  # an operation's tags; the first is its name
 _WORD_BYTES = 8
 _WORDS_BYTES = ACK_WORDS * _WORD_BYTES
 
@@ -48,7 +48,10 @@ class _Responses(Protocol):
 
 
 class Operation(Protocol):
-    """Something under way over a link: it is told of its events, or of the link's loss."""
+    """Something under way over a link: it is told of its events, or of the link's loss.
+
+    It has `TAGS_OF_ONE` tags, and stands among the link's operations under the first.
+    """
 
     def event(self, event: Event) -> None:
         """One of its tags has an event."""
@@ -73,7 +76,7 @@ class Host(Protocol):
         ...
 
     def next_tags(self) -> int:
-        """A fresh even tag; it and the odd one after it are the caller's."""
+        """The first of `TAGS_OF_ONE` fresh tags."""
         ...
 
     def abort(
@@ -120,7 +123,7 @@ class Link:
         self.stub = stub
         self.error: KvError | None = None
         self.operations: dict[int, Operation] = {}
-        self.generations = itertools.count(secrets.randbits(48) + 1)
+        self._generation = secrets.randbits(48) + 1
         self._fabric = fabric
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
@@ -226,6 +229,16 @@ class Link:
 
         threading.Thread(target=read, name="kvstore-link", daemon=True).start()
 
+    def operation(self, tag: int) -> Operation | None:
+        """Whose tag it is, if that is not over."""
+        return self.operations.get(tag - tag % TAGS_OF_ONE)
+
+    def take_generations(self, count: int) -> int:
+        """Fresh generations for words of our own gets: the first of so many."""
+        first = self._generation
+        self._generation += count
+        return first
+
     def take_words(self, count: int) -> list[int]:
         """Acknowledgement words for operations to come."""
         if count > len(self._free_words):
@@ -261,10 +274,9 @@ class Link:
             # Some providers keep a peer's address until the domain is closed.
             with contextlib.suppress(FabricError):
                 self._fabric.remove_peer(self.peer)
-        # An operation may have many tags; it is told once.
-        told = {id(operation): operation for operation in self.operations.values()}
+        told = list(self.operations.values())
         self.operations.clear()
-        for operation in told.values():
+        for operation in told:
             operation.lost(error)
 
     def _close_memory(self) -> None:

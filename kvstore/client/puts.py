@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWord
+from nic_offload.group import Group
 from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.wire.fabric_call import Leased
     from nic_offload.counter import Counter
     from nic_offload.fabric import Event
+    from nic_offload.group import Row
 
 __all__ = ["ArmedPuts", "Reservation", "lease_deadline_ns"]
 
@@ -45,15 +46,13 @@ _CODE_MASK = 0xFF
 
 @dataclass(slots=True)
 class _Put:
-    """One block on its way. Its put's tag is `tag`, its acknowledgement's `tag + 1`."""
+    """One block on its way. Of the batch's tags the put of block i has number 2i, its acknowledgement 2i + 1."""
 
     block: Block
     lease: Leased
     word: int
-    tag: int = 0
-    result: PutResult | None = None
-    fired_ns: int = 0
-    landed_ns: int = 0
+    error: KvError | None = None  # why it failed
+    keeps_word: bool = False  # it is given back with the lease
 
 
 class Reservation:
@@ -127,7 +126,11 @@ class Reservation:
 
 
 class ArmedPuts:
-    """A batch of armed puts: wait for it, look at it, or let it be."""
+    """A batch of armed puts: wait for it, look at it, or let it be.
+
+    Each block is a row of a group, into which the C core writes when it fired and what the node acknowledged. Events
+    tell only what went wrong, and once, if nobody waits, that all of it is over.
+    """
 
     def __init__(
         self,
@@ -146,66 +149,66 @@ class ArmedPuts:
         self._link = link
         self._puts = puts
         self._durability = durability
-        self._by_tag: dict[int, _Put] = {}
-        self._open = 0
-        self._unlanded = 0  # the node may still be reading their sources
+        self._results: list[PutResult] | None = None
         self._counter: Counter | None = None
-        self._done = threading.Condition(client.lock)
         with client.lock:
             if link.error is not None:
                 raise link.error
+            self._tag = client.next_tags()
+            self._group = Group(client.fabric, self._tag, len(puts))
             self._start(flag, deadline_ns)
 
     def _start(self, flag: FlagWord | Counter, deadline_ns: int) -> None:
         link, client = self._link, self._client
         sent = []
-        for put in self._puts:
+        for i, put in enumerate(self._puts):
             if put.lease.already_stored:
-                put.result = PutResult(put.block.key, self._durability, None, already_stored=True)
-                link.give_back_words([put.word])
-                self._tell(put)
-                continue
-            put.tag = client.next_tags()
-            self._by_tag[put.tag] = self._by_tag[put.tag + 1] = put
-            sent.append(put)
-        self._open = self._unlanded = len(sent)
+                self._group.end(i)
+            else:
+                sent.append(i)
         if not sent:
-            self._all_ended()
+            self._end_if_over()
             return
         try:
-            watch_acks(client.fabric, [self._watch(put, deadline_ns) for put in sent])
+            watch_acks(client.fabric, [self._watch(i, deadline_ns) for i in sent])
             if isinstance(flag, FlagWord):
                 flag = self._counter = client.fabric.open_counter(flag)
-            arm(client.fabric, [self._armed(put, flag, deadline_ns) for put in sent])
+            arm(client.fabric, [self._armed(i, flag, deadline_ns) for i in sent])
         except KvError:
             self._undo(sent)
             raise
-        for tag in self._by_tag:
-            link.operations[tag] = self
+        link.operations[self._tag] = self
         if self._span is not None:
             self._span.armed()
 
-    def _undo(self, sent: Sequence[_Put]) -> None:
+    def _undo(self, sent: Sequence[int]) -> None:
         """None of them is armed: nothing goes out, nothing is awaited, and the slots are the node's again."""
         with contextlib.suppress(FabricError):
-            self._client.fabric.cancel([put.tag + 1 for put in sent])
+            self._client.fabric.cancel([self._tag + 2 * i + 1 for i in sent])
         if self._counter is not None:
             self._counter.close()
-        GivingBack(self._client, self._link, [(put.lease, put.word) for put in sent])
+        self._link.give_back_words([put.word for put in self._puts if put.lease.already_stored])
+        leases = [(self._puts[i].lease, self._puts[i].word) for i in sent]
+        GivingBack(self._client, self._link, leases)
 
-    def _watch(self, put: _Put, deadline_ns: int) -> AckWatch:
+    def _watch(self, i: int, deadline_ns: int) -> AckWatch:
+        put = self._puts[i]
         return AckWatch(
-            tag=put.tag + 1,
+            tag=self._tag + 2 * i + 1,
             endpoint=self._link.endpoint,
             word=self._link.word_address(put.word),
             generation=put.lease.generation,
             final_code=self._durability,
             deadline_ns=deadline_ns + ACK_GRACE_MS * 1_000_000,
+            group=self._group,
+            good_max=Durability.SYNCED,
+            row=i,
         )
 
-    def _armed(self, put: _Put, flag: Counter, deadline_ns: int) -> TriggeredPut:
+    def _armed(self, i: int, flag: Counter, deadline_ns: int) -> TriggeredPut:
+        put = self._puts[i]
         return TriggeredPut(
-            tag=put.tag,
+            tag=self._tag + 2 * i,
             endpoint=self._link.endpoint,
             peer=self._link.peer,
             region=put.block.region,
@@ -219,208 +222,188 @@ class ArmedPuts:
             trigger=flag,
             threshold=put.block.threshold,
             deadline_ns=deadline_ns,
-            report_fired=True,
             acked=True,
+            group=self._group,
+            row=i,
         )
 
-    # --- what happens, told by the client's pump with the lock held
+    # --- what went wrong, told by the client's pump with the lock held
 
     def event(self, event: Event) -> None:
-        """One of our puts or acknowledgements has news."""
-        put = self._by_tag.get(event.tag)
-        if put is None or put.result is not None:
+        """It is over, or one of our puts or acknowledgements is not as it should be."""
+        if event.kind == EventKind.OVER:
+            self._end_if_over()
+            return
+        i = (event.tag - self._tag) // 2
+        if self._group.row(i).over:
             return
         match event.kind:
-            case EventKind.FIRED:
-                put.fired_ns = event.time_ns
             case EventKind.ACKED:
-                self._acked(put, event)
+                self._refused(i, event.value & _CODE_MASK)
             case EventKind.FAILED:
-                self._put_failed(put, event.status)
+                self._put_failed(i, event.status)
             case EventKind.LATE:
-                self._late(put)
+                self._late(i)
             case EventKind.WATCH_FAILED:
                 error = DeadlineExceeded("A block went out and was not acknowledged in time.")
-                self._end(put, error)
+                self._end(i, error)
                 self._client.lose(self._link, error)
 
-    def _acked(self, put: _Put, event: Event) -> None:
-        code = event.value & _CODE_MASK
-        error = error_of_code(code)
-        if error is None and code >= Durability.LANDED and not put.landed_ns:
-            put.landed_ns = event.time_ns
-            self._has_landed()
+    def _refused(self, i: int, code: int) -> None:
+        error = error_of_code(code) or ProtocolError(f"The node said {code} of a put.")
         if isinstance(error, LeaseExpired):
-            self._give_up(put, error)
-        elif error is not None:
-            self._end(put, error)
-        elif code >= self._durability:
-            self._end(put, None, Durability(code), event.time_ns)
+            self._give_up(i, error)
+        else:
+            self._end(i, error)
 
-    def _put_failed(self, put: _Put, status: int) -> None:
+    def _put_failed(self, i: int, status: int) -> None:
         if status == -errno.ETIMEDOUT:
             error: KvError = DeadlineExceeded(
                 "The flag did not reach the put's threshold before the lease ended."
             )
         else:
             error = FabricError.from_code("A put", status)
-        self._client.fabric.cancel([put.tag + 1])
+        self._client.fabric.cancel([self._tag + 2 * i + 1])
+        put = self._puts[i]
         if status in (-errno.ETIMEDOUT, -errno.ECANCELED):
-            self._end(put, error, keep_word=True)
+            put.keeps_word = True
+            self._end(i, error)
             GivingBack(self._client, self._link, [(put.lease, put.word)])  # it never went out, and never will
         else:
-            self._end(put, error)
+            self._end(i, error)
             self._client.lose(self._link, error)
 
-    def _late(self, put: _Put) -> None:
+    def _late(self, i: int) -> None:
         """The NIC holds it past its deadline. If it has gone out, the acknowledgement's deadline decides."""
-        if self._client.fabric.cancel([put.tag]):
-            self._put_failed(put, -errno.ETIMEDOUT)
+        if self._client.fabric.cancel([self._tag + 2 * i]):
+            self._put_failed(i, -errno.ETIMEDOUT)
 
-    def _give_up(self, put: _Put, error: KvError) -> None:
+    def _give_up(self, i: int, error: KvError) -> None:
         """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain.
 
         One that can't be withdrawn has gone out, or its own deadline has ended it, and that is not told yet.
         """
-        if self._client.fabric.cancel([put.tag]):
-            self._put_failed(put, -errno.ETIMEDOUT)
+        if self._client.fabric.cancel([self._tag + 2 * i]):
+            self._put_failed(i, -errno.ETIMEDOUT)
         else:
-            self._client.settle(lambda: self._went_out(put, error))
+            self._client.settle(lambda: self._went_out(i, error))
 
-    def _went_out(self, put: _Put, error: KvError) -> None:
-        if put.result is None:
-            self._end(put, error)
+    def _went_out(self, i: int, error: KvError) -> None:
+        if not self._group.row(i).over:
+            self._end(i, error)
             self._client.lose(self._link, error)
 
     def lost(self, error: KvError) -> None:
         """The link is gone: whatever had no acknowledgement failed."""
-        for put in self._puts:
-            if put.result is None:
-                self._end(put, error)
+        for i, row in enumerate(self._group.rows()):
+            if not row.over:
+                self._end(i, error)
 
-    def _end(
-        self,
-        put: _Put,
-        error: KvError | None,
-        durability: Durability | None = None,
-        durable_ns: int = 0,
-        *,
-        keep_word: bool = False,
-    ) -> None:
-        reached = durability if durability is not None else Durability.LANDED if put.landed_ns else None
-        put.result = PutResult(
-            key=put.block.key,
-            durability=reached,
-            error=error,
-            fired_ns=put.fired_ns,
-            landed_ns=put.landed_ns,
-            durable_ns=durable_ns,
-        )
-        if not put.landed_ns:
-            self._has_landed()
-        self._link.operations.pop(put.tag, None)
-        self._link.operations.pop(put.tag + 1, None)
-        if not keep_word:
-            self._link.give_back_words([put.word])
-        self._open -= 1
-        if not self._open:
-            self._all_ended()
-        self._tell(put)
-        self._done.notify_all()
+    def _end(self, i: int, error: KvError) -> None:
+        self._puts[i].error = error
+        self._group.end(i)
+        self._end_if_over()
 
-    def _all_ended(self) -> None:
+    def _end_if_over(self) -> None:
+        if self._results is not None or self._group.open_rows:
+            return
+        self._results = self._now()
+        self._link.operations.pop(self._tag, None)
+        self._link.give_back_words([put.word for put in self._puts if not put.keeps_word])
         if self._counter is not None:
             self._counter.close()
         if self._span is not None:
-            results = [put.result for put in self._puts if put.result is not None]
-            self._span.ended([put.block for put in self._puts], results)
+            self._span.ended([put.block for put in self._puts], self._results)
+        if self._told is not None:
+            for put, result in zip(self._puts, self._results, strict=True):
+                self._told.put_ended(put.block, result)
 
-    def _has_landed(self) -> None:
-        self._unlanded -= 1
-        if not self._unlanded:
-            self._done.notify_all()
+    def _now(self, late: KvError | None = None) -> list[PutResult]:
+        return [self._result(put, row, late) for put, row in zip(self._puts, self._group.rows(), strict=True)]
 
-    def _tell(self, put: _Put) -> None:
-        if self._told is not None and put.result is not None:
-            self._told.put_ended(put.block, put.result)
+    def _result(self, put: _Put, row: Row, late: KvError | None) -> PutResult:
+        if put.lease.already_stored:
+            return PutResult(put.block.key, self._durability, None, already_stored=True)
+        error = put.error if row.over else late
+        reached = Durability.LANDED if row.landed_ns else None
+        return PutResult(
+            key=put.block.key,
+            durability=Durability(row.code) if error is None else reached,
+            error=error,
+            fired_ns=row.fired_ns,
+            landed_ns=row.landed_ns,
+            durable_ns=row.over_ns if error is None else 0,
+        )
 
     # --- for the application
 
     def progress(self) -> tuple[int, int, int]:
         """How many blocks have fired, have landed, and have ended."""
-        with self._client.lock:
-            return (
-                sum(put.fired_ns > 0 for put in self._puts),
-                sum(put.landed_ns > 0 for put in self._puts),
-                sum(put.result is not None for put in self._puts),
-            )
+        rows = list(self._group.rows())
+        return (
+            sum(row.fired_ns > 0 for row in rows),
+            sum(row.landed_ns > 0 for row in rows),
+            sum(row.over for row in rows),
+        )
 
     def ended(self) -> list[PutResult] | None:
         """The results in the order of the blocks, or None while one is still under way."""
         with self._client.lock:
-            results = [put.result for put in self._puts if put.result is not None]
-            return results if len(results) == len(self._puts) else None
+            self._end_if_over()
+            return self._results
 
     def cancel(self) -> int:
         """Withdraw the puts that have not gone out, exactly; returns how many."""
         with self._client.lock:
-            waiting = [put.tag for put in self._puts if put.result is None]
+            waiting = [self._tag + 2 * i for i, row in enumerate(self._group.rows()) if not row.over]
             return self._client.fabric.cancel(waiting) if waiting else 0
 
     @property
     def has_ended(self) -> bool:
         """Whether every put has ended."""
-        return not self._open
+        return not self._group.open_rows
 
     def wait_landed(self, timeout_s: float) -> bool:
         """Wait until every put has landed or failed, so that the sources may be written again; returns whether so."""
-        with self._done:
-            return self._done.wait_for(lambda: not self._unlanded, max(0.0, timeout_s))
+        return self._group.wait_landed(timeout_s)
 
     def abandon(self) -> None:
         """End what has not landed, at any price: when this returns, nothing reads the sources any more.
 
         What has not gone out never does. If anything has, and the node has not said that it landed, the link is lost.
         """
-        with self._done:
-            reading = [put.tag for put in self._puts if put.result is None and not put.landed_ns]
+        settled = threading.Event()
+
+        def lose_unless_landed() -> None:
+            if not self._group.wait_landed(0):
+                self._client.lose(self._link, DeadlineExceeded("A block went out and did not land in time."))
+            settled.set()
+
+        with self._client.lock:
+            reading = [
+                self._tag + 2 * i
+                for i, row in enumerate(self._group.rows())
+                if not row.over and not row.landed_ns
+            ]
             if not reading or self._client.fabric.cancel(reading) == len(reading):
                 return
-            settled: list[bool] = []
-
-            def lose_unless_over() -> None:
-                if self._unlanded:
-                    self._client.lose(
-                        self._link, DeadlineExceeded("A block went out and did not land in time.")
-                    )
-                settled.append(True)
-                self._done.notify_all()
-
             # Some may have failed or landed already, and that is not told yet: they are no reason to lose the link.
-            self._client.settle(lose_unless_over)
-            if not self._done.wait_for(lambda: bool(settled) or not self._unlanded, RPC_TIMEOUT_MS / 1000):
-                lose_unless_over()
+            self._client.settle(lose_unless_landed)
+        if not settled.wait(RPC_TIMEOUT_MS / 1000):
+            with self._client.lock:
+                lose_unless_landed()
 
     def wait(self, timeout_s: float) -> list[PutResult]:
         """Wait until every put has ended; the results in the order of the blocks.
 
         Blocks that are still under way when the time is over are reported with DeadlineExceeded; they go on.
         """
-        until = time.monotonic() + timeout_s
-        with self._done:
-            self._done.wait_for(lambda: not self._open, max(0.0, until - time.monotonic()))
-            late = DeadlineExceeded(f"The put had not ended after {timeout_s} s; it goes on.")
-            return [
-                put.result
-                or PutResult(
-                    put.block.key,
-                    Durability.LANDED if put.landed_ns else None,
-                    late,
-                    fired_ns=put.fired_ns,
-                    landed_ns=put.landed_ns,
-                )
-                for put in self._puts
-            ]
+        self._group.wait(len(self._puts), timeout_s)
+        with self._client.lock:
+            self._end_if_over()
+            if self._results is not None:
+                return list(self._results)
+            return self._now(DeadlineExceeded(f"The put had not ended after {timeout_s} s; it goes on."))
 
 
 def lease_deadline_ns(asked_ns: int, lease_ms: int) -> int:

@@ -257,9 +257,9 @@ class GetSpan(_Open):
 
     _taken_ns = 0
 
-    def taken(self) -> None:
+    def taken(self, at_ns: int) -> None:
         """The node has taken the call."""
-        self._taken_ns = _CLOCK.monotonic_ns()
+        self._taken_ns = at_ns
 
     def before(self, ended: Ended | None) -> Ended:
         """What is to be called with the outcomes, so that the span hears of them first."""

@@ -125,7 +125,7 @@ def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
     block = rig.block(0, 100_000)
     put(rig, [block])
     link = link_of(rig.client)
-    due = next(link.generations) + 1
+    due = link.take_generations(1) + 1
     word = link._free_words[-1]
 
     def cancel(inside: Node) -> None:

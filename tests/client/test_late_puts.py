@@ -5,6 +5,7 @@ The node is played by the test: it puts words into the client's memory. The fabr
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Block
+from kvstore.client.link import TAGS_OF_ONE
 from kvstore.client.puts import Reservation
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired
@@ -62,7 +64,7 @@ class FakeHost:
         self.lost: list[KvError] = []
         self.given_back: list[Leased] = []
         self._settling: list[Callable[[], None]] = []
-        self._tags = iter(range(2, 100, 2))
+        self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
 
     def next_tags(self) -> int:
         return next(self._tags)
@@ -91,7 +93,7 @@ class FakeHost:
             settling, self._settling = self._settling, []
             while events := self.fabric.reap():
                 for event in events:
-                    operation = self.link.operations.get(event.tag)
+                    operation = self.link.operations.get(event.tag - event.tag % TAGS_OF_ONE)
                     if operation is not None:
                         told.append(event.kind)
                         operation.event(event)

@@ -120,7 +120,9 @@ def test_a_kernels_own_stores_to_host_memory_come_before_the_flag(
             "{ w[blockIdx.x * blockDim.x + threadIdx.x] = v; }",
             "write",
         )
-        view = memoryview(data._map).cast("Q")
+        memory = data[0]._words
+        assert memory is not None
+        view = memoryview(memory._map)[: count * 8].cast("Q")
         for turn in range(1, ROUNDS + 1):
             write((count // 256,), (256,), (mapped._memory.device_address, gpu.uint64(turn)))
             flags.ring(0, turn)

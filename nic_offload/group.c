@@ -1,0 +1,169 @@
+/*
+ * A group: what one caller waits for, a row for each of its operations.
+ *
+ * The progress thread writes into the rows when a put fired, and what the peer's acknowledgements said; who waits sleeps
+ * in here until enough of them are over, and is woken at once. So a batch that goes well costs no event, whatever the
+ * number of its blocks: one, TK_OVER, if nobody waits when its last row is over. What a peer says beyond `good_max` of
+ * the row's watch is reported as an event, as is every failure; the application decides, and ends the row by itself.
+ *
+ * What always holds: a row is over once, and then stays as it is; a group is freed when its owner has closed it and no
+ * work of the thread's knows it any more; rows stand still for who has the lock or finds them over.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <time.h>
+
+struct tk_group {
+	pthread_mutex_t lock;
+	pthread_cond_t changed;
+	uint64_t tag;
+	uint32_t count;
+	uint32_t users; /* atomic: its owner, and each work that knows it */
+	uint32_t open;	/* rows that are not over */
+	uint32_t unlanded; /* of these, and nothing was said of them yet */
+	uint32_t prefix; /* so many of the first are over */
+	uint32_t waiters;
+	uint32_t wanted_prefix; /* the least that one of the waiters wants */
+	int told;	/* TK_OVER was reported, or a waiter knows */
+	struct tk_row rows[];
+};
+
+int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out)
+{
+	struct tk_group *group = calloc(1, sizeof *group + count * sizeof(struct tk_row));
+	if (!group)
+		return -ENOMEM;
+	pthread_condattr_t attributes;
+	pthread_condattr_init(&attributes);
+	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+	pthread_mutex_init(&group->lock, NULL);
+	pthread_cond_init(&group->changed, &attributes);
+	pthread_condattr_destroy(&attributes);
+	group->tag = tag;
+	group->users = 1;
+	group->told = awaited;
+	group->count = group->open = group->unlanded = count;
+	group->wanted_prefix = UINT32_MAX;
+	*out = group;
+	return 0;
+}
+
+struct tk_row *tk_group_rows(struct tk_group *group)
+{
+	return group->rows;
+}
+
+void group_use(struct tk_group *group)
+{
+	__atomic_add_fetch(&group->users, 1, __ATOMIC_RELAXED);
+}
+
+void group_let_go(struct tk_group *group)
+{
+	if (__atomic_sub_fetch(&group->users, 1, __ATOMIC_ACQ_REL))
+		return;
+	pthread_mutex_destroy(&group->lock);
+	pthread_cond_destroy(&group->changed);
+	free(group);
+}
+
+void tk_group_close(struct tk_group *group)
+{
+	group_let_go(group);
+}
+
+/* Under the lock. Returns whether TK_OVER is to be reported. */
+static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
+{
+	if (row->over)
+		return 0;
+	row->code = code;
+	if (!row->landed_ns)
+		group->unlanded--;
+	__atomic_store_n(&row->over, 1, __ATOMIC_RELEASE);
+	group->open--;
+	while (group->prefix < group->count && group->rows[group->prefix].over)
+		group->prefix++;
+	if (group->waiters && (!group->open || !group->unlanded || group->prefix >= group->wanted_prefix))
+		pthread_cond_broadcast(&group->changed);
+	if (group->open || group->waiters || group->told)
+		return 0;
+	group->told = 1;
+	return 1;
+}
+
+void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns)
+{
+	__atomic_store_n(&group->rows[row].fired_ns, now_ns, __ATOMIC_RELEASE);
+}
+
+void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code)
+{
+	struct tk_group *group = watch->group;
+	struct tk_row *row = &group->rows[watch->row];
+	uint64_t now_ns = tk_now_ns();
+	int over = 0;
+	pthread_mutex_lock(&group->lock);
+	if (!row->over) {
+		row->over_ns = now_ns;
+		if (!row->landed_ns) {
+			__atomic_store_n(&row->landed_ns, now_ns, __ATOMIC_RELEASE);
+			if (!--group->unlanded && group->waiters)
+				pthread_cond_broadcast(&group->changed);
+		}
+		row->code = code;
+		if (code >= watch->final_code)
+			over = end_row(group, row, code);
+	}
+	pthread_mutex_unlock(&group->lock);
+	if (over)
+		report(fabric, TK_OVER, group->tag, 0, 0, now_ns);
+}
+
+int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code)
+{
+	if (row >= group->count)
+		return -EINVAL;
+	pthread_mutex_lock(&group->lock);
+	end_row(group, &group->rows[row], code);
+	group->told |= !group->open; /* its owner has ended it */
+	int open = (int)group->open;
+	pthread_mutex_unlock(&group->lock);
+	return open;
+}
+
+static int has_come(const struct tk_group *group, uint32_t first, int landed)
+{
+	return landed ? !group->unlanded : group->prefix >= first;
+}
+
+int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns)
+{
+	uint64_t until_ns = tk_now_ns() + timeout_ns;
+	struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
+	int status = 0;
+	pthread_mutex_lock(&group->lock);
+	group->waiters++;
+	while (!has_come(group, first, landed) && status != ETIMEDOUT) {
+		if (!landed && first < group->wanted_prefix)
+			group->wanted_prefix = first;
+		status = pthread_cond_timedwait(&group->changed, &group->lock, &until);
+	}
+	if (!--group->waiters)
+		group->wanted_prefix = UINT32_MAX;
+	int come = has_come(group, first, landed);
+	group->told |= !group->open;
+	pthread_mutex_unlock(&group->lock);
+	return come;
+}
+
+int tk_group_open_rows(struct tk_group *group)
+{
+	pthread_mutex_lock(&group->lock);
+	int open = (int)group->open;
+	pthread_mutex_unlock(&group->lock);
+	return open;
+}

@@ -1,0 +1,89 @@
+"""Groups: what a caller waits for, a row for each of its operations, in one call and without the GIL.
+
+The C core writes into the rows (`group.c`): when a put fired, and what the peer acknowledged. A batch that goes well
+gives no events; if nobody waits when its last row is over there is one, OVER, with the group's tag. What is not as it
+should be is reported as an event, and its reader ends the row.
+
+What always holds: a row is over once, and stays as it is then.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nic_offload.fabric import Fabric
+
+__all__ = ["Group", "Row"]
+
+_ROW = struct.Struct("=3Q2I")
+assert _ROW.size == ffi.sizeof("struct tk_row")
+_SLICE_S = 0.25  # who waits in C hears no signal
+
+
+class Row(NamedTuple):
+    """What became of one operation; times are of CLOCK_MONOTONIC, 0: not yet."""
+
+    fired_ns: int
+    landed_ns: int  # the peer's first word
+    over_ns: int  # its last one
+    code: int  # of that; 0: none, or the row was ended from this side
+    over: int
+
+
+class Group:
+    """Rows for one batch of operations. The memory goes when neither this object nor work of the fabric's has it.
+
+    Of one that `is_awaited`, by who opens it and until its end, no OVER is ever reported.
+    """
+
+    def __init__(self, fabric: Fabric, tag: int, count: int, *, is_awaited: bool = False) -> None:
+        out = ffi.new("struct tk_group **")
+        code = lib.tk_group_open(fabric.handle, tag, count, is_awaited, out)
+        if code:
+            raise FabricError.from_code("Opening a group", code)
+        self._handle: Any = ffi.gc(out[0], lib.tk_group_close)
+        self.pointer = int(ffi.cast("uintptr_t", self._handle))
+        self._rows = ffi.buffer(lib.tk_group_rows(self._handle), count * _ROW.size)
+
+    def row(self, number: int) -> Row:
+        """As it is now."""
+        return Row._make(_ROW.unpack_from(self._rows, number * _ROW.size))
+
+    def rows(self) -> Iterator[Row]:
+        """All of them, as they are now."""
+        return map(Row._make, _ROW.iter_unpack(bytes(self._rows)))
+
+    @property
+    def open_rows(self) -> int:
+        """How many are not over."""
+        return int(lib.tk_group_open_rows(self._handle))
+
+    def end(self, row: int, code: int = 0) -> None:
+        """A row is over, if it was not yet."""
+        lib.tk_group_end(self._handle, row, code)
+
+    def wait(self, first: int, timeout_s: float) -> bool:
+        """Wait until the first so many rows are over; returns whether they are."""
+        return self._wait(first, 0, timeout_s)
+
+    def wait_landed(self, timeout_s: float) -> bool:
+        """Wait until of every row a word has come, or it is over; returns whether so."""
+        return self._wait(0, 1, timeout_s)
+
+    def _wait(self, first: int, landed: int, timeout_s: float) -> bool:
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = until_s - time.monotonic()
+            slice_ns = int(min(max(0.0, left_s), _SLICE_S) * 1e9)
+            if lib.tk_group_wait(self._handle, first, landed, slice_ns):
+                return True
+            if left_s <= _SLICE_S:
+                return False
