@@ -99,7 +99,7 @@ proto: setup ## generate kvstore/wire/*_pb2* from proto/
 
 .PHONY: wheel
 wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3.11 on
-	@$(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .
+	@LDFLAGS=-s $(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .
 
 .PHONY: clean
 clean: ## remove .venv and all that was built

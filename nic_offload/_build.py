@@ -28,6 +28,7 @@ _PARTS = (
     "nic_hand",
     "rest",
     "shelf",
+    "siphash",
     "streams",
     "nic_flush",
     "watch",
@@ -55,5 +56,9 @@ ffi.set_source(
         "-Wextra",
         "-Wno-unused-parameter",
         "-fvisibility=hidden",
+        "-fstack-protector-strong",
+        "-U_FORTIFY_SOURCE",
+        "-D_FORTIFY_SOURCE=3",
     ],
+    extra_link_args=["-Wl,-z,relro,-z,now"],
 )

@@ -75,10 +75,15 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 
 static int is_wanted(const struct cancellation *wanted, const struct work *work)
 {
-	for (uint64_t i = 0; i < wanted->count; i++)
-		if (wanted->tags[i] == tag_of(work))
-			return 1;
-	return 0;
+	uint64_t tag = tag_of(work), first = 0, end = wanted->count; /* the tags are in order */
+	while (first < end) {
+		uint64_t middle = first + (end - first) / 2;
+		if (wanted->tags[middle] < tag)
+			first = middle + 1;
+		else
+			end = middle;
+	}
+	return first < wanted->count && wanted->tags[first] == tag;
 }
 
 /* What a NIC with counters of its own holds is taken back by a flush alone, and that takes back all of it. */

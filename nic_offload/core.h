@@ -178,6 +178,7 @@ uint32_t tk_crc32c(const void *data, size_t length, uint32_t seed);
 uint32_t tk_crc32c_own(const void *data, size_t length, uint32_t seed);   /* without ISA-L */
 uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed); /* without any instruction either */
 int tk_crc32c_is_isal(void);
+uint64_t tk_siphash(const uint64_t secret[2], const void *data, size_t length);
 
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);

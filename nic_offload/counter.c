@@ -15,6 +15,13 @@ static int fires_before(const struct waiting *a, const struct waiting *b)
 	return a->threshold != b->threshold ? a->threshold < b->threshold : a->sequence < b->sequence;
 }
 
+/* Who lies in the heap knows where, so that it is found again however many there are. */
+static void put_at(struct tk_counter *counter, uint32_t at, struct waiting waiting)
+{
+	counter->heap[at] = waiting;
+	waiting.work->place = at;
+}
+
 static void sift_up(struct tk_counter *counter, uint32_t at)
 {
 	struct waiting moving = counter->heap[at];
@@ -22,9 +29,9 @@ static void sift_up(struct tk_counter *counter, uint32_t at)
 		parent = (at - 1) / 2;
 		if (!fires_before(&moving, &counter->heap[parent]))
 			break;
-		counter->heap[at] = counter->heap[parent];
+		put_at(counter, at, counter->heap[parent]);
 	}
-	counter->heap[at] = moving;
+	put_at(counter, at, moving);
 }
 
 static void sift_down(struct tk_counter *counter, uint32_t at)
@@ -38,10 +45,10 @@ static void sift_down(struct tk_counter *counter, uint32_t at)
 			child++;
 		if (!fires_before(&counter->heap[child], &moving))
 			break;
-		counter->heap[at] = counter->heap[child];
+		put_at(counter, at, counter->heap[child]);
 		at = child;
 	}
-	counter->heap[at] = moving;
+	put_at(counter, at, moving);
 }
 
 static void heap_remove(struct tk_fabric *fabric, struct tk_counter *counter, uint32_t at)
@@ -50,9 +57,9 @@ static void heap_remove(struct tk_fabric *fabric, struct tk_counter *counter, ui
 	fabric->statistics.waiting--;
 	if (at == counter->count)
 		return;
-	counter->heap[at] = last;
+	put_at(counter, at, last);
 	sift_up(counter, at);
-	sift_down(counter, at);
+	sift_down(counter, last.work->place);
 }
 
 void activate(struct tk_fabric *fabric, struct tk_counter *counter)
@@ -84,11 +91,7 @@ int wait_for_counter(struct tk_fabric *fabric, struct work *work)
 void stop_waiting(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_counter *counter = work->op.trigger;
-	for (uint32_t at = 0; at < counter->count; at++)
-		if (counter->heap[at].work == work) {
-			heap_remove(fabric, counter, at);
-			return;
-		}
+	heap_remove(fabric, counter, work->place);
 }
 
 struct work *next_waiting(struct tk_fabric *fabric, struct tk_counter *counter)

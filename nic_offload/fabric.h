@@ -46,7 +46,9 @@ enum work_state {
 struct work {
 	struct fi_context2 context; /* first: libfabric gives its address back */
 	struct work *next;	    /* in the inbox, the free list or a queue */
+	struct work *previous;	    /* in a queue */
 	struct work *before, *after; /* all items that the thread owns */
+	uint32_t place;		    /* in its counter's heap, or among the watches */
 	enum work_kind kind;
 	enum work_state state;
 	int acked;   /* a landing: `landed` has been sent */

@@ -177,6 +177,12 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 	return status;
 }
 
+static int compare_tags(const void *a, const void *b)
+{
+	uint64_t first = *(const uint64_t *)a, second = *(const uint64_t *)b;
+	return (first > second) - (first < second);
+}
+
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 {
 	if (count <= 0)
@@ -187,6 +193,7 @@ int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 		return -ENOMEM;
 	wanted->count = (uint64_t)count;
 	memcpy(wanted->tags, tags, tags_bytes);
+	qsort(wanted->tags, (size_t)count, sizeof *tags, compare_tags);
 	int cancelled = on_the_thread(fabric, core_cancel, wanted, sizeof *wanted + tags_bytes);
 	free(wanted);
 	return cancelled;

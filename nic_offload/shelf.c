@@ -3,7 +3,7 @@
  *
  * What always holds: a block that is not listed is not found any more; one that is being sent is known until that is
  * over, and `tk_shelf_take` says so, so that nobody uses its memory for something else; a name is listed once. Names
- * are spread by a secret, so that who chooses them can't put them all into one chain.
+ * are spread by a keyed hash, so that who chooses them can't put them all into one chain.
  *
  * Whether a block may be sent is for its owner to know, who unlists it the moment that it may not.
  */
@@ -20,21 +20,12 @@
 #define CHAINS_MIN 1024u
 #define MULTIPLIER 0x9e3779b97f4a7c15u
 
-static uint64_t mixed(uint64_t hash, const uint8_t *bytes, size_t length)
-{
-	for (size_t i = 0; i < length; i += sizeof(uint64_t)) {
-		uint64_t word;
-		memcpy(&word, bytes + i, sizeof word);
-		hash = (hash ^ word) * MULTIPLIER;
-		hash ^= hash >> 29;
-	}
-	return hash;
-}
-
 static struct shelved **chain_of_name(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
 {
-	uint64_t hash = mixed(mixed(shelf->secret[0], key, TK_KEY_BYTES), owner, TK_OWNER_BYTES) ^ shelf->secret[1];
-	return &shelf->named[(hash ^ hash >> 32) & (shelf->chains - 1)];
+	uint8_t name[TK_OWNER_BYTES + TK_KEY_BYTES];
+	memcpy(name, owner, TK_OWNER_BYTES);
+	memcpy(name + TK_OWNER_BYTES, key, TK_KEY_BYTES);
+	return &shelf->named[tk_siphash(shelf->secret, name, sizeof name) & (shelf->chains - 1)];
 }
 
 static struct shelved **chain_of_id(struct tk_shelf *shelf, uint64_t id)

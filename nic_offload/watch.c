@@ -16,6 +16,7 @@ int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, 
 {
 	if (grow((void **)&watches->items, &watches->capacity, watches->count, sizeof *watches->items))
 		return -ENOMEM;
+	work->place = watches->count;
 	watches->items[watches->count++] =
 		(struct watch){.word = word, .expected = expected, .before = tk_word_load(word), .work = work};
 	return 0;
@@ -23,11 +24,9 @@ int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, 
 
 void watch_remove(struct watches *watches, const struct work *work)
 {
-	for (uint32_t i = 0; i < watches->count; i++)
-		if (watches->items[i].work == work) {
-			watches->items[i] = watches->items[--watches->count];
-			return;
-		}
+	struct watch last = watches->items[--watches->count];
+	watches->items[work->place] = last;
+	last.work->place = work->place;
 }
 
 int poll_landings(struct tk_fabric *fabric)
@@ -51,7 +50,7 @@ int poll_landings(struct tk_fabric *fabric)
 			busy = 1;
 			continue;
 		}
-		*watch = watches->items[--watches->count];
+		watch_remove(watches, work);
 		i--;
 		work->fired_ns = tk_now_ns();
 		fabric->statistics.landed++;
@@ -81,7 +80,7 @@ int poll_acks(struct tk_fabric *fabric)
 			report(fabric, TK_ACKED, work->ack.tag, value, 0, tk_now_ns());
 		busy = 1;
 		if (code >= work->ack.final_code) {
-			*watch = watches->items[--watches->count];
+			watch_remove(watches, work);
 			i--;
 			release(fabric, work);
 		}

@@ -19,6 +19,7 @@
 void queue_push(struct queue *queue, struct work *work)
 {
 	work->next = NULL;
+	work->previous = queue->tail;
 	if (queue->tail)
 		queue->tail->next = work;
 	else
@@ -30,25 +31,23 @@ struct work *queue_pop(struct queue *queue)
 {
 	struct work *work = queue->head;
 	queue->head = work->next;
-	if (!queue->head)
+	if (queue->head)
+		queue->head->previous = NULL;
+	else
 		queue->tail = NULL;
 	return work;
 }
 
 void queue_remove(struct queue *queue, struct work *work)
 {
-	struct work *before = NULL;
-	for (struct work *at = queue->head; at; before = at, at = at->next) {
-		if (at != work)
-			continue;
-		if (before)
-			before->next = at->next;
-		else
-			queue->head = at->next;
-		if (queue->tail == at)
-			queue->tail = before;
-		return;
-	}
+	if (work->previous)
+		work->previous->next = work->next;
+	else
+		queue->head = work->next;
+	if (work->next)
+		work->next->previous = work->previous;
+	else
+		queue->tail = work->previous;
 }
 
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)

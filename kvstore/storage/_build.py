@@ -31,8 +31,16 @@ ffi.set_source(
     "kvstore.storage._uring",
     "typedef struct store_ring store_ring;\n" + _SOURCE.read_text(encoding="utf-8"),
     depends=["kvstore/storage/uring.c"],
-    extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
-    extra_link_args=["-l:liburing.a"],
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-fstack-protector-strong",
+        "-U_FORTIFY_SOURCE",
+        "-D_FORTIFY_SOURCE=3",
+    ],
+    extra_link_args=["-l:liburing.a", "-Wl,-z,relro,-z,now"],
     py_limited_api=True,
 )
 
