@@ -5,6 +5,7 @@
 #   DEMO_ARGS='...'            handed on to `kvstore demo`
 #   MUTANTS='name ...'         only planted bugs whose name holds one of these words
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
+#   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
@@ -51,6 +52,10 @@ test-hosts: setup ## tests/hosts: network namespaces as hosts, behind firewalls,
 promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of the alerts
 	@tools/promtool.sh
 
+.PHONY: peers
+peers: ## .cache/peers: Redis and hiredis, out of Debian's packages (8 MB), for bench-peers
+	@tools/peers.sh
+
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
@@ -83,10 +88,15 @@ lint-fix: setup ## let ruff repair and format what it can
 
 .PHONY: bench
 bench: setup ## every benchmark; results in build/bench/
+	-@tools/peers.sh
 	@$(py) -m tests.bench all
 
 bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
 	@$(py) -m tests.bench $*
+
+.PHONY: bench-peers
+bench-peers: setup peers ## us beside Redis, the bare fabric and the bare drive, in one run (six minutes)
+	@$(py) -m tests.bench peers
 
 .PHONY: bench-engines
 bench-engines: setup-engines ## a real engine: time to first token, computed, cached and from our node; what a step costs

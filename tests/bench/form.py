@@ -110,6 +110,19 @@ class Form:
             else:
                 ceilings.append(ceiling())
                 values.append(candidate())
+        return self.pairs(metric, unit, values, ceilings, goal=goal, lower_is_better=lower_is_better)
+
+    def pairs(
+        self,
+        metric: str,
+        unit: str,
+        values: Sequence[float],
+        ceilings: Sequence[float],
+        *,
+        goal: float | None = None,
+        lower_is_better: bool = False,
+    ) -> Point:
+        """Write down pairs that were measured elsewhere, in turns."""
         if min(ceilings) <= 0:
             message = f"{metric}: the ceiling measured {min(ceilings)} {unit}; it has to be above 0."
             raise ValueError(message)

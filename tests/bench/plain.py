@@ -47,6 +47,11 @@ class PlainFabric:
         for i in range(2):
             self._tell(i, about[1 - i])
 
+    @property
+    def pids(self) -> tuple[int, int]:
+        """Who writes, and who is written to."""
+        return self._processes[0].pid, self._processes[1].pid
+
     def _tell(self, i: int, line: str) -> None:
         pipe = self._processes[i].stdin
         assert pipe is not None
@@ -60,9 +65,13 @@ class PlainFabric:
 
     def gbps(self, block_bytes: int, blocks: int) -> float:
         """Blocks written one after the other, until the word behind the last came back."""
+        return block_bytes * blocks / self.write_ns(block_bytes, blocks)
+
+    def write_ns(self, block_bytes: int, blocks: int) -> int:
+        """The same as nanoseconds."""
         self._tell(1, "serve 1")
         self._tell(0, f"write {block_bytes} {blocks}")
-        return block_bytes * blocks / int(self._answer(0))
+        return int(self._answer(0))
 
     def one_way_us(self, rounds: int) -> float:
         """An 8-byte word from one process to the other."""

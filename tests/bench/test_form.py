@@ -41,6 +41,11 @@ def test_candidate_and_ceiling_take_turns_and_the_order_alternates(tmp_path: Pat
     assert "".join(log) == "ab" + "ab" + "ba" + "ab" + "ba" + "ab"
 
 
+def test_pairs_that_were_measured_elsewhere_are_judged_alike() -> None:
+    point = Form("x").pairs("copy", "GB/s", [1.0, 8.0, 3.0], [2.0, 4.0, 6.0], goal=0.6)
+    assert point == Point("copy", 3.0, "GB/s", 4.0, 0.5, 0.6, ok=False)
+
+
 def test_fewer_than_five_pairs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="4 pairs are too few"):
         Form("x", tmp_path).compare("m", "s", lambda: 1.0, lambda: 1.0, pairs=4)
