@@ -61,7 +61,8 @@ struct tk_desk;
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
 			 * and never of a NIC that keeps its counters to itself */
-	TK_DONE,	/* local memory may be used again; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
+	TK_DONE,	/* it is all there, at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
+	TK_SENT,	/* the same with TK_SENT_PUT, but for this: whether it came, or was refused, is not known */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
 			 * (a put's CRC differs): nothing went out, nor will; any other is the provider's, and bytes may
 			 * have moved, in whole or in part. value: of -EPIPE, the errno of the one that failed first */
@@ -80,6 +81,7 @@ enum tk_event_kind {
 #define TK_FLAG_PUT 8     /* an 8-byte flag put follows the bytes, or stands alone if length is 0 */
 #define TK_ACKED_PUT 16   /* its end, if it is a good one, is seen from an ack watch; only failures are reported */
 #define TK_GET 32         /* the bytes come from the peer */
+#define TK_SENT_PUT 128	  /* it is over once local memory may be used again: its end, if it is a good one, is TK_SENT */
 #define TK_SET_COUNTER 64 /* `completion` is set to `step`, not moved by it */
 
 /* How a fabric is opened. */

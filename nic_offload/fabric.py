@@ -58,6 +58,7 @@ class EventKind(enum.IntEnum):
 
     FIRED = lib.TK_FIRED
     DONE = lib.TK_DONE
+    SENT = lib.TK_SENT
     FAILED = lib.TK_FAILED
     LATE = lib.TK_LATE
     LANDED = lib.TK_LANDED

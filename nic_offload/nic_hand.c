@@ -68,7 +68,8 @@ static void add_flag(struct slot *slot, struct fid_cntr *trigger, uint64_t thres
 	slot->local[1] = (struct iovec){&slot->flag_value, sizeof slot->flag_value};
 	slot->remote[1] = (struct fi_rma_iov){op->flag_target, sizeof slot->flag_value, op->flag_key};
 	slot->desc[1] = NULL;
-	add_transfer(slot, add_step(slot, trigger, threshold, moved_at_last(slot), FI_OP_WRITE), 1, FI_COMPLETION);
+	add_transfer(slot, add_step(slot, trigger, threshold, moved_at_last(slot), FI_OP_WRITE), 1,
+		     FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
 static void make_steps(struct slot *slot)

@@ -8,7 +8,7 @@ operation whose `trigger` is another one's `completion`.
 What always holds, on every backend (`cxi` and `sockets` through libfabric's deferred work, the agent over any provider
 with remote writes):
  1. an operation never fires before its counter reaches the threshold;
- 2. it fires at most once, and DONE means that it succeeded;
+ 2. it fires at most once, and DONE means that it is all there, at the peer;
  3. there is no order between operations, whatever their thresholds, but that of a chain;
  4. what follows an operation in a chain, its flag included, never happens if that failed: it fails with it;
  5. `Fabric.cancel` and `Fabric.flush` are exact: what they count never goes out. On cxi they flush the whole domain.
@@ -74,6 +74,9 @@ class TriggeredPut(NamedTuple):
     crc32c: int | None = None  # send only if the bytes still have this checksum
     report_fired: bool = False
     acked: bool = False  # an ack watch tells of its success: report only its failure
+    sent: bool = (
+        False  # it ends in SENT, and not in DONE: the source may be written again, and no more is known
+    )
     group: Group | None = None  # in which it is noted when it fired
     row: int = 0
     quiet: bool = False  # report nothing: what waits for `completion` fails with it
@@ -281,7 +284,7 @@ def _move_row(move: CounterMove) -> bytes:
 
 def _row(operation: Operation) -> bytes:
     if isinstance(operation, TriggeredPut):
-        flags = lib.TK_ACKED_PUT if operation.acked else 0
+        flags = (lib.TK_ACKED_PUT if operation.acked else 0) | (lib.TK_SENT_PUT if operation.sent else 0)
         where = operation.source, operation.target, operation.target_key
         return _transfer_row(operation, *where, flags, operation.group, operation.row)
     if isinstance(operation, TriggeredGet):

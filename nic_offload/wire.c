@@ -17,8 +17,14 @@
 #define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
 #define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
 
-/* The flag of an operation that is to move a counter: what waits for that finds the flag delivered. */
-static int post_followed_flag(struct work *work)
+/* Whether its end says that it came: then the peer's side confirms it. Else somebody else knows, or nobody needs to. */
+static int is_to_be_confirmed(const struct tk_operation *op)
+{
+	return op->completion || !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT));
+}
+
+/* Whoever waits for its end finds the flag delivered. */
+static int post_confirmed_flag(struct work *work)
 {
 	struct tk_operation *op = &work->op;
 	struct iovec local = {&op->flag_value, sizeof op->flag_value};
@@ -38,8 +44,8 @@ static int post_followed_flag(struct work *work)
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
-	if (op->completion)
-		return post_followed_flag(work);
+	if (is_to_be_confirmed(op))
+		return post_confirmed_flag(work);
 	if (op->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
 		int status = (int)fi_inject_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, op->peer,
 						  op->flag_target, op->flag_key);
@@ -77,8 +83,8 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	if (get)
 		return (int)fi_readmsg(op->endpoint->fid, &message, FI_COMPLETION);
 	/* What follows is chained to the arrival of the bytes. */
-	int follows = (chained && !with_flag) || op->completion;
-	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (follows ? FI_DELIVERY_COMPLETE : 0));
+	int confirmed = (chained && !with_flag) || is_to_be_confirmed(op);
+	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (confirmed ? FI_DELIVERY_COMPLETE : 0));
 }
 
 /* Says `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that gave a word it has no right to, or is gone,

@@ -261,8 +261,9 @@ void finish(struct tk_fabric *fabric, struct work *work, int status)
 		counter_fail(fabric, op->completion, cause ? -cause : status);
 	else if (op->completion && !work->counted && !__atomic_load_n(&op->completion->failed, __ATOMIC_RELAXED))
 		counter_move(op->completion, op->step, op->flags & TK_SET_COUNTER);
+	enum tk_event_kind good = op->flags & TK_SENT_PUT ? TK_SENT : TK_DONE;
 	if (!(op->flags & (status ? TK_QUIET : TK_QUIET | TK_ACKED_PUT)))
-		report(fabric, status ? TK_FAILED : TK_DONE, op->tag, status ? (uint64_t)cause : work->posted_ns, status,
+		report(fabric, status ? TK_FAILED : good, op->tag, status ? (uint64_t)cause : work->posted_ns, status,
 		       tk_now_ns());
 	release(fabric, work);
 }

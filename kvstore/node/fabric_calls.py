@@ -137,6 +137,7 @@ class CallArea:
             flag_target=word.target,
             flag_key=word.target_key,
             flag_value=word.value,
+            sent=True,
         )
 
     def close(self) -> None:

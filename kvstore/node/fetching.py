@@ -351,6 +351,7 @@ class Fetches:
             flag_key=connection.acks.key,
             flag_value=ack_word(request.ack_generation, AckCode.SERVED),
             crc32c=crc32c,
+            sent=True,  # whoever asked knows whether it came
         )
 
     def _miss(self, fetch: _Fetch, reason: MissReason) -> WordPut:
@@ -377,7 +378,7 @@ class Fetches:
     def sent(self, event: Event) -> None:
         """The fabric is done with a put of ours."""
         fetch = self._under_way.get(event.tag)
-        if fetch is None or event.kind not in (EventKind.DONE, EventKind.FAILED):
+        if fetch is None or event.kind not in (EventKind.SENT, EventKind.FAILED):
             return
         if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)

@@ -1,0 +1,158 @@
+"""How a fabric's thread rests: what wakes it, and that nothing keeps it awake."""
+
+from __future__ import annotations
+
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.errors import KvError
+from nic_offload.fabric import EventKind
+from nic_offload.flags import FlagWords
+from tests.nic_offload.rig import Pair, Side, Way, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nic_offload.fabric import Fabric
+
+STREAMS = ("net", "tcp;ofi_rxm")
+ROUNDS = 15
+STORE = """
+import sys
+from nic_offload.flags import FlagWords
+words = FlagWords.open(sys.argv[1])
+for line in sys.stdin:
+    words[0].store(int(line))
+"""
+
+
+@pytest.fixture(params=STREAMS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with Pair(request.param) as both:
+        both.there.fence()
+        both.back.fence()
+        yield both
+
+
+def falls_asleep(fabric: Fabric, naps: int = 3) -> None:
+    """So often, one sleep after the other."""
+    sleeps = fabric.statistics().sleeps
+    wait_until(lambda: fabric.statistics().sleeps >= sleeps + naps, "it sleeps")
+
+
+def share_asleep(fabric: Fabric, seconds: float = 0.5) -> float:
+    before = fabric.statistics()
+    select.select([], [], [], seconds)
+    after = fabric.statistics()
+    return (after.asleep_ns - before.asleep_ns) / (after.alive_ns - before.alive_ns)
+
+
+@pytest.mark.timed
+def test_a_peers_write_ends_a_sleep_that_would_last_longer(pair: Pair) -> None:
+    took_ns = []
+    for value in range(1, ROUNDS + 1):
+        falls_asleep(pair.far.fabric, 1)
+        before = time.monotonic_ns()
+        pair.there.arm(pair.there.put(value, 0, flag=(0, value)))
+        wait_until(lambda value=value: pair.far.word(0).load() == value, "it came")  # type: ignore[misc]
+        took_ns.append(time.monotonic_ns() - before)
+    # A fabric without anything to do looks for itself every 20 ms: 10 ms later than it came, on the average.
+    assert statistics.median(took_ns) < 5e6
+
+
+def test_a_fabric_that_nobody_talks_to_sleeps_longer_than_a_nap(pair: Pair) -> None:
+    rates = []
+    for _ in range(5):  # a machine that is busy with others may spoil some
+        falls_asleep(pair.far.fabric)
+        before = pair.far.fabric.statistics()
+        select.select([], [], [], 0.3)
+        after = pair.far.fabric.statistics()
+        rates.append((after.sleeps - before.sleeps) / (after.alive_ns - before.alive_ns) * 1e9)
+    assert min(rates) < 100, "of naps of two milliseconds there would be 500 a second"
+
+
+def test_a_peer_that_went_away_keeps_nobody_awake(pair: Pair) -> None:
+    """Its socket is readable for ever, and has ended."""
+    with Side(pair.provider) as third:
+        Way.between(pair.near, third).fence()
+        Way.between(third, pair.near).fence()
+    assert max(share_asleep(pair.near.fabric) for _ in range(5)) > 0.9
+
+
+def test_a_store_of_another_process_rings(pair: Pair) -> None:
+    """The bell is heard: with a byte in the pipe the thread wakes, and takes it out."""
+    flags = pair.flags
+    command = [sys.executable, "-c", STORE, flags.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as storer:
+        assert storer.stdin is not None
+        for value in range(1, ROUNDS + 1):
+            pair.there.arm(pair.there.put(value, 8, fires=(flags[0], value)))
+            falls_asleep(pair.near.fabric)
+            storer.stdin.write(f"{value}\n")
+            storer.stdin.flush()
+            assert pair.near.final(value).kind == EventKind.DONE
+        storer.stdin.close()
+        assert storer.wait(20) == 0
+    wait_until(lambda: flags[0].bell[0].sleepers == 0, "nobody waits for the words")
+
+
+def test_who_sleeps_is_counted_only_while_something_waits_for_the_words() -> None:
+    with Pair("net") as pair:
+        bell, pipe_fd = pair.flags[0].bell
+        pair.there.fence()
+        falls_asleep(pair.near.fabric)
+        assert bell.sleepers == 0
+        pair.flags[0].store(1)
+        with pytest.raises(BlockingIOError):
+            os.read(pipe_fd, 1)  # nobody was to be woken, and so nothing was written
+        pair.there.arm(*(pair.there.put(i, 8, fires=(pair.flags[i], 5)) for i in range(3)))
+        wait_until(lambda: bell.sleepers == 1, "it sleeps, and is counted once for three words")
+        for i in range(3):
+            pair.flags[i].store(5)
+        pair.near.all_final(range(3))
+        wait_until(lambda: bell.sleepers == 0, "it sleeps on, and no word can wake it")
+
+
+@pytest.mark.timed
+def test_a_store_ends_a_nap(pair: Pair) -> None:
+    took_ns = []
+    for value in range(1, 4 * ROUNDS + 1):
+        pair.there.arm(pair.there.put(value, 8, fires=(pair.flags[0], value)))
+        falls_asleep(pair.near.fabric, 2)
+        before = time.monotonic_ns()
+        pair.flags[0].store(value)
+        took_ns.append(pair.near.final(value).value - before)
+    assert statistics.median(took_ns) < 5e5, "a nap lasts two milliseconds"
+
+
+def test_words_without_their_bell_are_refused() -> None:
+    """Who made them has closed them, but the memory is mapped on somewhere."""
+    with FlagWords.create(2) as words:
+        fd = os.memfd_create("triggerkv-flags", os.MFD_ALLOW_SEALING)
+        try:
+            os.write(fd, bytes(64))
+            with pytest.raises(KvError, match="could be cut"):
+                FlagWords.open(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+        assert len(FlagWords.open(words.path)) == 2
+
+
+def test_many_bells_are_rung_with_nobody_listening() -> None:
+    """A full pipe holds up nobody."""
+    with Pair("net") as pair:
+        bell, _ = pair.flags[0].bell
+        bell.sleepers += 1  # somebody who was killed in its sleep
+        for value in range(100_000):
+            pair.flags[0].store(value + 1)
+        pair.there.arm(pair.there.put(1, 8, fires=(pair.flags[0], 100_001)))
+        pair.flags[0].store(100_001)
+        assert pair.near.final(1).kind == EventKind.DONE
+        bell.sleepers -= 1
