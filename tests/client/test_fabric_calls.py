@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from kvstore.client import Block, Client, Hit, asking, fabric_calls
+from kvstore.client.gets import NoGet
 from kvstore.errors import DeadlineExceeded, FabricError, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
@@ -93,6 +94,46 @@ def test_with_all_places_in_use_calls_go_by_grpc(rig: Rig) -> None:
     put(rig, blocks)
     assert get(rig, blocks) == [Hit(block.key) for block in blocks]
     assert all(map(rig.is_exact, blocks))
+
+
+def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_there(
+    inside: NodeInProcess, rig_inside: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rig_inside
+    blocks = [rig.block(number, 100_000) for number in range(2 * fabric_call.CALL_PLACES)]
+    put(rig, blocks)
+    forbid_grpc(rig.client, monkeypatch)
+    pump = inside.call(lambda node: node.fetches.pump)
+    inside.call(
+        lambda node: setattr(node.fetches, "pump", lambda: None)
+    )  # the node takes calls, and reads nothing
+    gets = []
+    for block in blocks:
+        gets.append(rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S))
+        calls = link_of(rig.client).calls
+        assert calls is not None
+        wait_until(lambda calls=calls: all(call.is_answered for call in calls._under_way), "it is taken")  # type: ignore[misc]
+    assert not any(get.group.row(0).over for get in gets if not isinstance(get, NoGet))
+    inside.call(lambda node: setattr(node.fetches, "pump", pump))
+    inside.call(lambda node: node.fetches.pump())
+    assert [get.wait() for get in gets] == [[Hit(block.key)] for block in blocks]
+
+
+def test_a_place_is_not_used_again_before_its_answer(rig: Rig, node: NodeProcess) -> None:
+    block = rig.block(0)
+    put(rig, [block])
+    calls = link_of(rig.client).calls
+    assert calls is not None
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        gets = [
+            rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S) for _ in range(fabric_call.CALL_PLACES)
+        ]
+        with rig.client.lock:
+            assert calls._free_place() is None
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    assert [get.wait() for get in gets] == [[Hit(block.key)]] * fabric_call.CALL_PLACES
 
 
 def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(

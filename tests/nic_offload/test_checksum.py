@@ -87,3 +87,17 @@ def test_every_bit_counts() -> None:
         assert crc32c(data) != whole
         data[at] ^= 0x10
     assert crc32c(data) == whole
+
+
+def test_siphash_has_the_values_of_its_authors() -> None:
+    """Of the key 00 to 0f and the bytes from 00 on, by how many there are."""
+    secret = ffi.new("uint64_t[2]", [0x0706050403020100, 0x0F0E0D0C0B0A0908])
+    known = {
+        0: 0x726FDB47DD0E0E31,
+        1: 0x74F839C593DC67FD,
+        7: 0xAB0200F58B01D137,
+        8: 0x93F5F5799A932462,
+        15: 0xA129CA6149BE45E5,
+    }
+    for length, value in known.items():
+        assert lib.tk_siphash(secret, bytes(range(length)), length) == value

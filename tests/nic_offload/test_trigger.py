@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from nic_offload.trigger import AckWatch, watch_acks
 from tests.nic_offload.rig import PAGE, Pair, after_ms, wait_until
 
 if TYPE_CHECKING:
@@ -276,3 +278,32 @@ def test_a_word_alone_is_put_once(pair: Pair) -> None:
         there.arm(there.put(1000 + value, 0, flag=(1, value)))  # behind all that was put before
         wait_until(lambda value=value: pair.far.word(1).load() == value, "the last word")  # type: ignore[misc]
         assert pair.far.word(0).load() == value + 1
+
+
+def test_watches_are_withdrawn_in_any_order(pair: Pair) -> None:
+    """Each of those that are left sees its own word, wherever in the list it has come to stand."""
+    near = pair.near
+    draw = random.Random(7)
+    for turn in range(20):
+        count = 12
+        generation = turn + 1
+        watch_acks(
+            near.fabric,
+            [
+                AckWatch(i, near.endpoint, near.region.address + near.word_offset(i), generation, 0, 1)
+                for i in range(count)
+            ],
+        )
+        gone = draw.sample(range(count), 6)
+        for i in gone:
+            assert near.fabric.cancel([i]) == 1
+        near.reap()
+        near.events.clear()
+        left = [i for i in range(count) if i not in gone]
+        for i in draw.sample(left, len(left)):
+            near.word(i).store(generation << 8 | 1)
+        near.wait(lambda: len(near.events) == len(left), "the words of those that are left")  # noqa: B023
+        assert sorted((event.tag, event.kind) for event in near.events) == [
+            (i, EventKind.ACKED) for i in left
+        ]
+        near.events.clear()
