@@ -193,6 +193,7 @@ struct tk_fabric {
 	struct fid_av *av;
 	struct fid_cq *cq;
 	int ordered;
+	int confirms; /* that a write has come has to be asked for: without that, its end says that it was sent */
 	int wake_fd, event_fd;
 	int sleep_fd; /* what the thread sleeps on: `wake_fd`, bells, and the sockets that it knows of */
 	pthread_t thread;

@@ -122,6 +122,13 @@ int library_is_ordered(const char *provider_name)
 	return is_one_of(provider_name, streams);
 }
 
+int library_confirms(const char *provider_name)
+{
+	/* Its writes are done by the peer in any case, and one that is refused never ends. Asked to confirm them, it does
+	 * one at a time. */
+	return strcmp(provider_name, "shm") != 0;
+}
+
 int library_defers_work(const char *provider_name)
 {
 	static const char *const deferred[] = {"sockets", "cxi", NULL};

@@ -29,6 +29,9 @@ struct fi_info *library_hints(const char *provider, int deferred);
 /* Whether it implements FI_QUEUE_WORK. */
 int library_defers_work(const char *provider_name);
 
+/* Whether FI_DELIVERY_COMPLETE makes a difference. */
+int library_confirms(const char *provider_name);
+
 /* Whether writes to one peer arrive in the order posted, the bytes of one message in order too. */
 int library_is_ordered(const char *provider_name);
 

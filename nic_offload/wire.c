@@ -18,9 +18,9 @@
 #define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
 
 /* Whether its end says that it came: then the peer's side confirms it. Else somebody else knows, or nobody needs to. */
-static int is_to_be_confirmed(const struct tk_operation *op)
+static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
-	return op->completion || !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT));
+	return op->completion || (fabric->confirms && !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT)));
 }
 
 /* Whoever waits for its end finds the flag delivered. */
@@ -44,7 +44,7 @@ static int post_confirmed_flag(struct work *work)
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
-	if (is_to_be_confirmed(op))
+	if (is_to_be_confirmed(fabric, op))
 		return post_confirmed_flag(work);
 	if (op->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
 		int status = (int)fi_inject_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, op->peer,
@@ -83,7 +83,7 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	if (get)
 		return (int)fi_readmsg(op->endpoint->fid, &message, FI_COMPLETION);
 	/* What follows is chained to the arrival of the bytes. */
-	int confirmed = (chained && !with_flag) || is_to_be_confirmed(op);
+	int confirmed = (chained && !with_flag) || is_to_be_confirmed(fabric, op);
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (confirmed ? FI_DELIVERY_COMPLETE : 0));
 }
 
