@@ -9,6 +9,8 @@
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
+#   TRIGGERKV_CONVERSATION_RUNS=n how often `make test-engines` holds ten conversations while all goes wrong (1)
+#   TRIGGERKV_SEED=n              the seed of the first one
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:

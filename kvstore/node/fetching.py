@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -122,7 +122,8 @@ class Fetches:
     ) -> None:
         self._timings = timings
         self._traced = traced  # somebody wants to know when sending began
-        self._sent: Counter[tuple[bool, int]] = Counter()  # by where from and when asked for; not noted yet
+        # Lengths, by where from and when asked for; not noted yet.
+        self._sent: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         self._counters = counters
         self._fabric = fabric
         self._store = store
@@ -234,7 +235,6 @@ class Fetches:
             if puts:
                 # The drive does not hear of these, and is to keep what is wanted.
                 self._store.used([self._under_way[put.tag].generation for put in puts])
-                self._counters.found((put.length for put in puts), in_memory=True)
                 self._send(puts, now_ns)
                 self._memory.shelve(
                     (*fetch.name, entry)
@@ -313,7 +313,6 @@ class Fetches:
                     fetch.request.seen.read(done.length)
                 puts.append(self._put(fetch, done.length, done.crc32c, done.generation))
         self._counters.missed(done.miss.reason for done in batch if done.miss is not None)
-        self._counters.found((put.length for put in puts), in_memory=False)
         if misses:
             put_words(self._fabric, misses)
         if puts:
@@ -383,17 +382,18 @@ class Fetches:
         if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)
         else:
-            self._sent[fetch.hot, fetch.queued_ns] += 1
+            self._sent[fetch.hot, fetch.queued_ns].append(fetch.request.length)
             if not fetch.hot and self._store.has_doubts:
                 self._store.believe([fetch.generation])
         self._end(fetch)
 
     def _note_sent(self) -> None:
-        """Note how long it took: once for blocks that were asked for together and were sent by now."""
+        """Count what was sent by now, and how long it took: once for blocks that were asked for together."""
         now_ns = self._clock.monotonic_ns()
-        for (hot, queued_ns), blocks in self._sent.items():
+        for (hot, queued_ns), lengths in self._sent.items():
+            self._counters.found(lengths, in_memory=hot)
             where = self._timings.got_from_memory if hot else self._timings.got_from_drive
-            where.note(now_ns - queued_ns, blocks)
+            where.note(now_ns - queued_ns, len(lengths))
         self._sent.clear()
 
     def _failed(self, fetch: _Fetch, status: int) -> None:
@@ -418,6 +418,7 @@ class Fetches:
             self._queued.put_back(again)
         else:
             fetch.looking.missed(fetch.at, fetch.request.key, MissReason.CORRUPT)
+            self._counters.missed([MissReason.CORRUPT])
             self._store.quarantine(*fetch.name, fetch.generation)
             put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
 

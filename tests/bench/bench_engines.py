@@ -55,7 +55,7 @@ def run(form: Form) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        model = make_llama(place / "model", layers=8, hidden=512)
+        model = make_llama(place / "model", num_hidden_layers=8, hidden_size=512, intermediate_size=1024)
         with Node(place / "node") as node:
             rounds = _measure(place, model, node)
     for name in ("without", "miss", "local", "fabric", "fabric sync", "fabric cold", "grpc", "host copy"):

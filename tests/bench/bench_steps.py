@@ -44,7 +44,15 @@ def run(form: Form) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        model = make_llama(place / "model", layers=32, hidden=64, heads=2, kv_heads=1, tokens_max=16_384)
+        model = make_llama(
+            place / "model",
+            num_hidden_layers=32,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=16_384,
+        )
         with Node(place / "node") as node:
             _measure(form, place, model, node)
 
@@ -127,11 +135,8 @@ def _slow(node: Node) -> Iterator[None]:
 
 @contextmanager
 def _stopped(node: Node) -> Iterator[None]:
-    os.kill(node.pid, signal.SIGSTOP)
-    try:
+    with node.paused():
         yield
-    finally:
-        os.kill(node.pid, signal.SIGCONT)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.demo.node_process import NodeProcess
+    from kvstore.wire.observing_pb2 import StatisticsResponse
 
 WAIT_S = 20.0
 
@@ -55,6 +56,11 @@ def flip_a_bit_of(drive: Path, content: bytes, at: int) -> None:
         file.write(bytes([whole[begin + at] ^ 1]))
 
 
+def corrupt(told: StatisticsResponse) -> int:
+    """How many misses had this reason."""
+    return sum(one.blocks for one in told.misses if one.reason == MissReason.CORRUPT)
+
+
 @pytest.mark.parametrize("at", [0, 5000, 99_999, -1, -4096])
 def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
     home: Path, rig: Rig, at: int
@@ -62,7 +68,7 @@ def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
     """Offsets below 0 are in the header page."""
     block = rig.block(0, 100_000)
     put(rig, [block])
-    found = rig.client.status().corrupt_found
+    found, before = rig.client.status().corrupt_found, rig.client.statistics()
     at = at if at != -1 else -4096 + 100  # in the fields that the header's tag covers
     flip_a_bit_of(home / "drive-0.kv", rig.source[:100_000], at)
     rig.target[:] = b"\x5a" * len(rig.target)
@@ -71,6 +77,9 @@ def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
     assert outcome.reason is MissReason.CORRUPT
     assert rig.target[:] == b"\x5a" * len(rig.target)
     assert rig.client.status().corrupt_found == found + 1
+    after = rig.client.statistics()
+    assert corrupt(after) == corrupt(before) + 1
+    assert (after.hits_drive, after.got_bytes) == (before.hits_drive, before.got_bytes)
     put(rig, [block])  # it is forgotten, so it can be put again
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
     assert rig.is_exact(block)

@@ -22,9 +22,13 @@ class Chats:
     long: list[list[int]]  # what is said to the first turn by one who may go on
 
     @classmethod
-    def held_with(cls, engine: Engine) -> Chats:
-        dice = random.Random(11)
-        histories: list[list[int]] = [[] for _ in range(USERS)]
+    def held_with(
+        cls, engine: Engine, *, users: int = USERS, seed: int = 11, common_tokens: int = 0
+    ) -> Chats:
+        """Hold them; all begin with so many tokens in common."""
+        dice = random.Random(seed)
+        common = [dice.randrange(3, 999) for _ in range(common_tokens)]
+        histories = [list(common) for _ in range(users)]
         prompts, answers = [], []
         for _ in range(TURNS):
             for history in histories:

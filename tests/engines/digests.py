@@ -13,7 +13,8 @@ def read_digests(folder: Path) -> tuple[dict[str, set[str]], list[tuple[str, str
     saved: dict[str, set[str]] = {}
     loaded = []
     for file in folder.iterdir():
-        for line in file.read_text().splitlines():
+        lines, _, _ = file.read_text().rpartition("\n")  # one that was killed may have left half a line
+        for line in lines.splitlines():
             what, key, digest = line.split()
             if what == "saved":
                 saved.setdefault(key, set()).add(digest)

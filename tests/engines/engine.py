@@ -10,6 +10,7 @@ import os
 import selectors
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -139,11 +140,17 @@ class Engine:
             raise AssertionError(f"The engine gave no answer; it last said:\n{self.log()[-3000:]}")
         return json.loads(line)
 
+    def kill(self) -> None:
+        """SIGKILL, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         process = self._process
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         if process.poll() is None:
-            assert process.stdin is not None
-            process.stdin.close()
             try:
                 process.wait(15)
             except subprocess.TimeoutExpired:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.demo.node_process import NodeProcess
@@ -11,7 +14,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.wire.record import RECORD_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -24,26 +27,37 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 
 class Node(NodeProcess):
-    def __init__(self, data: Path, *, capacity: str = "1GiB") -> None:
+    def __init__(self, data: Path, *, capacity: str = "1GiB", arguments: Sequence[str] = ()) -> None:
         self.data = data
-        super().__init__(data, capacity=capacity)
+        super().__init__(data, capacity=capacity, arguments=arguments)
 
     def restart(self) -> None:
         self.stop()
         self.start()
 
-    def damage(self, fraction: float) -> int:
-        """Flip a bit in the payloads of so many of the stored records, while it is down; returns how many."""
+    def damage(self, fraction: float, dice: random.Random | None = None) -> int:
+        """Flip a bit in the payloads of so many of the stored records, whether it runs or not; returns how many."""
         damaged = 0
-        dice = random.Random(7)
+        dice = dice or random.Random(7)
         for drive in self.data.rglob("*"):
             if not drive.is_file() or drive.stat().st_size < 1 << 20:
                 continue
-            content = bytearray(drive.read_bytes())
-            for header in range(0, len(content) - HEADER_BYTES, PAGE_BYTES):
-                if content[header : header + len(RECORD_MAGIC)] == RECORD_MAGIC and dice.random() < fraction:
-                    content[header + HEADER_BYTES + dice.randrange(PAGE_BYTES)] ^= 1 << dice.randrange(8)
+            content = drive.read_bytes()
+            with drive.open("r+b") as file:
+                for header in range(0, len(content) - HEADER_BYTES, PAGE_BYTES):
+                    if not content.startswith(RECORD_MAGIC, header) or dice.random() >= fraction:
+                        continue
+                    at = header + HEADER_BYTES + dice.randrange(PAGE_BYTES)
+                    file.seek(at)
+                    file.write(bytes((content[at] ^ 1 << dice.randrange(8),)))
                     damaged += 1
-            if damaged:
-                drive.write_bytes(content)
         return damaged
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop it where it stands, and let it go on."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Client
+from kvstore.miss import MissReason
 from tests.engines.engine import Engine
 from tests.engines.lmcache_server import LmcacheServer
 from tests.engines.node import Node, until
@@ -69,4 +70,5 @@ def test_lmcache_s_own_server_keeps_its_objects_on_a_node(
         assert node.damage(0.3) > 5
         restart(2)
         assert 0 < chats.check(engine, TURN) < full - len(chats.last) * CHUNK
+        assert MissReason.CORRUPT in {one.reason for one in statistics().misses}
         assert "A task failed" not in server.log()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -256,8 +254,7 @@ def test_a_node_that_hangs_costs_no_more_than_the_deadline(tmp_path: Path, trans
     with Node(tmp_path / "node") as node:
         storage = attached(node.target, pool, transport=transport, extra=times)
         assert storage.batch_set_v1(["kept"], pool.indices(0)) == [True]
-        os.kill(node.pid, signal.SIGSTOP)
-        try:
+        with node.paused():
             for call, nothing in (
                 (lambda: storage.batch_get_v1(["kept"], pool.indices(1)), [False]),
                 (lambda: storage.batch_exists(["kept"]), 0),
@@ -266,8 +263,6 @@ def test_a_node_that_hangs_costs_no_more_than_the_deadline(tmp_path: Path, trans
                 begun_s = time.monotonic()
                 assert call() == nothing
                 assert time.monotonic() - begun_s < 3
-        finally:
-            os.kill(node.pid, signal.SIGCONT)
         storage.close()
 
 
