@@ -40,10 +40,10 @@ from kvstore.storage.deletes import Deletes
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
-from kvstore.storage.folder import SyncNote
+from kvstore.storage.folder import BegunNote, SyncNote
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import Index, kernel_boot_id
-from kvstore.storage.index_check import check_index
+from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
@@ -106,7 +106,7 @@ class Drive(Handle):
         self._extents = opened.extents
         self._traffic = Traffic(volume.disk)
         self._clock = clock
-        self._writes = Writes(volume, self._extents, self._traffic, opened.note_synced)
+        self._writes = Writes(volume, self._extents, self._traffic, opened.note_synced, opened.note_begun)
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
         self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
         self._doubts = opened.doubts
@@ -544,6 +544,17 @@ class _OpenedIndex:
     rebuilt: bool
     doubts: Doubts
     note_synced: Callable[[int], None]
+    note_begun: Callable[[int], None]
+
+
+def _check(index: Index, extents: Extents, volume: Volume, notes: NotePlace, synced_generation: int) -> None:
+    """Hold an index against itself and the drive, as far as the way it was left makes that necessary."""
+    superblock, disk = volume.superblock, volume.disk
+    if not index.is_sealed:
+        check_index(index, superblock, disk)
+    if not index.was_clean:
+        check_free(disk, superblock, extents, notes.begun)
+        check_manifests(disk, superblock, index, synced_generation)
 
 
 def _open_index(
@@ -567,10 +578,7 @@ def _open_index(
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
             live, extents = extents_around(index, superblock)
-            if not index.is_sealed:
-                check_index(index, superblock, volume.disk)
-            if not index.was_clean:
-                check_manifests(volume.disk, superblock, index, synced_generation)
+            _check(index, extents, volume, notes, synced_generation)
         except StorageError as doubt:
             extents = None
             if not blank:
@@ -591,10 +599,15 @@ def _open_index(
             doubts.add_above(synced_generation)
         clean = blank or (index.was_clean and not rebuilt)
         volume.begin_epoch(None if clean else live)
+        drive_uuid, epoch = volume.superblock.drive_uuid, volume.superblock.epoch
+        notes.write_begun(BegunNote(drive_uuid, epoch, volume.last_generation))
         index.begin_epoch(volume.superblock, boot_id, notes)
         undo.pop_all()
 
     def note_synced(generation: int) -> None:
-        notes.write_synced(SyncNote(volume.superblock.drive_uuid, volume.superblock.epoch, generation))
+        notes.write_synced(SyncNote(drive_uuid, epoch, generation))
 
-    return _OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced)
+    def note_begun(generation: int) -> None:
+        notes.write_begun(BegunNote(drive_uuid, epoch, generation))
+
+    return _OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced, note_begun)
