@@ -3,7 +3,8 @@
 What always holds: when a get returns, nothing of it is under way any more, and until then its regions are held. The
 node puts one word for each block, behind the last byte of it. What has not come by the deadline is cancelled: the node
 then puts a word that says so, or the block's own if its bytes were on their way. Only if one of these does not come
-within `FETCH_CANCEL_MS` the link is lost, which ends everything that goes through it.
+within `FETCH_CANCEL_MS` the link is lost, which ends everything that goes through it. A get that the node was not asked
+for by its deadline ends there, and the node never is.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Get:
         self._tell_at = len(blocks)  # the least number of them that somebody waits for
         self._done = threading.Condition(client.lock)
         self._lost: Lost | None = None
+        self._asked = False  # or about to be, before anybody else has the lock
         self._cancelling = False
         self._called = False  # it was asked for by gRPC
         try:
@@ -166,6 +168,11 @@ class Get:
         else:
             self.cancel()
 
+    def ask(self) -> bool:
+        """Say, with the lock held, that the node is asked now; False if the get has ended, so that it is not."""
+        self._asked = self._open > 0
+        return self._asked
+
     def by_rpc(self) -> None:
         """It is asked for by gRPC, so the fabric will not bring the call."""
         self._called = True
@@ -173,6 +180,9 @@ class Get:
     def cancel(self) -> None:
         """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
         if self._cancelling or not self._open:
+            return
+        if not self._asked:
+            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline was over before the node was asked"))
             return
         self._cancelling = True
         left = [i for i, outcome in enumerate(self._outcomes) if outcome is None]
@@ -218,7 +228,9 @@ class Get:
             self._tell_if_late()
 
     def refuse(self, miss: Miss) -> None:
-        """The node did not take the call, so nothing of it will come."""
+        """The node did not take the call, so nothing of it will come; but words, if it is to confirm that already."""
+        if self._cancelling and self._called:
+            return  # a word that comes later must not stand over one of whoever has the place next
         self._client.fabric.cancel([*self._index])
         for i, outcome in enumerate(self._outcomes):
             if outcome is None:
