@@ -42,13 +42,6 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
         yield process
 
 
-@pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node)  # type: ignore[arg-type]
-    yield rig
-    rig.close()
-
-
 def link_of(client: Client) -> Link:
     assert client._link is not None
     return client._link
@@ -297,7 +290,7 @@ def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
 
 
 def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
-    rig = Rig(node)  # type: ignore[arg-type]
+    rig = Rig(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -312,7 +305,7 @@ def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeIn
 
 
 def test_what_was_being_read_for_a_client_that_has_gone_is_not_sent(node: NodeInProcess) -> None:
-    rig = Rig(node)  # type: ignore[arg-type]
+    rig = Rig(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)

@@ -36,7 +36,7 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node, block_bytes_max=4 * MIB)  # type: ignore[arg-type]
+    rig = Rig(node, block_bytes_max=4 * MIB)
     yield rig
     rig.close()
 

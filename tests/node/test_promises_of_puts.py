@@ -37,27 +37,20 @@ def node(data: Path) -> Iterator[NodeInProcess]:
         yield process
 
 
-@pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node)  # type: ignore[arg-type]
-    yield rig
-    rig.close()
-
-
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
     data: Path,
     torn: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     with NodeInProcess(data) as node:
-        first = Rig(node)  # type: ignore[arg-type]
+        first = Rig(node)
         put(first, [first.block(0, LENGTH)])
         first.client.close()
     shutil.rmtree(data / "index-0")
     if torn:
         flip_a_bit_of(data / "drive-0.kv", first.source[:LENGTH], LENGTH - 1)
     with NodeInProcess(data) as node:
-        rig = Rig(node)  # type: ignore[arg-type]
+        rig = Rig(node)
         rig.name, rig.source[:] = first.name, first.source[:]
         block = rig.block(0, LENGTH)
         reservation = rig.client.reserve([block])
@@ -77,12 +70,12 @@ def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
 
 def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path) -> None:
     with NodeInProcess(data) as node:
-        first = Rig(node)  # type: ignore[arg-type]
+        first = Rig(node)
         put(first, [first.block(0, LENGTH)])
         first.close()
     shutil.rmtree(data / "index-0")
     with NodeInProcess(data) as node:
-        rig = Rig(node)  # type: ignore[arg-type]
+        rig = Rig(node)
         rig.name = first.name
         block = rig.block(0, LENGTH)
         assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
