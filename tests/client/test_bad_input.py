@@ -315,6 +315,7 @@ def test_leases_that_a_client_neither_uses_nor_returns_end_its_connection(tmp_pa
         assert rig.client.status().connections == 1
         _until(lambda: rig.client.status().connections == 0)
         assert "an expired lease was not given back" in node.log()
+        _until(lambda: not rig.client.is_attached)  # it hears of that a little later
         rig.client.reserve([rig.block(0)]).give_back()  # attaches anew
         rig.close()
 
