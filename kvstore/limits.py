@@ -43,6 +43,7 @@ __all__ = [
     "FETCH_CANCEL_MS",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
+    "FREE_HEADERS_CHECKED_MAX",
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
     "GET_THREADS",
@@ -233,6 +234,7 @@ ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it
 INDEX_HEADERS_CHECKED_MAX = (
     1024  # records held against an index that was not closed; reading all would be a scan
 )
+FREE_HEADERS_CHECKED_MAX = 256  # free extents, and the oldest records, that are looked at then as well
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20

@@ -6,7 +6,7 @@ import mmap
 import os
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
@@ -43,11 +43,19 @@ def small_client(target: str, **more: Any) -> Client:
     return Client(target, **({"slots": 16, "block_bytes_max": MIB} | more))
 
 
+class HasTarget(Protocol):
+    """A node, in a process of its own or in the test's."""
+
+    @property
+    def target(self) -> str:
+        """Where it listens."""
+        ...
+
+
 class Rig:
     """A client of a node, a buffer to put from and one to get into, and a flag word."""
 
-    def __init__(self, node: NodeProcess, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
-        self.node = node
+    def __init__(self, node: HasTarget, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
         self.client = Client(node.target, slots=slots, block_bytes_max=block_bytes_max)
         self.source = mmap.mmap(-1, 16 * MIB)
         self.source[:] = secrets.token_bytes(16 * MIB)
@@ -101,7 +109,8 @@ def tenant() -> str:
 
 
 @pytest.fixture
-def rig(node: NodeProcess) -> Iterator[Rig]:
+def rig(node: HasTarget) -> Iterator[Rig]:
+    """Of the module's own `node`, if it has one."""
     rig = Rig(node)
     yield rig
     rig.close()

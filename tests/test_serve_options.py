@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cli import main
-from kvstore.errors import ConfigError
+from kvstore.durability import Durability
+from kvstore.errors import ConfigError, NotAuthenticated
+from kvstore.names import block_key
+from kvstore.node.tenants import token_digest
 from kvstore.serve_options import OPTIONS, Settings, add_options, defaults_shown, read_file, settings
-from tests.conftest import small_node
+from tests.conftest import small_client, small_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvstore.demo.node_process import NodeProcess
+
+KEY = block_key(b"settings")
 
 
 @pytest.fixture
@@ -167,3 +174,42 @@ def test_a_node_reads_its_file_again(tmp_path: Path) -> None:
             until_s = time.monotonic() + 20
             while said not in node.log():
                 assert time.monotonic() < until_s, node.log()
+
+
+def _say(node: NodeProcess, file: Path, text: str, said: str) -> None:
+    """Have a node read its file again, and wait until it says so once more than before."""
+    before = node.log().count(said)
+    file.write_text(text)
+    os.kill(node.pid, signal.SIGHUP)
+    until_s = time.monotonic() + 20
+    while node.log().count(said) == before:
+        assert time.monotonic() < until_s, node.log()
+        time.sleep(0.01)
+
+
+def test_who_may_enter_an_open_node_changes_at_a_start_only(tmp_path: Path) -> None:
+    (tmp_path / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme-1")}"]\n')
+    file = tmp_path / "node.toml"
+    file.write_text('log_level = "info"\n')
+    with small_node(tmp_path / "node", arguments=("--config", str(file))) as node:
+        for times_said in (1, 2):
+            _say(node, file, 'tenants = "tenants.toml"\n', "read again: nothing changed")
+            assert node.log().count("stays open to all until its next start") == times_said
+            with small_client(node.target) as client:
+                assert client.put_inline(KEY, b"x") is Durability.WRITTEN
+        _say(node, file, 'log_level = "info"\n', "read again: nothing changed")
+        assert node.log().count("stays open to all") == 2
+
+
+def test_a_node_that_is_told_no_tenants_any_more_keeps_them(tmp_path: Path) -> None:
+    tenants, file = tmp_path / "tenants.toml", tmp_path / "node.toml"
+    tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme-1")}"]\n')
+    file.write_text('tenants = "tenants.toml"\n')
+    with small_node(tmp_path / "node", arguments=("--config", str(file))) as node:
+        _say(node, file, 'log_level = "info"\n', "keeps those that it has until its next start")
+        with small_client(node.target) as client, pytest.raises(NotAuthenticated):
+            client.put_inline(KEY, b"x")
+        tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme-2")}"]\n')
+        _say(node, file, 'tenants = "tenants.toml"\n', "1 tenants")
+        with small_client(node.target, token="acme-2") as client:
+            assert client.put_inline(KEY, b"x") is Durability.WRITTEN

@@ -169,9 +169,11 @@ class Asking:
                 self._client.lose(link, error)
 
         with self._client.lock:
-            if link.error is not None:
-                asked.failed(link.error)
-                return  # and the get has been told
+            if not get.ask():  # and it has been told why
+                asked.failed(
+                    link.error or DeadlineExceeded("The deadline was over before the node was asked.")
+                )
+                return
             metadata = (*asked.metadata, *metadata_of(watch))
             get.tell_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
             if span is not None:

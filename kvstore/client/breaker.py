@@ -5,8 +5,9 @@ over one call is let through to try, and what becomes of that one decides for al
 
 What always holds: no call is refused unless one has failed since the last that succeeded; at most one call at a time is
 let through to try; a refusal says what the failure was and when the next try is.
-It counts as a failure that the node was not reached, or answered nothing for `BREAKER_LATE_MS`, over one call or
-several: a deadline that was shorter says nothing of the node. A node that refuses is there.
+It counts as a failure that the node was not reached, or was waited for for `late_ms` in all and answered nothing, over
+one call or several: a deadline that was shorter says nothing of the node, and neither do two that lie far apart. A node
+that refuses is there.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ __all__ = ["Breaker"]
 class Breaker:
     """Of one node. Any thread."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, late_ms: int = BREAKER_LATE_MS) -> None:
         self._clock = clock
+        self._late_ms_max = late_ms
         self._lock = threading.Lock()
         self._failure: KvError | None = None
         self._pause_ms = 0
         self._until_ns = 0
-        self._late_since_ns: int | None = (
-            None  # the first of the calls since an answer that were not answered began
-        )
+        self._late_ns = 0  # for so long calls have waited since the last answer; those at one time count once
+        self._late_until_ns = 0
         self._trying = False
 
     @property
@@ -87,13 +88,14 @@ class Breaker:
         """The node has answered."""
         with self._lock:
             self._failure, self._pause_ms, self._trying = None, 0, False
-            self._late_since_ns = None
+            self._late_ns = 0
 
     def _was_late(self, error: DeadlineExceeded, began_ns: int) -> None:
         with self._lock:
-            if self._late_since_ns is None:
-                self._late_since_ns = began_ns
-            is_failure = self._clock.monotonic_ns() - self._late_since_ns >= BREAKER_LATE_MS * 1_000_000
+            now_ns = self._clock.monotonic_ns()
+            self._late_ns += now_ns - max(began_ns, self._late_until_ns)
+            self._late_until_ns = now_ns
+            is_failure = self._late_ns >= self._late_ms_max * 1_000_000
             if not is_failure:
                 self._trying = False  # whoever comes next may try
         if is_failure:

@@ -55,6 +55,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
+    FABRIC_CONNECT_TIMEOUT_MS,
     FETCH_CANCEL_MS,
     FETCH_TIMEOUT_MS,
     LEASE_TIMEOUT_MS,
@@ -167,7 +168,8 @@ class Client(Handle):
         self._attaching = threading.Lock()
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
-        self._fabric_breaker = Breaker(SystemClock())  # the node may be there, and its fabric not be reached
+        # The node may be there, and its fabric not be reached; to connect takes its time.
+        self._fabric_breaker = Breaker(SystemClock(), FABRIC_CONNECT_TIMEOUT_MS)
         # What is asked and told without moving a block stands in modules of its own.
         self.lookups = ClientLookups(SystemClock())
         self._asking = Asking(self, self._stub, self._calling, self.lookups)

@@ -6,7 +6,8 @@ they are over, and whoever finds them so ends the get.
 What always holds: when a get returns, nothing of it is under way any more, and until then its regions are held. The
 node puts one word for each block, behind the last byte of it. What has not come by the deadline is cancelled: the node
 then puts a word that says so, or the block's own if its bytes were on their way. Only if one of these does not come
-within `FETCH_CANCEL_MS` the link is lost, which ends everything that goes through it.
+within `FETCH_CANCEL_MS` the link is lost, which ends everything that goes through it. A get that the node was not asked
+for by its deadline ends there, and the node never is.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Get:
         self._misses: dict[int, Miss] = {}  # that were decided on this side
         self._lost: Lost | None = None
         self._taken: Callable[[int], object] | None = None
+        self._asked = False  # or about to be, before anybody else has the lock
         self._cancelling = False
         self._call: FabricCall | None = None
         self._called = False  # it was asked for by gRPC
@@ -179,6 +181,11 @@ class Get:
         else:
             self.cancel()
 
+    def ask(self) -> bool:
+        """Say, with the lock held, that the node is asked now; False if the get has ended, so that it is not."""
+        self._asked = self._outcomes is None
+        return self._asked
+
     def by_fabric(self, call: FabricCall) -> None:
         """The call is on its way."""
         self._call = call
@@ -198,6 +205,9 @@ class Get:
         """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
         left = [i for i in range(len(self._blocks)) if not self.group.row(i).over]
         if self._cancelling or not left:
+            return
+        if not self._asked:
+            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline was over before the node was asked"))
             return
         self._cancelling = True
         # From now on, and not from the deadline: a busy process may come to it late, and the node must be asked first.
@@ -242,7 +252,12 @@ class Get:
         self._taken = taken
 
     def refuse(self, miss: Miss) -> None:
-        """The node did not take the call, so nothing of it will come."""
+        """The node did not take the call, so nothing of it will come; but words, if it is to confirm that already."""
+        if self._cancelling and self._called:
+            # A word that comes later must not stand over one of whoever has the place next.
+            self.group.end(len(self._blocks))
+            self._end_if_over()
+            return
         tags = [self._tag + 2 * i + again for i in range(len(self._blocks)) for again in (0, 1)]
         self._client.fabric.cancel(tags)
         self._miss_the_rest(miss)

@@ -6,12 +6,14 @@ means nothing: the node's bytes come back over the same connection (with net, tc
 port that is open to the outside.
 
 What always holds: what a node tells of its address has the family and the length that libfabric expects before
-libfabric sees it; nothing here waits longer than it may.
+libfabric sees it; nothing here waits longer than it may; a caller's time that was too short is a DeadlineExceeded, and
+says nothing of the node.
 What it doesn't do: go through a NAT.
 """
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import threading
@@ -29,7 +31,7 @@ from kvstore.endpoints import (
     source_towards,
     wildcard,
 )
-from kvstore.errors import ConfigError, FabricError, NodeUnavailable, ProtocolError
+from kvstore.errors import ConfigError, DeadlineExceeded, FabricError, NodeUnavailable, ProtocolError
 from kvstore.limits import FABRIC_CONNECT_TIMEOUT_MS
 from kvstore.reach import split_target
 from nic_offload.fabric import EventKind, Fabric
@@ -134,6 +136,8 @@ class OwnSide:
                 return found
         for ip in ips if len(ips) > 1 else ():
             left_s = min(_PROBE_TIMEOUT_S, (until_ns - clock.monotonic_ns()) / 1e9)
+            if left_s <= 0:
+                raise DeadlineExceeded(f"No way to {self._target} was found within {timeout_s:.1f} s.")
             with suppress(OSError, ValueError), socket.create_connection((str(ip), port), left_s) as way:
                 return ip_of(way.getsockname()[0])
         raise NodeUnavailable(f"There is no way from this machine to {self._target}.")
@@ -158,7 +162,7 @@ def _addresses(host: str, timeout_s: float) -> list[Ip]:
     try:
         answer = answers.get(timeout=timeout_s)
     except queue.Empty:
-        raise NodeUnavailable(f"The name {host} was not resolved within {timeout_s:.1f} s.") from None
+        raise DeadlineExceeded(f"The name {host} was not resolved within {timeout_s:.1f} s.") from None
     if isinstance(answer, list):
         return answer
     raise NodeUnavailable(f"The name {host} has no address: {getattr(answer, 'strerror', answer)}.")
@@ -170,22 +174,29 @@ class _FirstWord:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.came = False
+        self.is_late = True  # unless it ends for another reason than its deadline
 
     def event(self, event: Event) -> None:
         """Take note of its end."""
         self.came = event.kind == EventKind.DONE
+        self.is_late = event.status == -errno.ETIMEDOUT
         self.ended.set()
 
     def lost(self, _: KvError) -> None:
         """The link is gone."""
+        self.is_late = False
         self.ended.set()
 
 
 def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
-    """Connect to the node, before it may want to; if that fails the link is lost, and the error says where it was."""
+    """Connect to the node, before it may want to; if that fails the link is lost, and the error says where it was.
+
+    DeadlineExceeded if only the time was short: it might have come to a connection in `FABRIC_CONNECT_TIMEOUT_MS`.
+    """
     calls = link.calls
     if calls is None or client.fabric.ip_version == 0:
         return
+    is_short = timeout_s < FABRIC_CONNECT_TIMEOUT_MS / 1000
     timeout_s = min(timeout_s, FABRIC_CONNECT_TIMEOUT_MS / 1000)
     word = _FirstWord()
     with client.lock:
@@ -201,11 +212,16 @@ def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
             raise
     word.ended.wait(timeout_s + _GRACE_S)
     if not word.came:
+        was_short = is_short and word.is_late
         failure = link.error or NodeUnavailable(
             f"The node tells that its fabric is at {SocketAddress.of(link.node_address)}, and nothing answered there"
             f" within {timeout_s:.1f} s: are the node's fabric ports open to this machine (docs/operating.md)?"
         )
         client.lose(link, failure)
+        if was_short:
+            raise DeadlineExceeded(
+                f"The call's {timeout_s:.3f} s were over before it was connected to the node."
+            )
         raise failure
     with client.lock:
         link.operations.pop(tag, None)

@@ -64,8 +64,13 @@ def fetch(
     fingerprint_of: Sequence[bytes],
     rows: Sequence[FetchRow],
     told: HasMetadata,
+    *,
+    called: bool,
 ) -> None:
-    """Queue blocks to be sent. `fingerprint_of` each block says under which layout it is wanted."""
+    """Queue blocks to be sent. `fingerprint_of` each block says under which layout it is wanted.
+
+    `called`: the call has come by gRPC.
+    """
     check_count(len(rows))
     for row, fingerprint in zip(rows, fingerprint_of, strict=True):
         check_block(row.key, fingerprint, row.length)
@@ -93,4 +98,5 @@ def fetch(
             for row, fingerprint in zip(rows, fingerprint_of, strict=True)
         ],
         looking,
+        called=called,
     )

@@ -4,8 +4,10 @@ A cancellation comes by gRPC and may overtake the fetch, which comes over the fa
 here is refused when it comes. Each block of a fetch has one word, and its client may use that word for something else
 once it has been put: so it is noted as well whether the word has been put already.
 
-What always holds: a fetch that was told to be cancelled is never served afterwards; of those that are not told, the
-oldest are forgotten first, and then served, which their words say.
+What always holds: a fetch that was told to be cancelled is never served afterwards. So when there are too many of
+those, most of which never come, the oldest is forgotten, and whatever comes by gRPC with a generation up to that one is
+refused as well; its client cancels it, late, and is told then. Of those that are not told, the oldest are forgotten
+first, and then served, which their words say.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import enum
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kvstore.errors import Overloaded
 from kvstore.limits import ACK_WORDS
 
 if TYPE_CHECKING:
@@ -36,13 +37,9 @@ class Cancelled:
 
     def __init__(self) -> None:
         self._untold: OrderedDict[int, None] = OrderedDict()
-        self._told: set[int] = set()
+        self._told: OrderedDict[int, None] = OrderedDict()
+        self._forgotten = 0  # of those that were told, the highest that is not remembered
         self._called: OrderedDict[int, None] = OrderedDict()
-
-    def called(self, generations: Iterable[int]) -> None:
-        """Fetches have come by gRPC. The last of them are remembered, so that none is taken for one that never came."""
-        self._called.update(dict.fromkeys(generations))
-        _bound(self._called)
 
     def over_fabric(self, generations: Iterable[int]) -> None:
         """Refuse these when they come; their words are put then."""
@@ -50,21 +47,26 @@ class Cancelled:
         _bound(self._untold)
 
     def by_rpc(self, generations: Iterable[int]) -> list[int]:
-        """Refuse these when they come; give those that have not come, whose words are to be put now.
-
-        Overloaded if there are too many that never came: then the connection has to end.
-        """
+        """Refuse these when they come; give those that have not come, whose words are to be put now."""
         never_came = [one for one in generations if one not in self._called]
-        self._told.update(never_came)
-        if len(self._told) > ACK_WORDS:
-            raise Overloaded(f"More than {ACK_WORDS} fetches were cancelled that never came.")
+        self._told.update(dict.fromkeys(never_came))
+        while len(self._told) > ACK_WORDS:
+            self._forgotten = max(self._forgotten, self._told.popitem(last=False)[0])
         return never_came
 
-    def take(self, generation: int) -> Noted:
-        """Say what is known of a fetch that has come."""
-        if generation in self._told:
-            self._told.discard(generation)
-            return Noted.TOLD
+    def take(self, generation: int, *, called: bool) -> Noted:
+        """Say what is known of a fetch that has come; `called`: by gRPC.
+
+        The last of those are remembered, so that none is taken for one that never came.
+        """
+        if called:
+            if generation in self._told:
+                del self._told[generation]
+                return Noted.TOLD
+            if generation <= self._forgotten:
+                return Noted.TOLD
+            self._called[generation] = None
+            _bound(self._called)
         if generation in self._untold:
             del self._untold[generation]
             return Noted.UNTOLD

@@ -27,7 +27,7 @@ from nic_offload.trigger import Landing, WordPut, watch_landings
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from kvstore.durability import Durability
     from kvstore.node.tenants import Credentials, Tenant
@@ -172,8 +172,12 @@ class Connection:
         durability: Durability,
         deadline_ns: int,
         expires_unix_ms: int,
+        taken: Collection[BlockRequest] = (),
     ) -> list[Lease]:
-        """Lease a slot for each block and watch for their flags. All or none."""
+        """Lease a slot for each block and watch for their flags. All or none.
+
+        The flags of those whose keys are `taken` by other blocks are answered so, and not with `landed`.
+        """
         leases = [
             Lease(
                 slot=slot,
@@ -184,6 +188,7 @@ class Connection:
                 durability=durability,
                 ack_word=block.ack_word,
                 expires_unix_ms=expires_unix_ms,
+                is_taken=block in taken,
             )
             for slot, block in zip(self.slots.take(len(blocks)), blocks, strict=True)
         ]
@@ -203,7 +208,7 @@ class Connection:
             peer=self.peer,
             ack_target=self.acks.target(lease.ack_word),
             ack_key=self.acks.key,
-            ack_value=ack_word(lease.generation, AckCode.LANDED),
+            ack_value=ack_word(lease.generation, AckCode.KEY_TAKEN if lease.is_taken else AckCode.LANDED),
             deadline_ns=deadline_ns,
         )
 

@@ -272,7 +272,7 @@ class FabricCalls:
         connection.owner.rate.take(max(1, len(rows)))
         told = _Told(call.metadata)
         if call.kind is CallKind.FETCH:
-            fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told)
+            fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told, called=False)
             return b""
         blocks = [BlockRequest(row.key, call.fingerprint, row.length, row.ack_word) for row in rows.reserve]
         leases = reserve(

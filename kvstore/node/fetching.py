@@ -135,8 +135,10 @@ class Fetches:
         self._lookings: dict[Looking, Connection] = {}  # of which a block is waiting or under way
         self._reading_bytes = 0
 
-    def enqueue(self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking) -> None:
-        """Queue the fetches, all or none, and start what can be started."""
+    def enqueue(
+        self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking, *, called: bool
+    ) -> None:
+        """Queue the fetches, all or none, and start what can be started. `called`: they have come by gRPC."""
         if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
             raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
         looking.expect()
@@ -145,7 +147,7 @@ class Fetches:
         wanted: list[_Fetch] = []
         untold: list[FetchRequest] = []
         for at, request in enumerate(requests):
-            noted = connection.cancelled.take(request.ack_generation)
+            noted = connection.cancelled.take(request.ack_generation, called=called)
             if noted is Noted.NOT:
                 wanted.append(_Fetch(connection, request, looking, at, next(self._tags), now_ns))
                 continue

@@ -97,6 +97,7 @@ class Lease:
     deadline_ns: int = 0
     landed_ns: int = 0
     trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
+    is_taken: bool = False  # its key has another block: whatever lands is not kept, and `landed` is not said
     traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans
 
     def ended_in_vain(self, now_ns: int) -> bool:

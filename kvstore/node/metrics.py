@@ -152,6 +152,12 @@ def _of_blocks(node: Node) -> list[Metric]:
             counters.puts_taken,
         ),
         _counters(
+            "kvstore_landed_lost_total",
+            "Blocks that were acknowledged as landed, and no more, and then not kept, by why.",
+            "reason",
+            {"taken": counters.landed_taken, "failed": counters.landed_failed},
+        ),
+        _counters(
             "kvstore_hits_total",
             "Blocks that were sent, by where they were.",
             "tier",

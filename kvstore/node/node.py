@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError
@@ -48,7 +48,7 @@ from kvstore.node.traced import End
 from kvstore.node.traces import Traces
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
-from kvstore.storage.items import PutItem
+from kvstore.storage.items import PutDone, PutItem
 from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.errors import StorageError
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
     from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.storage.eviction.items import Reason
-    from kvstore.storage.items import PutDone
     from kvstore.storage.keeping import Listener
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 __all__ = ["Node"]
 
 log = logging.getLogger(__name__)
+
+_TAKEN: Final = "Another block is stored under the key, of another length or layout."
 
 
 class Node:
@@ -287,7 +289,7 @@ class Node:
         for block in blocks:
             connection.check(block)
         refuse_expired(expires_unix_ms, self.clock.wall_ms())
-        stored = self._stored(connection, blocks, durability, expires_unix_ms)
+        stored, taken = self._stored(connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
@@ -297,7 +299,7 @@ class Node:
             lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
-        leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
+        leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms, taken)
         self.counters.leased += len(leases)
         for lease in leases:
             self._leased[lease.generation] = connection
@@ -311,28 +313,40 @@ class Node:
         blocks: Sequence[BlockRequest],
         durability: Durability,
         expires_unix_ms: int,
-    ) -> list[bool]:
+    ) -> tuple[list[bool], set[BlockRequest]]:
+        """Tell which blocks are stored, and which are to hear by their flag that their key is taken."""
         if durability is Durability.SYNCED:
             # The index knows what is written, not what is synced; the store sorts it out when the block lands.
-            return [False] * len(blocks)
-        entries = self.store.lookup([(connection.tenant, block.key) for block in blocks])
+            return [False] * len(blocks), set()
+        found = self.store.lookup([(connection.tenant, block.key) for block in blocks])
         now_ms = self.clock.wall_ms()
-        doubtful = self.store.doubtful([entry.generation for entry in entries if entry is not None])
+        doubtful = self.store.doubtful([entry.generation for entry in found if entry is not None])
+        entries = [
+            entry
+            if entry is not None and entry.generation not in doubtful and not 0 < entry.expires_ms <= now_ms
+            else None
+            for entry in found
+        ]
         stored = [
             entry is not None
-            and entry.generation not in doubtful
             and entry.fingerprint == block.fingerprint
             and entry.length == block.length
-            and not 0 < entry.expires_ms <= now_ms
             and lives_as_long(
                 entry.expires_ms, expires_unix_ms
             )  # else it is put, and its header written anew
             for entry, block in zip(entries, blocks, strict=True)
         ]
+        taken = {
+            block
+            for entry, block in zip(entries, blocks, strict=True)
+            if durability is Durability.LANDED
+            and entry is not None
+            and (entry.fingerprint, entry.length) != (block.fingerprint, block.length)
+        }
         self.store.used(
             [entry.generation for entry, there in zip(entries, stored, strict=True) if entry and there]
         )
-        return stored
+        return stored, taken
 
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
         """Take leases back from a client that promises not to write.
@@ -368,6 +382,9 @@ class Node:
         if self.spans is not None:
             self.spans.landed(((lease, event.time_ns) for _, lease, event in landed), now_ns)
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
+        if taken := [lease for _, lease, _ in landed if lease.is_taken]:
+            landed = [one for one in landed if not one[1].is_taken]
+            self._kept([PutDone(lease.generation, KeyTaken(_TAKEN), lease.durability) for lease in taken])
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
         for call in calls:
@@ -428,21 +445,13 @@ class Node:
             if done.error is None:
                 lengths.append(lease.length)
                 kept.setdefault((connection.tenant, done.durability), []).append(lease)
+                code = AckCode(done.durability) if lease.durability > Durability.LANDED else None
+            else:
+                code = self._not_kept(connection, lease, done.error)
             if connection.closed:
                 self._free_if_idle(connection)
-            elif done.error is not None and lease.durability is Durability.LANDED:
-                # It was acknowledged, and its word may be somebody else's now.
-                log.warning(
-                    "a block that was to be in memory only could not be kept: %s",
-                    done.error,
-                    extra=connection.about(),
-                )
-            elif done.error is not None:
-                level = logging.DEBUG if isinstance(done.error, KeyTaken) else logging.WARNING
-                log.log(level, "a block could not be kept: %s", done.error, extra=connection.about())
-                words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
-            elif lease.durability > Durability.LANDED:
-                words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
+            elif code is not None:
+                words.append(connection.word_put(lease.ack_word, lease.generation, code))
         self.counters.kept(lengths, (done.error for done in batch))
         if words:
             put_words(self.fabric, words)
@@ -451,6 +460,18 @@ class Node:
             self.traces.saw(Step.KEPT, leases, durability.name.lower())
         if self.spans is not None and ended is not None:
             self.spans.ended(ended, now_ns)
+
+    def _not_kept(self, connection: Connection, lease: Lease, error: StorageError) -> AckCode | None:
+        """Note why a block was not kept; give what its word is to say, unless that may be somebody else's by now."""
+        if lease.is_taken:  # its word has said so
+            return None
+        if lease.durability is Durability.LANDED:
+            self.counters.lost(error)
+            log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
+            return None
+        level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
+        log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        return code_of_error(error)
 
     def _ends(self, batch: Sequence[PutDone]) -> list[tuple[Lease, End]]:
         return [

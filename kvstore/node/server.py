@@ -38,6 +38,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants
+from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
     blocks_pb2_grpc,
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
     from kvstore.node.standard import Health
-    from kvstore.serve_options import Settings
     from kvstore.storage.disk import Progress
 
 __all__ = ["add_services", "serve"]
@@ -109,24 +109,33 @@ def _progress_shown_by(clock: Clock) -> Progress:
 
 
 def _reload(told: Settings, read_again: Callable[[], Settings], node: Node, tenants: Tenants) -> Settings:
-    """Read the settings and the file of tenants again. What can't be used, or needs a start, changes nothing."""
+    """Read the settings and the file of tenants again; give what the node goes by then.
+
+    What can't be used, or needs a start, changes nothing. Whether a node is open needs a start: an open one has let in
+    callers who proved nothing, and one with tenants may not come to let them in.
+    """
     try:
         later = read_again()
-        config = later.node()
+        later.node()
     except ConfigError as error:
         log.warning("%s The settings stay as they were.", error)
         return told
     now, at_a_start = told.changed(later)
+    if "tenants" in now and told.values["tenants"] is None:
+        now.remove("tenants")
+        log.warning("The node was started without tenants, and stays open to all until its next start.")
+    elif "tenants" in now and later.values["tenants"] is None:
+        now.remove("tenants")
+        log.warning("The node was started with tenants, and keeps those that it has until its next start.")
     if at_a_start:
         log.warning("%s changed, and will count from the node's next start on.", ", ".join(at_a_start))
-    if "tenants" in now and (config.tenants is None) != (told.values["tenants"] is None):
-        log.warning("That a node has tenants, or has none, changes when it starts.")
-        now.remove("tenants")
+    counts = Settings(told.values | {name: later.values[name] for name in now}, later.file)
+    config = counts.node()
     logging.getLogger().setLevel(config.log_level.upper())
     log.info("The settings were read again: %s changed.", ", ".join(now) or "nothing")
     if config.tenants is not None:
         _reload_tenants(node, tenants, config.tenants)
-    return later
+    return counts
 
 
 def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:

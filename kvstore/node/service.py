@@ -156,8 +156,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     for block in request.blocks
                 ],
                 context,
+                called=True,
             )
-            connection.cancelled.called(block.ack_generation for block in request.blocks)
             return pb.FetchResponse()
         raise AssertionError
 

@@ -36,6 +36,8 @@ class Counters:
     put_bytes: int = 0
     puts_failed: int = 0
     puts_taken: int = 0
+    landed_taken: int = 0
+    landed_failed: int = 0
     hits_memory: int = 0
     hits_drive: int = 0
     got_bytes: int = 0
@@ -53,6 +55,13 @@ class Counters:
         self.put_bytes += sum(lengths)
         self.puts_failed += len(failures) - taken
         self.puts_taken += taken
+
+    def lost(self, error: KvError) -> None:
+        """Note why a block that was acknowledged as landed was not kept."""
+        if isinstance(error, KeyTaken):
+            self.landed_taken += 1
+        else:
+            self.landed_failed += 1
 
     def found(self, lengths: Iterable[int], *, in_memory: bool) -> None:
         """Note blocks that are sent."""

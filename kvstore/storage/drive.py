@@ -19,7 +19,6 @@ import logging
 import os
 import select
 from contextlib import ExitStack
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -37,24 +36,20 @@ from kvstore.limits import (
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
-from kvstore.storage.doubts import Doubts
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
-from kvstore.storage.folder import SyncNote
 from kvstore.storage.gets import Gets
-from kvstore.storage.index import Index, kernel_boot_id
-from kvstore.storage.index_check import check_index
+from kvstore.storage.index import kernel_boot_id
+from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
-from kvstore.storage.recovery import check_manifests, extents_around, rebuild
 from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
 from kvstore.storage.scrubs import Scrubs
 from kvstore.storage.sessions import Sessions
-from kvstore.storage.superblock import EPOCH_FORMATTED
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.wipes import Wipes
 from kvstore.storage.writes import Writes
@@ -69,9 +64,9 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.disk import Progress
     from kvstore.storage.eviction.items import Refusal
-    from kvstore.storage.extents import Extents
     from kvstore.storage.folder import NotePlace
     from kvstore.storage.index import Entry, Name
+    from kvstore.storage.index_opening import OpenedIndex
     from kvstore.storage.items import (
         DeleteItem,
         DeletesDone,
@@ -95,7 +90,7 @@ log = logging.getLogger(__name__)
 class Drive(Handle):
     """An open drive."""
 
-    def __init__(self, volume: Volume, opened: _OpenedIndex, clock: Clock, policy: str) -> None:
+    def __init__(self, volume: Volume, opened: OpenedIndex, clock: Clock, policy: str) -> None:
         """Take over open parts; `Drive.open` makes them."""
         index = opened.index
         self.number = volume.superblock.drive_index
@@ -106,7 +101,7 @@ class Drive(Handle):
         self._extents = opened.extents
         self._traffic = Traffic(volume.disk)
         self._clock = clock
-        self._writes = Writes(volume, self._extents, self._traffic, opened.note_synced)
+        self._writes = Writes(volume, self._extents, self._traffic, opened.note_synced, opened.note_begun)
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
         self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
         self._doubts = opened.doubts
@@ -163,7 +158,7 @@ class Drive(Handle):
         A drive that is said to be empty has no valid record, so nothing is looked for. The drive's disk is closed
         with it; if this fails, it is still the caller's.
         """
-        opened = _open_index(folder, notes, volume, boot_id or kernel_boot_id(), progress, is_empty=is_empty)
+        opened = open_index(folder, notes, volume, boot_id or kernel_boot_id(), progress, is_empty=is_empty)
         with ExitStack() as undo:
             undo.callback(opened.index.abandon)
             drive = cls(volume, opened, clock, policy)
@@ -527,74 +522,3 @@ def check_steps(items: Sequence[SessionItem]) -> None:
     check_batch(items)
     if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
         raise ProtocolError(f"A session is appended at most {SESSION_BLOCKS_MAX} blocks at a time.")
-
-
-def _half(doubt: StorageError) -> str:
-    said = str(doubt).rstrip(".")
-    return said[:1].lower() + said[1:]
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedIndex:
-    """An index that agrees with the drive, and what follows from it."""
-
-    index: Index
-    extents: Extents
-    boot_id: str
-    rebuilt: bool
-    doubts: Doubts
-    note_synced: Callable[[int], None]
-
-
-def _open_index(
-    folder: Path,
-    notes: NotePlace,
-    volume: Volume,
-    boot_id: str,
-    progress: Progress | None,
-    *,
-    is_empty: bool,
-) -> _OpenedIndex:
-    """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
-    index: Index | None = None
-    live, extents = None, None
-    superblock, synced = volume.superblock, notes.synced
-    is_noted = (synced.drive_uuid, synced.epoch) == (superblock.drive_uuid, superblock.epoch)
-    synced_generation = synced.generation if is_noted else 0
-    blank = is_empty or superblock.epoch == EPOCH_FORMATTED
-    with ExitStack() as undo:
-        try:
-            index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
-            undo.callback(index.abandon)
-            live, extents = extents_around(index, superblock)
-            if not index.is_sealed:
-                check_index(index, superblock, volume.disk)
-            if not index.was_clean:
-                check_manifests(volume.disk, superblock, index, synced_generation)
-        except StorageError as doubt:
-            extents = None
-            if not blank:
-                log.warning("The index in %s is built anew from the drive: %s.", folder, _half(doubt))
-        rebuilt = (index is None or extents is None) and not blank
-        if index is None or extents is None:
-            undo.close()
-            index = Index.empty(folder, volume.superblock.capacity_bytes)
-            undo.callback(index.abandon)
-            if rebuilt:
-                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
-            live, extents = extents_around(index, volume.superblock)
-        assert live is not None
-        doubts = Doubts(index)
-        if rebuilt or not index.knows_doubts:
-            doubts.add_above(0)
-        elif not index.was_clean:
-            doubts.add_above(synced_generation)
-        clean = blank or (index.was_clean and not rebuilt)
-        volume.begin_epoch(None if clean else live)
-        index.begin_epoch(volume.superblock, boot_id, notes)
-        undo.pop_all()
-
-    def note_synced(generation: int) -> None:
-        notes.write_synced(SyncNote(volume.superblock.drive_uuid, volume.superblock.epoch, generation))
-
-    return _OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced)

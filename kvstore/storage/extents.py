@@ -95,6 +95,16 @@ class Extents:
             islice((start for length in reversed(self._lengths) for start in self._by_length[length]), count)
         )
 
+    def some_starts(self, count: int) -> list[int]:
+        """Tell where some free extents begin, of all lengths alike: in turn one of each, the longest first."""
+        of_lengths = [iter(self._by_length[length]) for length in reversed(self._lengths)]
+        starts: list[int] = []
+        while of_lengths and len(starts) < count:
+            first = [next(one, None) for one in of_lengths]
+            starts += [one for one in first if one is not None]
+            of_lengths = [one for one, start in zip(of_lengths, first, strict=True) if start is not None]
+        return starts[:count]
+
     def free_at(self, start: int) -> int:
         """Tell how many pages the free extent that begins here has; 0 if there is none."""
         return self._by_start.get(start, 0)

@@ -1,4 +1,4 @@
-"""The data folder: who has it open, what its drives and indexes are called, and how far each index had got.
+"""The data folder: who has it open, what its drives and indexes are called, and how far each of them had got.
 
 Always holds: one process at a time has a folder open; the notes in the lock file survive the process, not the
 power.
@@ -22,15 +22,28 @@ from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CommitNote", "FolderLock", "NotePlace", "SyncNote", "drive_path", "index_path", "sync_folder"]
+__all__ = [
+    "BegunNote",
+    "CommitNote",
+    "FolderLock",
+    "NotePlace",
+    "SyncNote",
+    "drive_path",
+    "index_path",
+    "sync_folder",
+]
 
 _LOCK_NAME: Final = "kvstore.lock"
 _NOTE: Final = struct.Struct("<16sQQ")
 _NOTE_BYTES: Final = _NOTE.size + 8  # with its check, and in whole words
 _NO_NOTE: Final = (bytes(16), 0, 0)
 _SYNCED_AT: Final = PAGE_BYTES // 2  # behind all notes of commits
+_BEGUN_AT: Final = PAGE_BYTES  # behind those of syncs
+_LOCK_BYTES: Final = 2 * PAGE_BYTES
 
 assert _NOTE_BYTES * DRIVES_MAX <= _SYNCED_AT
+assert _SYNCED_AT + _NOTE_BYTES * DRIVES_MAX <= _BEGUN_AT
+assert _BEGUN_AT + _NOTE_BYTES * DRIVES_MAX <= _LOCK_BYTES
 
 
 def drive_path(data: Path, number: int) -> Path:
@@ -59,6 +72,14 @@ class SyncNote(NamedTuple):
     generation: int
 
 
+class BegunNote(NamedTuple):
+    """The last generation that was given: of which drive, in which epoch. No record on the drive has a higher one."""
+
+    drive_uuid: bytes
+    epoch: int
+    generation: int
+
+
 class FolderLock:
     """Holds a data folder for this process; the kernel lets go of it when the process dies."""
 
@@ -74,8 +95,8 @@ class FolderLock:
             os.close(self._fd)
             raise FolderLocked(f"Another process has the data folder {data} open.") from error
         try:
-            os.posix_fallocate(self._fd, 0, PAGE_BYTES)  # a mapped page without room would kill the process
-            self._page = mmap.mmap(self._fd, PAGE_BYTES)
+            os.posix_fallocate(self._fd, 0, _LOCK_BYTES)  # a mapped page without room would kill the process
+            self._page = mmap.mmap(self._fd, _LOCK_BYTES)
         except OSError as error:
             os.close(self._fd)
             raise StorageError(f"The data folder {data} cannot be used: {error.strerror}.") from error
@@ -91,7 +112,7 @@ class FolderLock:
 
 
 class NotePlace:
-    """Where the commits of one index and the syncs of its drive are noted; good for as long as the lock is held."""
+    """Where commits of one index, and syncs and generations of its drive are noted; good while the lock is held."""
 
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
@@ -114,6 +135,15 @@ class NotePlace:
     def write_synced(self, note: SyncNote) -> None:
         """Note a sync."""
         self._write(b"synced", _SYNCED_AT + self._at, note)
+
+    @property
+    def begun(self) -> BegunNote:
+        """The last generation that was given; none, if the note is damaged."""
+        return BegunNote._make(self._read(b"begun", _BEGUN_AT + self._at))
+
+    def write_begun(self, note: BegunNote) -> None:
+        """Note that a generation was given, before anything is written under it."""
+        self._write(b"begun", _BEGUN_AT + self._at, note)
 
     def _read(self, kind: bytes, at: int) -> tuple[bytes, int, int]:
         row = self._page[at : at + _NOTE.size + CHECK_BYTES]

@@ -27,7 +27,7 @@ from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
-from kvstore.storage.index_check import check_index
+from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, rebuild
@@ -203,7 +203,8 @@ class _Checked:
         self._data = data
         self._number = number
         self._superblock = superblock
-        self._note = lock.place(number).note
+        place = lock.place(number)
+        self._note, self._begun = place.note, place.begun
         self._first_path = index_path(data, number)
         self._second_path = data / f"fsck-{number}"
         last.callback(shutil.rmtree, self._second_path, ignore_errors=True)
@@ -223,13 +224,22 @@ class _Checked:
             self.report.add("index that cannot be believed", f"{example}: {doubt}")
             return
         try:
-            if not first.is_sealed:
-                _believe(first, self._superblock, self.disk, example, self.report)
+            self._believe(first, example)
             _compare(first, self.second, self._superblock, self.report)
         except StorageError as doubt:  # it can't be read to its end, and what was found until then stands
             self.report.add("index that cannot be believed", f"{example}: {doubt}")
         finally:
             first.abandon()
+
+    def _believe(self, index: Index, example: str) -> None:
+        try:
+            if not index.is_sealed:
+                check_index(index, self._superblock, self.disk)
+            if not index.was_clean:
+                _, extents = extents_around(index, self._superblock)
+                check_free(self.disk, self._superblock, extents, self._begun)
+        except Corrupt as doubt:
+            self.report.add("index that cannot be believed", f"{example}: {doubt}")
 
     def count(self, everywhere: list[Index]) -> None:
         """Say how much there is; a block that a session names may be on any drive."""
@@ -257,13 +267,6 @@ class _Checked:
         sync_folder(self._data)
         shutil.rmtree(old, ignore_errors=True)
         self.report.repaired = True
-
-
-def _believe(index: Index, superblock: Superblock, disk: Disk, example: str, report: Report) -> None:
-    try:
-        check_index(index, superblock, disk)
-    except Corrupt as doubt:
-        report.add("index that cannot be believed", f"{example}: {doubt}")
 
 
 def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:

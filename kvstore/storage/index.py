@@ -10,7 +10,8 @@ Always holds:
 
 - An epoch is durable in the superblock before any index holds it, and each opening and each clean close
   makes a new one. So an index brought back from an earlier time has an epoch that is over, or, if it was
-  copied from a running node and brought back after SIGKILL, lacks a commit that was noted.
+  copied from a running node and brought back after SIGKILL, lacks a commit that was noted. One that was brought back
+  together with its notes shows on the drive, most likely (`kvstore.storage.index_check`).
 - Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
   boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
   all before it.

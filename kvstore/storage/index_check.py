@@ -2,8 +2,12 @@
 
 What is believed decides where the next records are written. So after this has passed, every row is what was put there,
 every row is found by its name, rows by name and by generation say the same, and the last commit is the one that
-the rows are of; that no two records overlap, or lie outside, `extents_around` sees. A row that is wrong on the drive's
-side is looked for among the newest `INDEX_HEADERS_CHECKED_MAX` blocks: reading all headers would be a scan.
+the rows are of; that no two records overlap, or lie outside, `extents_around` sees.
+
+What is wrong on the drive's side is looked for in some places, since reading all headers would be a scan: the newest
+`INDEX_HEADERS_CHECKED_MAX` blocks, the oldest `FREE_HEADERS_CHECKED_MAX`, and the first pages of as many extents that
+the index holds free. An index of an earlier hour of this epoch, brought back with the lock file of that hour, shows
+there: records stand where it has others or none, with generations that nobody had been given by then.
 
 Always holds: what doesn't pass is Corrupt, with the reason in half a sentence. Nothing is written.
 """
@@ -21,6 +25,7 @@ from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
+    FREE_HEADERS_CHECKED_MAX,
     INDEX_HEADERS_CHECKED_MAX,
     KEY_BYTES,
     PAGE_BYTES,
@@ -33,10 +38,12 @@ from kvstore.wire.record import HEADER_USED_BYTES, Flaw, HeaderCodec, Kind, reco
 
 if TYPE_CHECKING:
     from kvstore.storage.disk import Disk
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.folder import BegunNote
     from kvstore.storage.index import Index
     from kvstore.wire.record import Superblock
 
-__all__ = ["check_index"]
+__all__ = ["check_free", "check_index"]
 
 _NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
 _SESSION_NAME_BYTES: Final = TENANT_BYTES + USER_BYTES + SESSION_BYTES
@@ -67,6 +74,25 @@ def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
         raise
     except StorageError as error:
         raise Corrupt(f"it can't be read: {error}") from error
+
+
+def check_free(disk: Disk, superblock: Superblock, extents: Extents, begun: BegunNote) -> None:
+    """Look for records that were begun after the index and its notes; Corrupt if there is one.
+
+    Records of lower generations than that are no contradiction: their writers died before they were published.
+    """
+    if (begun.drive_uuid, begun.epoch) != (superblock.drive_uuid, superblock.epoch):
+        raise Corrupt("nobody knows which records were begun after it")
+    codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+    for start in extents.some_starts(FREE_HEADERS_CHECKED_MAX):
+        offset = start * PAGE_BYTES
+        try:
+            page = disk.read_at(offset, PAGE_BYTES)
+        except StorageError:
+            continue
+        header = codec.parse(page[:HEADER_USED_BYTES], 0, offset)
+        if not isinstance(header, Flaw) and header.generation > begun.generation:
+            raise Corrupt("it is of an earlier time than a record on the drive")
 
 
 def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) -> None:
@@ -125,11 +151,16 @@ def _refuse_place(offset: int, length: int) -> None:
 
 
 def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:
-    """Hold the newest blocks against their headers. One that can't be read says nothing about the index."""
+    """Hold the newest and the oldest blocks against their headers. One that can't be read says nothing of the index.
+
+    In place of the oldest others stand by now, if the index is of an earlier time.
+    """
     codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
     with index.reading() as transaction:
         rows = transaction.cursor(index.generations).iterprev(keys=False)
         names = [row[:_NAME_BYTES] for row in islice(rows, INDEX_HEADERS_CHECKED_MAX)]
+        rows = transaction.cursor(index.generations).iternext(keys=False)
+        names += [row[:_NAME_BYTES] for row in islice(rows, FREE_HEADERS_CHECKED_MAX)]
     found = index.lookup([(name[:TENANT_BYTES], name[TENANT_BYTES:]) for name in names])
     for name, entry in zip(names, found, strict=True):
         assert entry is not None, "the rows have been held against each other"

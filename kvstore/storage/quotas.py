@@ -1,7 +1,7 @@
 """Quotas: how many bytes of a store a tenant may have, and that he makes room for himself when he would have more.
 
 What counts is what his blocks take on the drives, whole pages and headers included, what his puts that are under way
-will take, and what is quarantined. Manifests of sessions are not counted.
+will take, and what was quarantined since the opening and is not in use again. Manifests of sessions are not counted.
 
 Always holds:
 

@@ -2,7 +2,9 @@
 
 Always holds: an extent comes here when its header is wiped, and nobody reads it any more; it is free when the drive has
 written all of it without an error, which is also when a drive replaces a sector that it could not read. After an error
-it stays out of use until the store is opened anew. Of one drive one piece is written at a time, behind other work.
+it stays out of use, and is charged to its tenant (`kvstore.storage.keeping`), until the store is opened anew: nothing
+of that outlives the process, and what is put there then finds out whether the drive can write it. Of one drive one
+piece is written at a time, behind other work.
 
 A close does not wait for what has not begun: the next opening finds no record there.
 """

@@ -85,11 +85,20 @@ class Writes:
     """All records that are being written."""
 
     def __init__(
-        self, volume: Volume, extents: Extents, traffic: Traffic, note_synced: Callable[[int], object]
+        self,
+        volume: Volume,
+        extents: Extents,
+        traffic: Traffic,
+        note_synced: Callable[[int], object],
+        note_begun: Callable[[int], object],
     ) -> None:
-        """`note_synced` is told up to which generation all that was written survives power loss."""
+        """`note_synced` is told up to which generation all that was written survives power loss.
+
+        `note_begun` is told of each generation before a record has it.
+        """
         self._volume = volume
         self._note_synced = note_synced
+        self._note_begun = note_begun
         self._extents = extents
         self._traffic = traffic
         self._begun: deque[RecordWrite] = deque()  # given to the drive and not retired, by generation
@@ -189,6 +198,7 @@ class Writes:
                 return None
             record.offset = page * PAGE_BYTES
             record.generation = self._take_generation()
+            self._note_begun(record.generation)
         except StorageError as error:
             self._fail(record, error)
             return None

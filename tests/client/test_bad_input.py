@@ -79,10 +79,10 @@ def test_a_block_that_no_node_would_take_is_refused_at_once(
     assert rig.client.calls == before
 
 
-def test_memory_that_is_not_registered_is_refused(rig: Rig) -> None:
+def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: Rig) -> None:
     block = rig.block(0)
     with (
-        small_client(rig.node.target) as other,
+        small_client(node.target) as other,
         pytest.raises(ProtocolError, match="not registered with this client"),
     ):
         other.reserve([block])
@@ -315,6 +315,7 @@ def test_leases_that_a_client_neither_uses_nor_returns_end_its_connection(tmp_pa
         assert rig.client.status().connections == 1
         _until(lambda: rig.client.status().connections == 0)
         assert "an expired lease was not given back" in node.log()
+        _until(lambda: not rig.client.is_attached)  # it hears of that a little later
         rig.client.reserve([rig.block(0)]).give_back()  # attaches anew
         rig.close()
 

@@ -194,3 +194,21 @@ def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(rig: 
     assert rig.client._link is link, link and link.error
     rig.flags[0].store(2)
     assert [result.error for result in puts.wait(WAIT_S)] == [None]
+
+
+def test_short_deadlines_that_lie_far_apart_say_nothing_of_the_node(
+    breaker: Breaker, clock: HeldClock
+) -> None:
+    for _ in range(4):
+        be_late(breaker, clock, BREAKER_LATE_MS // 5)
+        assert not breaker.is_open
+        pass_ms(clock, 60_000)
+    be_late(breaker, clock, BREAKER_LATE_MS // 5)
+    assert breaker.is_open, "it was waited for long enough in all"
+
+
+def test_calls_that_wait_together_wait_once(breaker: Breaker, clock: HeldClock) -> None:
+    with pytest.raises(DeadlineExceeded), breaker.call():  # noqa: PT012 - the other call is within this one
+        be_late(breaker, clock, BREAKER_LATE_MS * 3 // 5)
+        raise DeadlineExceeded("Too late as well.")
+    assert not breaker.is_open

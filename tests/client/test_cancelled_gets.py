@@ -9,13 +9,13 @@ import random
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.client.nodes import Everywhere
-from kvstore.errors import FabricStuck, NodeUnavailable, RegionBusy
+from kvstore.errors import DeadlineExceeded, FabricStuck, NodeUnavailable, Overloaded, RegionBusy
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import put
@@ -40,13 +40,6 @@ CANARY = b"\x5a"
 def node(tmp_path: Path) -> Iterator[NodeInProcess]:
     with NodeInProcess(tmp_path / "node") as process:
         yield process
-
-
-@pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node)  # type: ignore[arg-type]
-    yield rig
-    rig.close()
 
 
 def link_of(client: Client) -> Link:
@@ -97,6 +90,36 @@ def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: Rig, way: 
         Hit(block.key) for block in blocks
     ]
     assert node.call(lambda inside: inside.hot.shares.total_bytes) == 0
+
+
+@pytest.mark.parametrize("way", ["fabric", "rpc"])
+def test_a_get_whose_deadline_is_over_before_the_node_is_asked_ends_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """It was cancelled as one that comes over the fabric, then went by gRPC, with no time left: no word ever came."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    if way == "rpc":
+        over_rpc(rig.client)
+    link, fetch = link_of(rig.client), rig.client._asking.fetch
+    free = len(link._free_words)
+
+    def fetch_late(*asked: Any) -> None:
+        time.sleep(2 * SHORT_S)  # the thread that asks doesn't get a core
+        fetch(*asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.client._asking, "fetch", fetch_late)
+        # gRPC need not send what has no time left.
+        patched.setattr(rig.client._asking, "_fetch_by_rpc", lambda *_: DeadlineExceeded("Not sent."))
+        before, began_s = rig.client.calls, time.monotonic()
+        (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
+    assert is_away(outcome)
+    assert time.monotonic() - began_s < FETCH_CANCEL_MS / 1000
+    assert rig.client._link is link
+    assert len(link._free_words) == free
+    assert rig.client.calls == before, "there was nothing to cancel"
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
 def test_a_get_whose_cancellation_is_not_confirmed_ends_the_link(tmp_path: Path) -> None:
@@ -163,6 +186,32 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
     node.call(lambda _: None)
     assert untouched(rig)
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+
+
+def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_the_node(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node puts one, as of a call that never came: once somebody else waited for his in the same place."""
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    over_rpc(rig.client)
+    link, go_on = link_of(rig.client), threading.Event()
+    free = len(link._free_words)
+
+    def refused_late(*_: Any) -> Overloaded:
+        time.sleep(2 * SHORT_S)
+        return Overloaded("Refused.")
+
+    monkeypatch.setattr(rig.client._asking, "_fetch_by_rpc", refused_late)
+    standing = threading.Thread(target=lambda: node.call(lambda _: go_on.wait(WAIT_S)))
+    standing.start()
+    get = rig.client.getting([rig.wanted(block)], timeout_s=SHORT_S)
+    assert len(link._free_words) == free - 1
+    go_on.set()
+    standing.join(WAIT_S)
+    assert is_away(get.wait()[0])
+    assert rig.client._link is link
+    assert len(link._free_words) == free
 
 
 def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards(
@@ -241,7 +290,7 @@ def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
 
 
 def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
-    rig = Rig(node)  # type: ignore[arg-type]
+    rig = Rig(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -253,6 +302,23 @@ def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeIn
     node.call(lambda _: None)
     assert untouched(rig)
     rig.target.close()  # nobody keeps it
+
+
+def test_what_was_being_read_for_a_client_that_has_gone_is_not_sent(node: NodeInProcess) -> None:
+    rig = Rig(node)
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    drive = HeldDrive(node)
+    get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
+    wait_until(lambda: drive.waiting() == 1, "the drive is asked")
+    rig.close()
+    assert is_away(get.wait()[0])
+    wait_until(lambda: node.call(len) == 0, "the node knows that its client has gone")
+    found = node.call(lambda inside: inside.counters.hits_drive)
+    drive.let_go()
+    wait_until(lambda: node.call(lambda inside: not inside.fetches._under_way), "the block has been read")
+    assert node.call(lambda inside: inside.counters.hits_drive) == found, "and nobody has got it"
+    assert node.call(lambda inside: inside.hot.shares.total_bytes) == 0
 
 
 def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: Rig) -> None:

@@ -45,7 +45,7 @@ def inside(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def rig_inside(inside: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(inside)  # type: ignore[arg-type]
+    rig = Rig(inside)
     yield rig
     rig.close()
 

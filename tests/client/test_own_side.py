@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client.own_side import OwnSide
-from kvstore.errors import AddressRefused, ConfigError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.client import Block
+from kvstore.client.own_side import OwnSide, say_first_word
+from kvstore.errors import (
+    AddressRefused,
+    ConfigError,
+    DeadlineExceeded,
+    NodeUnavailable,
+    Overloaded,
+    ProtocolError,
+)
+from kvstore.miss import Miss, MissReason
 from kvstore.reach import Reach
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
@@ -18,6 +29,8 @@ from tests.conftest import small_client
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvstore.client import Client
+    from kvstore.client.link import Link
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Fabric
 
@@ -122,3 +135,39 @@ def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProces
         with pytest.raises(AddressRefused, match="not where its call comes from") as caught:
             client.attach()
         assert caught.value.caller == "127.0.0.1"
+
+
+def test_a_get_that_has_no_time_to_connect_opens_no_breaker(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say_late(client: Client, link: Link, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+        say_first_word(client, link, 0.0)
+
+    with small_client(node.target) as client:
+        wanted = Block(bytes(32), client.register(bytearray(4096)), 0, 4096)
+        with monkeypatch.context() as patched:
+            patched.setattr("kvstore.client.client.say_first_word", say_late)
+            for _ in range(3):
+                (miss,) = client.get([wanted], timeout_s=0.3)
+                assert isinstance(miss, Miss)
+                assert miss.reason is MissReason.NODE_AWAY
+                assert not client.is_attached
+                assert not client._fabric_breaker.is_open
+                assert not client._breaker.is_open
+        (miss,) = client.get([wanted], timeout_s=TIMEOUT_S)
+        assert isinstance(miss, Miss)
+        assert miss.reason is MissReason.UNKNOWN, "the node was asked"
+
+
+def test_a_name_that_is_not_resolved_in_a_callers_time_says_nothing_of_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(
+        "kvstore.client.own_side.socket.getaddrinfo", lambda *_, **__: [][let_go.wait(TIMEOUT_S) :]
+    )
+    side = OwnSide(Reach(("node.invalid:7070",), provider="net"))
+    with pytest.raises(DeadlineExceeded, match=r"not resolved within 0\.1 s"):
+        side._source(0.1)
+    let_go.set()

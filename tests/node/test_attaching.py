@@ -47,7 +47,7 @@ def test_an_attach_that_fails_in_the_client_ends_at_the_node(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the node kept the connection, and its slots, until the client was closed."""
-    rig = Rig(node)  # type: ignore[arg-type]
+    rig = Rig(node)
     fabric = rig.client.fabric
 
     def refused(_: bytes) -> int:
@@ -94,7 +94,7 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once that was said to be an error of the protocol."""
-    rig = Rig(node)  # type: ignore[arg-type]
+    rig = Rig(node)
     real: Any = allocate
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "allocate", lambda _: real(MORE_THAN_THERE_IS))
@@ -115,7 +115,7 @@ def test_memory_that_is_not_there_is_a_typed_error() -> None:
 def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(node)  # type: ignore[arg-type]
+    rig = Rig(node)
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "allocate", lambda _: allocate(MORE_THAN_THERE_IS))
         (outcome,) = rig.client.get([Block(rig.key(0), rig.to_region, 0, 10)], timeout_s=WAIT_S)

@@ -30,13 +30,6 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
         yield process
 
 
-@pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node)  # type: ignore[arg-type]
-    yield rig
-    rig.close()
-
-
 def hot(node: NodeInProcess) -> HotStatistics:
     def told(inside: Node) -> HotStatistics:
         inside.take_note()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,7 +36,7 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node, block_bytes_max=4 * MIB)  # type: ignore[arg-type]
+    rig = Rig(node, block_bytes_max=4 * MIB)
     yield rig
     rig.close()
 
@@ -91,13 +92,18 @@ def test_a_put_whose_bytes_do_not_come_is_ended_and_its_memory_comes_back(
     with grpc.insecure_channel(node.target) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
 
+        ended = (
+            threading.Event()
+        )  # `parts` runs in a thread of gRPC's, which may come before there is a `call`
+
         def parts() -> Iterator[pb.PutRequest]:
             name = pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=MIB)
             yield pb.PutRequest(start=pb.PutStart(name=name))
             yield pb.PutRequest(chunk=b"only this")
-            wait_until(call.done, "the node ends it")
+            ended.wait(WAIT_S)
 
         call = stub.Put.future(parts(), timeout=WAIT_S)
+        call.add_done_callback(lambda _: ended.set())
         assert call.exception(WAIT_S).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert held_bytes(node) == 0
 

@@ -12,11 +12,15 @@ from kvstore.durability import Durability
 from kvstore.errors import KeyTaken
 from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import Rig
+from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.client import Block
+    from kvstore.client.blocks import PutResult
 
 LENGTH = 100_000
 WAIT_S = 20.0
@@ -33,27 +37,20 @@ def node(data: Path) -> Iterator[NodeInProcess]:
         yield process
 
 
-@pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node)  # type: ignore[arg-type]
-    yield rig
-    rig.close()
-
-
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
     data: Path,
     torn: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     with NodeInProcess(data) as node:
-        first = Rig(node)  # type: ignore[arg-type]
+        first = Rig(node)
         put(first, [first.block(0, LENGTH)])
         first.client.close()
     shutil.rmtree(data / "index-0")
     if torn:
         flip_a_bit_of(data / "drive-0.kv", first.source[:LENGTH], LENGTH - 1)
     with NodeInProcess(data) as node:
-        rig = Rig(node)  # type: ignore[arg-type]
+        rig = Rig(node)
         rig.name, rig.source[:] = first.name, first.source[:]
         block = rig.block(0, LENGTH)
         reservation = rig.client.reserve([block])
@@ -73,12 +70,12 @@ def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
 
 def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path) -> None:
     with NodeInProcess(data) as node:
-        first = Rig(node)  # type: ignore[arg-type]
+        first = Rig(node)
         put(first, [first.block(0, LENGTH)])
         first.close()
     shutil.rmtree(data / "index-0")
     with NodeInProcess(data) as node:
-        rig = Rig(node)  # type: ignore[arg-type]
+        rig = Rig(node)
         rig.name = first.name
         block = rig.block(0, LENGTH)
         assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
@@ -103,6 +100,45 @@ def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is
     assert all(result.has_block for result in results)
     told = rig.client.statistics()
     assert (told.puts, told.puts_taken, told.puts_failed) == (3 - len(taken), len(taken), 0)
+
+
+def _put_landed(rig: Rig, block: Block) -> PutResult:
+    rig.flags[0].store(0)
+    puts = rig.client.reserve([block], durability=Durability.LANDED).arm(rig.flags[0])
+    rig.flags[0].store(block.threshold)
+    (result,) = puts.wait(WAIT_S)
+    return result
+
+
+def test_nobody_is_told_landed_of_a_block_whose_length_is_not_that_of_its_key(
+    rig: Rig, node: NodeInProcess
+) -> None:
+    block = rig.block(0, LENGTH)
+    put(rig, [block])
+    for _ in range(20):  # slots and words come back: there are 16 slots
+        result = _put_landed(rig, rig.block(0, LENGTH - 1))
+        assert isinstance(result.error, KeyTaken)
+        assert result.durability is None
+    counters = node.node.counters
+    wait_until(lambda: counters.puts_taken == 20, "the node notes what it has said")
+    assert (counters.puts, counters.landed_taken, node.call(lambda one: one.leases)) == (1, 0, 0)
+    assert _put_landed(rig, rig.block(1, LENGTH)).error is None
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    assert rig.is_exact(block)
+
+
+def test_a_block_that_had_landed_and_was_not_kept_is_counted(rig: Rig, node: NodeInProcess) -> None:
+    other = rig.block(0, LENGTH, offset=5 * LENGTH)
+    late = rig.client.reserve(
+        [other], durability=Durability.LANDED
+    )  # before there is a block to compare it with
+    put(rig, [rig.block(0, LENGTH)])
+    puts = late.arm(rig.flags[0])
+    (result,) = puts.wait(WAIT_S)
+    assert result.durability is Durability.LANDED
+    counters = node.node.counters
+    wait_until(lambda: counters.puts_taken == 1, "the block is compared")
+    assert (counters.landed_taken, counters.landed_failed) == (1, 0)
 
 
 def test_an_inline_put_of_other_bytes_is_told_that_the_key_is_taken(rig: Rig) -> None:

@@ -11,7 +11,6 @@ from kvstore.errors import StorageError
 from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode
 from nic_offload.flags import FlagWord
-from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.link import Link
     from kvstore.node.node import Node
+    from tests.conftest import Rig
 
 WAIT_S = 20.0
 
@@ -29,13 +29,6 @@ WAIT_S = 20.0
 def node(tmp_path: Path) -> Iterator[NodeInProcess]:
     with NodeInProcess(tmp_path / "node") as process:
         yield process
-
-
-@pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node)  # type: ignore[arg-type]
-    yield rig
-    rig.close()
 
 
 def link_of(rig: Rig) -> Link:

@@ -26,6 +26,7 @@ from kvstore.limits import (
     GENERATIONS_PER_DRIVE,
     PAGE_BYTES,
 )
+from kvstore.storage import index_check
 from kvstore.storage.store import Store
 from kvstore.wire.record import roll_offset
 from tests.storage.fakes import FakeDisk
@@ -189,6 +190,55 @@ def test_an_index_copied_from_a_running_store_and_brought_back_after_sigkill_is_
     (filled.data / "copy").rename(filled.data / "index-0")
     blocks_survive(filled, rebuilt=more > 0)
     assert all(filled.get(3 + number)[1] == b"later" for number in range(more))
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_an_index_brought_back_after_sigkill_with_the_lock_file_of_its_hour_is_rebuilt(
+    filled: Rig, monkeypatch: pytest.MonkeyPatch, *, emptied: bool
+) -> None:
+    """All that says how far the index had got is as old as the index: the drive says otherwise."""
+    monkeypatch.setattr(index_check, "INDEX_HEADERS_CHECKED_MAX", 1)
+    later = range(3, 4 if emptied else 6)
+    shutil.copytree(filled.data / "index-0", filled.data / "copy")
+    shutil.copy(filled.data / "kvstore.lock", filled.data / "lock of then")
+    if emptied:  # so that the next stands in the place of the first
+        filled.delete(1)
+    for number in later:
+        filled.put(number, b"later" * 1000)
+    filled.kill()
+    shutil.rmtree(filled.data / "index-0")
+    (filled.data / "copy").rename(filled.data / "index-0")
+    (filled.data / "lock of then").rename(filled.data / "kvstore.lock")
+    filled.open()
+    assert filled.store.statistics().rebuilt
+    filled.put(9, b"new" * 2000)
+    for number in later:
+        assert filled.get(number)[1] == b"later" * 1000
+    assert filled.get_miss(1) == emptied
+    assert filled.get(2)[1] == b"two"
+
+
+def test_a_put_that_was_under_way_at_sigkill_is_no_reason_to_rebuild(tmp_path: Path) -> None:
+    disk = FakeDisk()
+    rig = Rig(tmp_path / "data", disk)
+    rig.open()
+    rig.put(1, b"one" * 2000)
+    rig.put(2, b"two")
+    rig.start_put(3, b"three")
+    (write,) = disk.in_flight
+    disk._execute(write)  # it is whole on the drive, and nobody has heard of it
+    disk.in_flight.clear()
+    rig.kill()
+    blocks_survive(rig, rebuilt=False)
+    assert rig.get_miss(3)
+    rig.store.close()
+
+
+def test_without_the_note_of_the_generations_an_index_that_was_not_closed_is_rebuilt(filled: Rig) -> None:
+    """As an older build leaves it."""
+    filled.kill()
+    os.truncate(filled.data / "kvstore.lock", PAGE_BYTES)
+    blocks_survive(filled, rebuilt=True)
 
 
 def test_without_the_note_of_its_commits_an_index_that_was_not_closed_is_rebuilt(filled: Rig) -> None:

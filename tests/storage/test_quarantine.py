@@ -92,6 +92,30 @@ def test_what_is_quarantined_counts_against_its_tenant_until_the_drive_has_overw
     assert fake.store.lookup([(TENANT, key(2))]) == [None]
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_could_not_be_overwritten_is_free_and_charged_to_nobody_after_an_opening(
+    fake: Rig, *, killed: bool
+) -> None:
+    free = fake.store.statistics().free_bytes
+    fake.put(1, PAYLOAD)
+    offset, _ = fake.record_at(1)
+    disk_of(fake).flip(offset + HEADER_BYTES, 0)
+    disk_of(fake).unwritable = {offset // PAGE_BYTES + 2}
+    assert reason(fake, 1) is MissReason.CORRUPT
+    assert fake.store.statistics().free_bytes == free - BLOCK
+    if killed:
+        fake.kill()
+    else:
+        fake.store.close()
+    fake.disk = FakeDisk(disk_of(fake).pages)  # another life: the drive has replaced the sector, or has not
+    fake.open()
+    fake.store.change_quotas({TENANT: 2 * BLOCK})
+    assert fake.store.quota(TENANT).used_bytes == 0
+    statistics = fake.store.statistics()
+    assert (statistics.quarantined_bytes, statistics.free_bytes) == (0, free)
+    assert reason(fake, 1) is MissReason.UNKNOWN, "and its bytes are not found there again"
+
+
 def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: Rig) -> None:
     fake.store.change_quotas({TENANT: BLOCK})
     fake.put(1, PAYLOAD)

@@ -1,0 +1,120 @@
+"""Takes yesterday's index of a drive, or builds one anew, and begins an epoch with it.
+
+Always holds: what is taken agrees with itself and with the drive, as far as the way it was left makes a look necessary
+(`kvstore.storage.index_check`); whatever doubt there is brings a scan about, and no error. The epoch is on the drive
+before it is in the index, and so are all notes of it in the lock file.
+
+It doesn't say what an index holds (`kvstore.storage.index`), or what a scan finds (`kvstore.storage.recovery`).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.errors import StorageError
+from kvstore.storage.doubts import Doubts
+from kvstore.storage.folder import BegunNote, SyncNote
+from kvstore.storage.index import Index
+from kvstore.storage.index_check import check_free, check_index
+from kvstore.storage.recovery import check_manifests, extents_around, rebuild
+from kvstore.storage.superblock import EPOCH_FORMATTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.storage.disk import Progress
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.folder import NotePlace
+    from kvstore.storage.volume import Volume
+
+__all__ = ["OpenedIndex", "open_index"]
+
+log = logging.getLogger(__name__)
+
+
+def _half(doubt: StorageError) -> str:
+    said = str(doubt).rstrip(".")
+    return said[:1].lower() + said[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedIndex:
+    """An index that agrees with the drive, and what follows from it."""
+
+    index: Index
+    extents: Extents
+    boot_id: str
+    rebuilt: bool
+    doubts: Doubts
+    note_synced: Callable[[int], None]
+    note_begun: Callable[[int], None]
+
+
+def _check(index: Index, extents: Extents, volume: Volume, notes: NotePlace, synced_generation: int) -> None:
+    """Hold an index against itself and the drive, as far as the way it was left makes that necessary."""
+    superblock, disk = volume.superblock, volume.disk
+    if not index.is_sealed:
+        check_index(index, superblock, disk)
+    if not index.was_clean:
+        check_free(disk, superblock, extents, notes.begun)
+        check_manifests(disk, superblock, index, synced_generation)
+
+
+def open_index(
+    folder: Path,
+    notes: NotePlace,
+    volume: Volume,
+    boot_id: str,
+    progress: Progress | None,
+    *,
+    is_empty: bool,
+) -> OpenedIndex:
+    """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
+    index: Index | None = None
+    live, extents = None, None
+    superblock, synced = volume.superblock, notes.synced
+    is_noted = (synced.drive_uuid, synced.epoch) == (superblock.drive_uuid, superblock.epoch)
+    synced_generation = synced.generation if is_noted else 0
+    blank = is_empty or superblock.epoch == EPOCH_FORMATTED
+    with ExitStack() as undo:
+        try:
+            index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
+            undo.callback(index.abandon)
+            live, extents = extents_around(index, superblock)
+            _check(index, extents, volume, notes, synced_generation)
+        except StorageError as doubt:
+            extents = None
+            if not blank:
+                log.warning("The index in %s is built anew from the drive: %s.", folder, _half(doubt))
+        rebuilt = (index is None or extents is None) and not blank
+        if index is None or extents is None:
+            undo.close()
+            index = Index.empty(folder, volume.superblock.capacity_bytes)
+            undo.callback(index.abandon)
+            if rebuilt:
+                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
+            live, extents = extents_around(index, volume.superblock)
+        assert live is not None
+        doubts = Doubts(index)
+        if rebuilt or not index.knows_doubts:
+            doubts.add_above(0)
+        elif not index.was_clean:
+            doubts.add_above(synced_generation)
+        clean = blank or (index.was_clean and not rebuilt)
+        volume.begin_epoch(None if clean else live)
+        drive_uuid, epoch = volume.superblock.drive_uuid, volume.superblock.epoch
+        notes.write_begun(BegunNote(drive_uuid, epoch, volume.last_generation))
+        index.begin_epoch(volume.superblock, boot_id, notes)
+        undo.pop_all()
+
+    def note_synced(generation: int) -> None:
+        notes.write_synced(SyncNote(drive_uuid, epoch, generation))
+
+    def note_begun(generation: int) -> None:
+        notes.write_begun(BegunNote(drive_uuid, epoch, generation))
+
+    return OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced, note_begun)

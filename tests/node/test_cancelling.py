@@ -1,0 +1,58 @@
+"""Which fetches of a connection were cancelled before the node had heard of them, and whose words are put when."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.limits import ACK_WORDS
+from kvstore.node.cancelling import Cancelled, Noted
+
+
+@pytest.fixture
+def cancelled() -> Cancelled:
+    return Cancelled()
+
+
+def test_a_fetch_that_has_come_by_grpc_is_not_taken_for_one_that_never_came(cancelled: Cancelled) -> None:
+    """Its word has been put, and may be somebody else's by now."""
+    assert [cancelled.take(one, called=True) for one in (5, 6)] == [Noted.NOT, Noted.NOT]
+    assert cancelled.by_rpc([5, 7, 6]) == [7]
+    assert cancelled.take(7, called=True) is Noted.TOLD
+
+
+def test_of_a_fetch_by_grpc_that_never_came_the_word_is_put_once(cancelled: Cancelled) -> None:
+    assert cancelled.by_rpc([5]) == [5]
+    assert cancelled.take(5, called=True) is Noted.TOLD
+
+
+def test_of_a_fetch_over_the_fabric_the_word_is_put_when_it_comes(cancelled: Cancelled) -> None:
+    cancelled.over_fabric([5])
+    assert cancelled.take(5, called=False) is Noted.UNTOLD
+    assert cancelled.take(5, called=False) is Noted.NOT
+
+
+def test_a_cancelled_fetch_is_never_served_however_many_never_came(cancelled: Cancelled) -> None:
+    """The connection once ended when there were too many of them."""
+    assert cancelled.by_rpc(range(10, 10 + 3 * ACK_WORDS)) == list(range(10, 10 + 3 * ACK_WORDS))
+    assert len(cancelled._told) == ACK_WORDS
+    assert cancelled.take(10, called=True) is Noted.TOLD
+    assert cancelled.take(10 + 3 * ACK_WORDS - 1, called=True) is Noted.TOLD
+    assert cancelled.take(10 + 3 * ACK_WORDS, called=True) is Noted.NOT
+    assert cancelled.take(11, called=False) is Noted.NOT, "one that comes over the fabric was never told"
+
+
+def test_one_that_is_refused_since_it_is_older_than_what_is_remembered_is_told_when_it_is_cancelled(
+    cancelled: Cancelled,
+) -> None:
+    cancelled.by_rpc(range(10, 11 + ACK_WORDS))
+    assert cancelled.take(9, called=True) is Noted.TOLD
+    assert cancelled.by_rpc([9]) == [9], "its word was never put"
+
+
+def test_what_else_is_remembered_is_bounded(cancelled: Cancelled) -> None:
+    for one in range(1, ACK_WORDS + 2):
+        cancelled.take(one, called=True)
+    assert cancelled.by_rpc([1, 2]) == [1], "the oldest is forgotten"
+    cancelled.over_fabric(range(10_001, 10_002 + ACK_WORDS))
+    assert cancelled.take(10_001, called=False) is Noted.NOT
+    assert cancelled.take(10_002, called=False) is Noted.UNTOLD
