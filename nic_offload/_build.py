@@ -12,8 +12,9 @@ _HERE = Path(__file__).parent
 _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
-_HANDLES = ("fabric", "endpoint", "region", "counter", "group", "shelf", "desk")
+_HANDLES = ("fabric", "endpoint", "region", "caller", "counter", "group", "shelf", "desk")
 _PARTS = (
+    "caller",
     "core",
     "counter",
     "crc32c",
@@ -44,7 +45,8 @@ ffi.set_source(
     '#include "core.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
     depends=[
-        f"nic_offload/{name}.h" for name in ("core", "cxi", "fabric", "library", "nic", "parts", "shelf")
+        f"nic_offload/{name}.h"
+        for name in ("call", "core", "cxi", "fabric", "library", "nic", "parts", "shelf")
     ],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],

@@ -46,6 +46,7 @@
 struct tk_fabric;
 struct tk_endpoint;
 struct tk_region;
+struct tk_caller;
 struct tk_counter;
 struct tk_group;
 struct tk_shelf;
@@ -274,6 +275,8 @@ int tk_flush(struct tk_fabric *fabric);
 #define TK_FINGERPRINT_BYTES 16
 #define TK_CALL_BYTES 73728
 #define TK_CALL_BLOCKS 1024
+#define TK_CALL_PLACES 4
+#define TK_CALL_AREA_HEAD 4096 /* before the places of a node's area are their flags */
 struct tk_shelved {
 	uint8_t owner[TK_OWNER_BYTES];
 	uint8_t key[TK_KEY_BYTES];
@@ -314,6 +317,35 @@ int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, stru
 void tk_desk_answers(struct tk_desk *desk, int answers); /* from the beginning it leaves all calls to the application */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
 int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes); /* returns the bytes of whole records */
+
+/* Calls of a client to its node; see caller.c. */
+struct tk_caller_setup {
+	struct tk_endpoint *endpoint;
+	struct tk_region *region; /* has `words` and `calls`, our own memory */
+	uint64_t peer;
+	uint64_t area, area_key; /* the node's places */
+	uint64_t words, calls;
+	uint64_t first_generation;
+	uint32_t ack_words[TK_CALL_PLACES]; /* of the calls themselves */
+};
+struct tk_call {
+	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
+	uint64_t deadline_ns; /* of its answer */
+	uint64_t blocks_deadline_ns;
+	uint64_t expires_unix_ms;
+	struct tk_group *group; /* a fetch's blocks are its first rows */
+	uint32_t row;		/* the call's own */
+	uint32_t blocks, metadata_bytes, lease_ms;
+	uint8_t kind, flags, durability, good_code;
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+};
+int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
+/* Returns the call's place; -EBUSY, -EMSGSIZE, -EAGAIN: it can't be made this way now. */
+int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
+		   size_t rows_bytes);
+int tk_caller_free(struct tk_caller *caller); /* places */
+void tk_caller_read(struct tk_caller *caller, uint32_t place); /* its answer, which had bytes */
+void tk_caller_close(struct tk_caller *caller);
 /* cdef end */
 
 #endif

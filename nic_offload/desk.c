@@ -12,6 +12,7 @@
  * under way.
  */
 #define _GNU_SOURCE
+#include "call.h"
 #include "parts.h"
 #include "shelf.h"
 
@@ -19,30 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FETCH 1
-#define TELLS 1 /* flag: there is something in the metadata that is to be heard before the answer */
-#define DONE 1
 #define SERVED_BYTES_MAX (1u << 20) /* of what was answered here and nobody has taken note of */
-#define GENERATION_MAX ((UINT64_C(1) << 56) - 1)
-#define CODE_BITS 8
-
-struct head {
-	uint32_t crc32c, length;
-	uint64_t generation;
-	uint8_t kind, flags, durability, zero;
-	uint32_t metadata_bytes, blocks, ack_word, lease_ms;
-	uint32_t zeros;
-	uint64_t expires_unix_ms;
-	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-};
-
-struct row {
-	uint8_t key[TK_KEY_BYTES];
-	uint32_t length, ack_word;
-	uint64_t ack_generation, target, target_key;
-};
-
-_Static_assert(sizeof(struct head) == 64 && sizeof(struct row) == 64, "as fabric_call.py packs them");
 
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out)
 {
@@ -102,19 +80,19 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 }
 
 /* A copy of the call in a place, if it is a fetch that can be answered here as far as the call itself goes. */
-static const struct head *read_call(struct tk_shelf *shelf, const struct tk_landing *landing)
+static const struct call_head *read_call(struct tk_shelf *shelf, const struct tk_landing *landing)
 {
-	const struct head *there = (const void *)landing->payload;
+	const struct call_head *there = (const void *)landing->payload;
 	uint32_t length = __atomic_load_n(&there->length, __ATOMIC_RELAXED);
 	if (length < sizeof *there || length > TK_CALL_BYTES)
 		return NULL;
 	memcpy(shelf->call, there, length);
-	const struct head *head = (const void *)shelf->call;
-	if (head->length != length || head->kind != FETCH || head->flags & TELLS ||
+	const struct call_head *head = (const void *)shelf->call;
+	if (head->length != length || head->kind != CALL_FETCH || head->flags & CALL_TELLS ||
 	    head->generation != landing->generation || head->metadata_bytes % 8 || head->metadata_bytes > length ||
 	    !head->blocks || head->blocks > TK_CALL_BLOCKS)
 		return NULL;
-	if (sizeof *head + head->metadata_bytes + head->blocks * sizeof(struct row) != length)
+	if (sizeof *head + head->metadata_bytes + head->blocks * sizeof(struct call_fetch_row) != length)
 		return NULL;
 	return tk_crc32c(shelf->call + sizeof head->crc32c, length - sizeof head->crc32c, 0) == head->crc32c ? head
 													     : NULL;
@@ -122,7 +100,7 @@ static const struct head *read_call(struct tk_shelf *shelf, const struct tk_land
 
 static int may_be_acked(const struct tk_desk *desk, uint32_t word, uint64_t generation)
 {
-	return word < desk->setup.ack_words && generation && generation <= GENERATION_MAX;
+	return word < desk->setup.ack_words && generation && generation <= ACK_GENERATION_MAX;
 }
 
 static void give_back(struct tk_shelf *shelf, uint32_t count)
@@ -132,13 +110,13 @@ static void give_back(struct tk_shelf *shelf, uint32_t count)
 }
 
 /* Under the shelf's lock: all of its blocks, or none. Each is held for sending. Returns their bytes, 0 for none. */
-static uint64_t find_all(struct tk_desk *desk, const struct head *head, const struct row *rows)
+static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, const struct call_fetch_row *rows)
 {
 	struct tk_shelf *shelf = desk->shelf;
 	uint64_t bytes = 0;
 	uint32_t count = 0;
 	for (; count < head->blocks; count++) {
-		const struct row *row = &rows[count];
+		const struct call_fetch_row *row = &rows[count];
 		struct shelved *block = shelf_find(shelf, desk->setup.owner, row->key);
 		if (!block || block->block.length != row->length ||
 		    memcmp(block->block.fingerprint, head->fingerprint, TK_FINGERPRINT_BYTES) ||
@@ -155,7 +133,7 @@ static uint64_t find_all(struct tk_desk *desk, const struct head *head, const st
 }
 
 /* Under the shelf's lock: what is told of the call once it is over. */
-static struct served *note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct head *head, uint64_t bytes)
+static struct served *note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes)
 {
 	size_t ids_bytes = head->blocks * sizeof(uint64_t);
 	size_t told_bytes = sizeof(struct tk_served) + ids_bytes + head->metadata_bytes;
@@ -189,14 +167,14 @@ static void send_word(struct tk_fabric *fabric, struct work *work, const struct 
 		.peer = desk->setup.peer,
 		.flag_target = desk->setup.ack_base + (uint64_t)word * 8,
 		.flag_key = desk->setup.ack_key,
-		.flag_value = generation << CODE_BITS | code,
+		.flag_value = generation << ACK_CODE_BITS | code,
 		.flags = TK_QUIET | TK_FLAG_PUT,
 	};
 	adopt(fabric, work);
 	fire(fabric, work, fabric->now_ns);
 }
 
-static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk, const struct row *row,
+static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk, const struct call_fetch_row *row,
 		       struct shelved *block, struct served *served)
 {
 	work->shelved = block;
@@ -210,7 +188,7 @@ static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_de
 		.remote_key = row->target_key,
 		.flag_target = desk->setup.ack_base + (uint64_t)row->ack_word * 8,
 		.flag_key = desk->setup.ack_key,
-		.flag_value = row->ack_generation << CODE_BITS | desk->setup.served_code,
+		.flag_value = row->ack_generation << ACK_CODE_BITS | desk->setup.served_code,
 		.region = desk->shelf->region,
 		.length = row->length,
 		.crc32c = block->block.crc32c,
@@ -227,10 +205,10 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	if (!desk || !__atomic_load_n(&desk->answers, __ATOMIC_ACQUIRE))
 		return 0;
 	struct tk_shelf *shelf = desk->shelf;
-	const struct head *head = read_call(shelf, landing);
+	const struct call_head *head = read_call(shelf, landing);
 	if (!head || !may_be_acked(desk, head->ack_word, head->generation))
 		return 0;
-	const struct row *rows = (const void *)(shelf->call + sizeof *head + head->metadata_bytes);
+	const struct call_fetch_row *rows = (const void *)(shelf->call + sizeof *head + head->metadata_bytes);
 
 	pthread_mutex_lock(&shelf->lock);
 	uint64_t bytes = find_all(desk, head, rows);
@@ -253,7 +231,7 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 		send_block(fabric, work, desk, &rows[i], shelf->found[i], served);
 		work = next;
 	}
-	send_word(fabric, work, desk, head->ack_word, head->generation, DONE);
+	send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
 	return 1;
 }
 
@@ -265,8 +243,8 @@ void miss_at_desk(struct work *work)
 	shelf_unlist(shelf, work->shelved); /* known still, because it is being sent */
 	work->served->told.corrupt++;
 	pthread_mutex_unlock(&shelf->lock);
-	uint64_t generation = work->op.flag_value >> CODE_BITS;
-	work->op.flag_value = generation << CODE_BITS | work->desk->setup.corrupt_code;
+	uint64_t generation = work->op.flag_value >> ACK_CODE_BITS;
+	work->op.flag_value = generation << ACK_CODE_BITS | work->desk->setup.corrupt_code;
 	work->op.length = 0;
 }
 

@@ -95,6 +95,11 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 	return 1;
 }
 
+uint32_t group_code(struct tk_group *group, uint32_t row)
+{
+	return __atomic_load_n(&group->rows[row].over, __ATOMIC_ACQUIRE) ? group->rows[row].code : 0;
+}
+
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns)
 {
 	__atomic_store_n(&group->rows[row].fired_ns, now_ns, __ATOMIC_RELEASE);

@@ -12,7 +12,7 @@
 #define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
 
 /* Under inbox_lock. All or none: -EAGAIN when the bound on queued work would be passed. */
-static int reserve_work(struct tk_fabric *fabric, uint32_t count)
+int reserve_work(struct tk_fabric *fabric, uint32_t count)
 {
 	if (fabric->stop)
 		return -ESHUTDOWN;
@@ -108,6 +108,26 @@ static void start_using(uint64_t *uses)
 	__atomic_add_fetch(uses, 1, __ATOMIC_RELAXED);
 }
 
+void enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op)
+{
+	enqueue(fabric, WORK_OPERATION)->op = *op;
+	if (op->group)
+		group_use(op->group);
+	if (op->region)
+		start_using(&op->region->uses);
+	if (op->trigger)
+		start_using(&op->trigger->uses);
+	if (op->completion)
+		start_using(&op->completion->uses);
+}
+
+void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch)
+{
+	enqueue(fabric, WORK_ACK)->ack = *watch;
+	if (watch->group)
+		group_use(watch->group);
+}
+
 int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count)
 {
 	int status = fabric_refusal(fabric);
@@ -120,18 +140,8 @@ int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int 
 	}
 	pthread_mutex_lock(&fabric->inbox_lock);
 	status = reserve_work(fabric, (uint32_t)count);
-	for (int i = 0; !status && i < count; i++) {
-		const struct tk_operation *op = &operations[i];
-		enqueue(fabric, WORK_OPERATION)->op = *op;
-		if (op->group)
-			group_use(op->group);
-		if (op->region)
-			start_using(&op->region->uses);
-		if (op->trigger)
-			start_using(&op->trigger->uses);
-		if (op->completion)
-			start_using(&op->completion->uses);
-	}
+	for (int i = 0; !status && i < count; i++)
+		enqueue_operation(fabric, &operations[i]);
 	pthread_mutex_unlock(&fabric->inbox_lock);
 	if (!status)
 		fabric_wake(fabric);
@@ -166,11 +176,8 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	status = reserve_work(fabric, (uint32_t)count);
-	for (int i = 0; !status && i < count; i++) {
-		if (watches[i].group)
-			group_use(watches[i].group);
-		enqueue(fabric, WORK_ACK)->ack = watches[i];
-	}
+	for (int i = 0; !status && i < count; i++)
+		enqueue_ack(fabric, &watches[i]);
 	pthread_mutex_unlock(&fabric->inbox_lock);
 	if (!status)
 		fabric_wake(fabric);

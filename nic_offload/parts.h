@@ -62,9 +62,15 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns);
 void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost);
 int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
 
-/* group.c: what callers wait for; the first two any thread */
+/* inbox.c: work for the thread, under the inbox's lock; any thread */
+int reserve_work(struct tk_fabric *fabric, uint32_t count);
+void enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
+void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
+
+/* group.c: what callers wait for; the first three any thread */
 void group_use(struct tk_group *group);
 void group_let_go(struct tk_group *group);
+uint32_t group_code(struct tk_group *group, uint32_t row); /* 0 while it is open */
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
 

@@ -5,12 +5,12 @@
  * checksum is made.
  */
 #define _GNU_SOURCE
+#include "call.h"
 #include "parts.h"
 
 #include <errno.h>
 
 #define CRC_BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting by arithmetic */
-#define ACK_CODE_BITS 8
 
 int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work)
 {

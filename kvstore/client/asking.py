@@ -86,7 +86,8 @@ class Asking:
         with self._client.lock:
             if link.error is not None:
                 raise link.error
-            group = Group(self._client.fabric, 0, 1, is_awaited=True)
+            tag = self._client.next_tags()
+            group = Group(self._client.fabric, tag, 1, is_awaited=True)
             call = (
                 None
                 if link.calls is None
@@ -97,6 +98,7 @@ class Asking:
                     len(rows),
                     rows_of_reserve(rows),
                     self._clock.monotonic_ns() + _TIMEOUT_NS,
+                    tag,
                     group,
                     0,
                     failures.append,
@@ -106,12 +108,15 @@ class Asking:
                     expires_unix_ms=wanted.expires_unix_ms,
                 )
             )
+            if call is not None:
+                link.operations[tag] = call
         if call is None:
             with within(span):
                 return self._reserve_by_rpc(link, wanted)
         while not group.wait(1, _TIMEOUT_NS / 1e9):
             pass  # the call's own deadline ends it
         with self._client.lock:
+            link.operations.pop(tag, None)
             if failures:
                 raise failures[0]
             return call.leases()
@@ -169,7 +174,7 @@ class Asking:
                 self._client.lose(link, error)
 
         with self._client.lock:
-            if not get.ask():  # and it has been told why
+            if not get.ask(deadline_ns):  # and it has been told why
                 asked.failed(
                     link.error or DeadlineExceeded("The deadline was over before the node was asked.")
                 )
@@ -187,19 +192,25 @@ class Asking:
                     (*metadata, *self._traced(span)),
                     get.blocks,
                     get.rows(),
-                    began_ns
-                    + _TIMEOUT_NS,  # the get has a deadline of its own, which ends no more than the get
+                    began_ns + _TIMEOUT_NS,  # the get's own ends no more than the get
+                    get.tag,
                     get.group,
                     get.blocks,
                     failed,
                     good_code=AnswerCode.DONE,
+                    blocks_deadline_ns=deadline_ns,
                     tells=watch is not None,
                 )
             )
             if call is not None:
                 get.by_fabric(call)
                 return
-            get.by_rpc()
+            try:
+                get.by_rpc(deadline_ns)
+            except KvError as error:
+                asked.failed(error)
+                get.refuse(Miss(MissReason.NODE_AWAY, str(error)))
+                return
         with within(span):
             failure = self._fetch_by_rpc(get.request(fingerprint), deadline_ns, metadata)
         with self._client.lock:

@@ -365,7 +365,7 @@ class Client(Handle):
                 with self.lock:
                     if link.error is not None:
                         raise link.error
-                    get = Get(self, link, blocks, deadline_ns, ended, is_awaited=is_awaited)
+                    get = Get(self, link, blocks, ended, is_awaited=is_awaited)
         except Overloaded as error:
             return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
         except KvError as error:

@@ -3,8 +3,8 @@
 A call's word is a row of its caller's group, which waits for it; only what is no good answer comes as an event.
 
 What always holds: a call ends once, by its answer, by its deadline or by the link's loss; a call that is not answered
-in time ends the link, because nobody knows whether the node has it; a place is used again after its answer. With all
-places in use, or with more to say than a place holds, no call is begun, and the caller makes it by gRPC.
+in time ends the link, because nobody knows whether the node has it. With all places in use, or with more to say than a
+place holds, no call is begun, and the caller makes it by gRPC.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from kvstore.wire.fabric_call import (
     LENGTH_END,
     TELLS,
     AnswerCode,
-    Call,
-    call_bytes,
-    call_offset,
     flag_offset,
+    header_bytes,
     leases_of,
     length_said,
 )
+from nic_offload.caller import Call, Caller
 from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
-from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
+from nic_offload.trigger import TriggeredPut
 
 if TYPE_CHECKING:
     import mmap
@@ -60,10 +59,17 @@ class FabricCalls:
         self._region = region
         self._memory = memory
         self._start = start  # of the answers, in that memory
-        self._free = list(range(CALL_PLACES))
-        self._words = link.take_words(CALL_PLACES)
         self._next = [area.first_generation] * CALL_PLACES
-        self._under_way: set[FabricCall] = set()
+        self.caller = Caller(
+            link.endpoint,
+            region,
+            link.peer,
+            (area.base, area.key),
+            region.address,
+            region.address + start + _ANSWERS_BYTES,
+            area.first_generation,
+            link.take_words(CALL_PLACES),
+        )
 
     def begin(
         self,
@@ -73,11 +79,13 @@ class FabricCalls:
         blocks: int,
         rows: bytes,
         deadline_ns: int,
+        tag: int,
         group: Group,
         row: int,
         failed: Failed,
         *,
         good_code: AnswerCode,
+        blocks_deadline_ns: int = 0,
         tells: bool = False,
         durability: int = 0,
         lease_ms: int = 0,
@@ -85,53 +93,29 @@ class FabricCalls:
     ) -> FabricCall | None:
         """Make a call, whose end is a row's; None if it can't be made this way.
 
-        `failed`, with the client's lock held, hears an answer beyond `good_code`, or that there will be none.
+        `failed`, with the client's lock held, hears an answer beyond `good_code`, or that there will be none. Of the
+        tags from `tag` on two for each block are a fetch's blocks', and the two behind them the call's own.
         """
-        place = self._free_place()
-        if place is None:
-            return None
-        generation, word = self._next[place], self._words[place]
-        flags = TELLS if tells else 0
         call = Call(
-            generation, kind, word, fingerprint, metadata, flags, durability, lease_ms, expires_unix_ms
+            tag,
+            deadline_ns,
+            blocks_deadline_ns,
+            expires_unix_ms,
+            group,
+            row,
+            blocks,
+            lease_ms,
+            kind,
+            TELLS if tells else 0,
+            durability,
+            good_code,
+            fingerprint,
         )
-        data = call_bytes(call, blocks, rows)
-        if data is None:
+        place = self.caller.call(call, header_bytes(metadata), rows)
+        if place < 0:
             return None
-        at = self._start + _ANSWERS_BYTES + place * CALL_BYTES
-        self._memory[at : at + len(data)] = data
-        link, fabric = self._link, self._client.fabric
-        tag = self._client.next_tags()
-        watch = AckWatch(
-            tag=tag + 1,
-            endpoint=link.endpoint,
-            word=link.word_address(word),
-            generation=generation,
-            deadline_ns=deadline_ns,
-            final_code=AnswerCode.DONE,
-            group=group,
-            good_max=good_code,
-            row=row,
-        )
-        try:
-            watch_acks(fabric, [watch])
-            arm(fabric, [self._put(tag, place, generation, self._region.address + at, len(data))])
-        except FabricError:  # it has as much to do as it takes: nothing went out
-            fabric.cancel([tag + 1])
-            return None
-        self._free.remove(place)
         self._next[place] += 1
-        under_way = FabricCall(self, tag, place, generation, group, row, failed)
-        self._under_way.add(under_way)
-        link.operations[tag] = under_way
-        return under_way
-
-    def _free_place(self) -> int | None:
-        """One whose call is answered is free again, though who made it may wait for more."""
-        if not self._free:
-            for one in [one for one in self._under_way if one.is_answered]:
-                one.over()
-        return self._free[-1] if self._free else None
+        return FabricCall(self, place, self._next[place] - 1, group, row, failed)
 
     def first_word(self, tag: int, deadline_ns: int) -> TriggeredPut:
         """A word behind the flags, which the node reads nothing from: it only makes the connection."""
@@ -150,29 +134,6 @@ class FabricCalls:
             deadline_ns=deadline_ns,
         )
 
-    def _put(self, tag: int, place: int, generation: int, source: int, length: int) -> TriggeredPut:
-        return TriggeredPut(
-            tag=tag,
-            endpoint=self._link.endpoint,
-            peer=self._link.peer,
-            region=self._region,
-            source=source,
-            length=length,
-            target=self._area.base + call_offset(place),
-            target_key=self._area.key,
-            flag_target=self._area.base + flag_offset(place),
-            flag_key=self._area.key,
-            flag_value=generation,
-            acked=True,
-        )
-
-    def over(self, call: FabricCall) -> None:
-        """A place is free again."""
-        if call in self._under_way:
-            self._under_way.remove(call)
-            self._link.operations.pop(call.tag, None)
-            self._free.append(call.place)
-
     def answer(self, place: int) -> bytes:
         """The bytes in a place for answers."""
         at = self._start + place * ANSWER_BYTES
@@ -188,18 +149,10 @@ class FabricCall:
     """One call. All methods are called with the client's lock held."""
 
     def __init__(
-        self,
-        calls: FabricCalls,
-        tag: int,
-        place: int,
-        generation: int,
-        group: Group,
-        row: int,
-        failed: Failed,
+        self, calls: FabricCalls, place: int, generation: int, group: Group, row: int, failed: Failed
     ) -> None:
-        self.tag = tag
-        self.place = place
         self._calls = calls
+        self._place = place
         self._generation = generation
         self._group, self._row = group, row
         self._failed = failed
@@ -223,15 +176,11 @@ class FabricCall:
             self._calls.lose(DeadlineExceeded("The node did not answer a call over the fabric in time."))
 
     def leases(self) -> list[Leased]:
-        """What the answer has of leases; the call is over."""
+        """What the answer has of leases; its place is free again."""
         try:
-            return leases_of(self._calls.answer(self.place), self._generation)
+            return leases_of(self._calls.answer(self._place), self._generation)
         finally:
-            self.over()
-
-    def over(self) -> None:
-        """Nothing more is wanted of it."""
-        self._calls.over(self)
+            self._calls.caller.read(self._place)
 
     def lost(self, error: KvError) -> None:
         """The link is gone."""

@@ -83,7 +83,6 @@ class Get:
         client: Host,
         link: Link,
         blocks: Sequence[Block],
-        deadline_ns: int,
         ended: Ended | None = None,
         *,
         is_awaited: bool = False,
@@ -96,7 +95,6 @@ class Get:
         self._misses: dict[int, Miss] = {}  # that were decided on this side
         self._lost: Lost | None = None
         self._taken: Callable[[int], object] | None = None
-        self._asked = False  # or about to be, before anybody else has the lock
         self._cancelling = False
         self._call: FabricCall | None = None
         self._called = False  # it was asked for by gRPC
@@ -107,19 +105,18 @@ class Get:
             self._let_go()
             raise
         self._first_generation = link.take_generations(len(blocks))
-        self._tag = client.next_tags()
+        self.tag = client.next_tags()
         try:
-            self.group = Group(client.fabric, self._tag, len(blocks) + 1, is_awaited=is_awaited)
-            watch_acks(client.fabric, [self._watch(i, 0, deadline_ns) for i in range(len(blocks))])
+            self.group = Group(client.fabric, self.tag, len(blocks) + 1, is_awaited=is_awaited)
         except KvError:
             link.give_back_words(self._words)
             self._let_go()
             raise
-        link.operations[self._tag] = self
+        link.operations[self.tag] = self
 
     def _watch(self, i: int, again: int, deadline_ns: int) -> AckWatch:
         return AckWatch(
-            tag=self._tag + 2 * i + again,
+            tag=self.tag + 2 * i + again,
             endpoint=self._link.endpoint,
             word=self._link.word_address(self._words[i]),
             generation=self._first_generation + i,
@@ -171,8 +168,12 @@ class Get:
 
     def event(self, event: Event) -> None:
         """It is over, or one of our words has not come in time."""
-        i, again = divmod(event.tag - self._tag, 2)
+        i, again = divmod(event.tag - self.tag, 2)
         if event.kind == EventKind.OVER:
+            self._end_if_over()
+        elif i == len(self._blocks):
+            if self._call is not None:
+                self._call.event(event)
             self._end_if_over()
         elif self.group.row(i).over:
             return
@@ -181,17 +182,19 @@ class Get:
         else:
             self.cancel()
 
-    def ask(self) -> bool:
+    def ask(self, deadline_ns: int) -> bool:
         """Say, with the lock held, that the node is asked now; False if the get has ended, so that it is not."""
-        self._asked = self._outcomes is None
-        return self._asked
+        if self._outcomes is None and SystemClock().monotonic_ns() >= deadline_ns:
+            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline was over before the node was asked"))
+        return self._outcomes is None
 
     def by_fabric(self, call: FabricCall) -> None:
-        """The call is on its way."""
+        """The call is on its way, and the blocks' words are awaited."""
         self._call = call
 
-    def by_rpc(self) -> None:
-        """It is asked for by gRPC, so the fabric will not bring the call."""
+    def by_rpc(self, deadline_ns: int) -> None:
+        """It is asked for by gRPC, so the fabric will not bring the call: wait for the blocks' words."""
+        watch_acks(self._client.fabric, [self._watch(i, 0, deadline_ns) for i in range(len(self._blocks))])
         self._called = True
 
     def rpc_over(self, *, was_taken: bool) -> None:
@@ -205,9 +208,6 @@ class Get:
         """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
         left = [i for i in range(len(self._blocks)) if not self.group.row(i).over]
         if self._cancelling or not left:
-            return
-        if not self._asked:
-            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline was over before the node was asked"))
             return
         self._cancelling = True
         # From now on, and not from the deadline: a busy process may come to it late, and the node must be asked first.
@@ -234,6 +234,8 @@ class Get:
 
     def lost(self, error: KvError) -> None:
         """The link is gone: whatever had not come is a miss."""
+        if self._call is not None:
+            self._call.lost(error)
         self._miss_the_rest(Miss(MissReason.NODE_AWAY, str(error)))
         if self._lost is not None and self._is_taken():
             told, self._lost = self._lost, None
@@ -258,7 +260,7 @@ class Get:
             self.group.end(len(self._blocks))
             self._end_if_over()
             return
-        tags = [self._tag + 2 * i + again for i in range(len(self._blocks)) for again in (0, 1)]
+        tags = [self.tag + 2 * i + again for i in range(len(self._blocks)) for again in (0, 1)]
         self._client.fabric.cancel(tags)
         self._miss_the_rest(miss)
         self._end_if_over()
@@ -282,12 +284,10 @@ class Get:
         if self._outcomes is not None or self.group.open_rows:
             return
         self._outcomes = self._told()
-        self._link.operations.pop(self._tag, None)
+        self._link.operations.pop(self.tag, None)
         self._link.give_back_words(self._words)
-        if self._call is not None:
-            self._call.over()
-            if self._taken is not None and self._is_taken():
-                self._taken(self.group.row(len(self._blocks)).over_ns)
+        if self._call is not None and self._taken is not None and self._is_taken():
+            self._taken(self.group.row(len(self._blocks)).over_ns)
         if self._link.is_sure:
             self._let_go()
         if self._cancelling and self._lost is not None and self._is_taken():

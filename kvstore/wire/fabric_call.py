@@ -52,10 +52,10 @@ __all__ = [
     "Metadata",
     "ReserveRow",
     "Rows",
-    "call_bytes",
     "call_offset",
     "error_bytes",
     "flag_offset",
+    "header_bytes",
     "leases_bytes",
     "leases_of",
     "length_said",
@@ -80,7 +80,6 @@ _ANSWER = struct.Struct("<IIQB7x")
 _LEASE = struct.Struct("<IIQQQ")
 _ERROR = struct.Struct("<HI")
 _CRC_BYTES = 4
-_ALIGN = 8
 LENGTH_END = 8
 _ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
 
@@ -183,31 +182,6 @@ def rows_of_reserve(rows: Iterable[ReserveRow]) -> bytes:
     return b"".join([_RESERVE.pack(*row) for row in rows])
 
 
-def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
-    """The whole of it; None if it is too long for a place."""
-    metadata = b"".join(map(_header_bytes, call.metadata))
-    metadata += bytes(-len(metadata) % _ALIGN)
-    length = _HEAD.size + len(metadata) + len(rows)
-    if length > CALL_BYTES:
-        return None
-    head = _HEAD.pack(
-        0,
-        length,
-        call.generation,
-        call.kind,
-        call.flags,
-        call.durability,
-        0,
-        len(metadata),
-        blocks,
-        call.ack_word,
-        call.lease_ms,
-        call.expires_unix_ms,
-        call.fingerprint,
-    )
-    return _summed(b"".join((head, metadata, rows)))
-
-
 def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
     """Take a call apart; ProtocolError if it is none, or not the one that is due."""
     _check(data, generation, _HEAD.size)
@@ -247,6 +221,11 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
     if kind == CallKind.FETCH:
         return call, Rows(fetch=[FetchRow._make(fields) for fields in unpacked])
     return call, Rows(reserve=[ReserveRow._make(fields) for fields in unpacked])
+
+
+def header_bytes(metadata: Metadata) -> bytes:
+    """The headers of a call."""
+    return b"".join([_header_bytes(header) for header in metadata])
 
 
 def _header_bytes(header: tuple[str, str | bytes]) -> bytes:

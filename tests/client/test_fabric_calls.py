@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -12,20 +13,24 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Block, Client, Hit, asking, fabric_calls
+from kvstore.client import Block, Client, Hit, asking
 from kvstore.client.gets import NoGet
-from kvstore.errors import DeadlineExceeded, FabricError, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from kvstore.wire import fabric_call
 from kvstore.wire import kvstore_pb2 as pb
+from nic_offload.caller import Call
 from nic_offload.flags import FlagWords
+from nic_offload.group import Group
 from nic_offload.memory import allocate
+from nic_offload.trigger import TriggeredPut, arm
 from tests.client.test_promises import put
 from tests.conftest import MIB, Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
+from tests.wire.calls import call_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,10 +91,10 @@ def test_puts_and_gets_make_no_call_of_grpc(rig: Rig, monkeypatch: pytest.Monkey
     assert rig.client.reserve(blocks).already_stored == 8
 
 
-def test_with_all_places_in_use_calls_go_by_grpc(rig: Rig) -> None:
+def test_with_all_places_in_use_calls_go_by_grpc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     link = link_of(rig.client)
     assert link.calls is not None
-    link.calls._free.clear()
+    monkeypatch.setattr(link.calls.caller, "call", lambda *_: -errno.EBUSY)
     blocks = [rig.block(number) for number in range(4)]
     put(rig, blocks)
     assert get(rig, blocks) == [Hit(block.key) for block in blocks]
@@ -112,7 +117,8 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
         gets.append(rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S))
         calls = link_of(rig.client).calls
         assert calls is not None
-        wait_until(lambda calls=calls: all(call.is_answered for call in calls._under_way), "it is taken")  # type: ignore[misc]
+        caller = calls.caller
+        wait_until(lambda caller=caller: caller.free_places == fabric_call.CALL_PLACES, "it is taken")  # type: ignore[misc]
     assert not any(get.group.row(0).over for get in gets if not isinstance(get, NoGet))
     inside.call(lambda node: setattr(node.fetches, "pump", pump))
     inside.call(lambda node: node.fetches.pump())
@@ -129,8 +135,9 @@ def test_a_place_is_not_used_again_before_its_answer(rig: Rig, node: NodeProcess
         gets = [
             rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S) for _ in range(fabric_call.CALL_PLACES)
         ]
-        with rig.client.lock:
-            assert calls._free_place() is None
+        assert calls.caller.free_places == 0
+        call = Call(1 << 40, 0, 0, 0, Group(rig.client.fabric, 1 << 40, 1), 0, 0, 0, 9, 0, 0, 1, bytes(16))
+        assert calls.caller.call(call, b"", b"") == -errno.EBUSY
     finally:
         os.kill(node.pid, signal.SIGCONT)
     assert [get.wait() for get in gets] == [[Hit(block.key)]] * fabric_call.CALL_PLACES
@@ -144,17 +151,12 @@ def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
     link = link_of(rig.client)
     assert link.calls is not None
 
-    def full(*_: Any) -> None:
-        raise FabricError("Arming 1 operations: no room.")
-
-    monkeypatch.setattr(fabric_calls, "arm", full)
-    before = list(link.calls._next)
+    monkeypatch.setattr(link.calls.caller, "call", lambda *_: -errno.EAGAIN)
     assert get(rig, [block]) == [Hit(block.key)]
-    assert link.calls._next == before
-    assert len(link.calls._free) == len(before)
+    assert link.calls.caller.free_places == fabric_call.CALL_PLACES
     monkeypatch.undo()
     forbid_grpc(rig.client, monkeypatch)
-    for _ in range(2 * len(before)):
+    for _ in range(2 * fabric_call.CALL_PLACES):
         assert get(rig, [block]) == [Hit(block.key)]
     assert rig.client._link is link
 
@@ -229,25 +231,37 @@ def test_what_is_refused_is_refused_the_same_way(rig: Rig, by_grpc: bool) -> Non
     rig.client.reserve([rig.block(0)]).give_back()
 
 
-def test_a_spoilt_call_ends_the_connection_and_nothing_else(
-    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spoilt_call_ends_the_connection_and_nothing_else(rig: Rig, node: NodeProcess) -> None:
     block = rig.block(0)
     put(rig, [block])
     link = link_of(rig.client)
-    whole = fabric_call.call_bytes
-
-    def spoilt(*said: Any) -> bytes | None:
-        data = whole(*said)
-        return None if data is None else data[:-1] + bytes([data[-1] ^ 1])
-
-    monkeypatch.setattr(fabric_calls, "call_bytes", spoilt)
-    (miss,) = get(rig, [block])
-    assert isinstance(miss, Miss)
-    assert miss.reason is MissReason.NODE_AWAY
-    assert link.error is not None
+    assert link.calls is not None
+    generation, area = link.calls._next[0], link.calls._area
+    row = fabric_call.FetchRow(block.key, block.length, 1, 1, 0, 0)
+    data = call_bytes(
+        fabric_call.Call(generation, fabric_call.CallKind.FETCH, 1, bytes(16)),
+        1,
+        fabric_call.rows_of_fetch([row]),
+    )
+    assert data is not None
+    at = 8 * MIB
+    rig.source[at : at + len(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    spoilt = TriggeredPut(
+        tag=1 << 40,
+        endpoint=link.endpoint,
+        peer=link.peer,
+        region=rig.from_region,
+        source=rig.from_region.address + at,
+        length=len(data),
+        target=area.base + fabric_call.call_offset(0),
+        target_key=area.key,
+        flag_target=area.base + fabric_call.flag_offset(0),
+        flag_key=area.key,
+        flag_value=generation,
+    )
+    arm(rig.client.fabric, [spoilt])
+    wait_until(lambda: link.error is not None, "the link has ended")
     assert "differs from its checksum" in node.log()
-    monkeypatch.setattr(fabric_calls, "call_bytes", whole)
     assert get(rig, [block]) == [Hit(block.key)]
     assert rig.is_exact(block)
 

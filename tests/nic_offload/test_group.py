@@ -162,6 +162,7 @@ def test_two_wait_for_different_parts(pair: Pair) -> None:
     ]
     for thread in threads:
         thread.start()
+        time.sleep(0.05)  # so that it waits
     say(pair, 0, WRITTEN)
     wait_until(lambda: order == [1], "who waits for the first")
     say(pair, 1, WRITTEN)

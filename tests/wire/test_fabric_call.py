@@ -21,7 +21,6 @@ from kvstore.wire.fabric_call import (
     Leased,
     ReserveRow,
     Rows,
-    call_bytes,
     error_bytes,
     leases_bytes,
     leases_of,
@@ -31,6 +30,7 @@ from kvstore.wire.fabric_call import (
     rows_of_reserve,
 )
 from nic_offload.checksum import crc32c
+from tests.wire.calls import call_bytes
 
 CRC_BYTES = 4
 WORDS = st.integers(0, (1 << 32) - 1)

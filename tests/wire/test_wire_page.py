@@ -10,6 +10,7 @@ from typing import TypeAlias
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.wire import fabric_call as wire
 from kvstore.wire.ack import AckCode
+from tests.wire.calls import call_bytes
 
 Table: TypeAlias = list[tuple[str, int, int]]  # what it is, where, and how many bytes
 
@@ -47,7 +48,7 @@ def test_a_call_is_as_the_page_says() -> None:
     head, block, _ = tables()
     call = wire.Call(7, wire.CallKind.FETCH, 8, b"f" * 16, (("name", b"value"),), wire.TELLS, 3, 9, 10)
     row = wire.FetchRow(b"k" * 32, 11, 12, 13, 14, 15)
-    data = wire.call_bytes(call, 1, wire.rows_of_fetch([row]))
+    data = call_bytes(call, 1, wire.rows_of_fetch([row]))
     assert data is not None
     said = {
         "its length": len(data),

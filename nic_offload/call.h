@@ -1,0 +1,34 @@
+/*
+ * Calls over the fabric as they lie in memory, at either end; `kvstore/wire/fabric_call.py` says the same in Python.
+ */
+#ifndef TRIGGERKV_CALL_H
+#define TRIGGERKV_CALL_H
+
+#include "core.h"
+
+#define CALL_FETCH 1
+#define CALL_TELLS 1 /* flag: there is something in the metadata that is to be heard before the answer */
+#define CALL_DONE 1  /* code of an answer that has nothing more to say */
+#define CALL_ALIGN 8
+#define ACK_CODE_BITS 8
+#define ACK_GENERATION_MAX ((UINT64_C(1) << 56) - 1)
+
+struct call_head {
+	uint32_t crc32c, length;
+	uint64_t generation;
+	uint8_t kind, flags, durability, zero;
+	uint32_t metadata_bytes, blocks, ack_word, lease_ms;
+	uint32_t zeros;
+	uint64_t expires_unix_ms;
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+};
+
+struct call_fetch_row {
+	uint8_t key[TK_KEY_BYTES];
+	uint32_t length, ack_word;
+	uint64_t ack_generation, target, target_key;
+};
+
+_Static_assert(sizeof(struct call_head) == 64 && sizeof(struct call_fetch_row) == 64, "as fabric_call.py packs them");
+
+#endif

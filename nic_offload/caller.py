@@ -1,0 +1,109 @@
+"""Calls of a client to its node, made in one step of the C core (`caller.c`): bytes, watches and the put.
+
+What always holds: a call is begun whole or not at all; a place is used again after its answer: one that says no more
+than DONE frees it by itself, one with bytes when these have been read.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.fabric import Endpoint, Region
+    from nic_offload.group import Group
+
+__all__ = ["PLACES", "Call", "Caller"]
+
+PLACES = int(lib.TK_CALL_PLACES)
+_CALL = struct.Struct("=5Q4I4B16s4x")
+assert _CALL.size == ffi.sizeof("struct tk_call")
+
+
+class Call(NamedTuple):
+    """What is asked, but for the metadata and the rows of its blocks: see `struct tk_call` in core.h."""
+
+    tag: int
+    deadline_ns: int
+    blocks_deadline_ns: int
+    expires_unix_ms: int
+    group: Group
+    row: int
+    blocks: int
+    lease_ms: int
+    kind: int
+    flags: int
+    durability: int
+    good_code: int
+    fingerprint: bytes
+
+
+class Caller:
+    """Of one connection; it goes with this object, when its endpoint is closed."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        region: Region,
+        peer: int,
+        area: tuple[int, int],
+        words: int,
+        calls: int,
+        first_generation: int,
+        ack_words: Sequence[int],
+    ) -> None:
+        """`area` says where the node's places are, and their key; `words` and `calls` are addresses in the region."""
+        setup = ffi.new(
+            "struct tk_caller_setup *",
+            {
+                "endpoint": endpoint.handle,
+                "region": region.handle,
+                "peer": peer,
+                "area": area[0],
+                "area_key": area[1],
+                "words": words,
+                "calls": calls,
+                "first_generation": first_generation,
+                "ack_words": ack_words,
+            },
+        )
+        out = ffi.new("struct tk_caller **")
+        code = lib.tk_caller_open(setup, out)
+        if code:
+            raise FabricError.from_code("Opening a caller", code)
+        self._handle: Any = ffi.gc(out[0], lib.tk_caller_close)
+
+    def call(self, call: Call, metadata: bytes, rows: bytes) -> int:
+        """Make a call; its place, or a negative code where it can't be made this way."""
+        packed = _CALL.pack(
+            call.tag,
+            call.deadline_ns,
+            call.blocks_deadline_ns,
+            call.expires_unix_ms,
+            call.group.pointer,
+            call.row,
+            call.blocks,
+            len(metadata),
+            call.lease_ms,
+            call.kind,
+            call.flags,
+            call.durability,
+            call.good_code,
+            call.fingerprint,
+        )
+        whole = ffi.from_buffer("struct tk_call[]", packed)
+        return int(lib.tk_caller_call(self._handle, whole, metadata, rows, len(rows)))
+
+    @property
+    def free_places(self) -> int:
+        """How many calls could be begun."""
+        return int(lib.tk_caller_free(self._handle))
+
+    def read(self, place: int) -> None:
+        """The bytes of an answer have been read."""
+        lib.tk_caller_read(self._handle, place)
