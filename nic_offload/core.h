@@ -259,7 +259,7 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
-struct tk_row *tk_group_rows(struct tk_group *group);
+int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out);
 int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* returns how many rows are open still */
 int tk_group_open_rows(struct tk_group *group);
 /* Waits until the first so many rows are over, or until all have landed; returns whether it is so. */

@@ -7,13 +7,14 @@
  * the row's watch is reported as an event, as is every failure; the application decides, and ends the row by itself.
  *
  * What always holds: a row is over once, and then stays as it is; a group is freed when its owner has closed it and no
- * work of the thread's knows it any more; rows stand still for who has the lock or finds them over.
+ * work of the thread's knows it any more; rows are read and written under the lock, and so never torn.
  */
 #define _GNU_SOURCE
 #include "parts.h"
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 struct tk_group {
@@ -51,9 +52,14 @@ int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int aw
 	return 0;
 }
 
-struct tk_row *tk_group_rows(struct tk_group *group)
+int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out)
 {
-	return group->rows;
+	if (first > group->count || count > group->count - first)
+		return -EINVAL;
+	pthread_mutex_lock(&group->lock);
+	memcpy(out, group->rows + first, count * sizeof *out);
+	pthread_mutex_unlock(&group->lock);
+	return 0;
 }
 
 void group_use(struct tk_group *group)
@@ -83,7 +89,7 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 	row->code = code;
 	if (!row->landed_ns)
 		group->unlanded--;
-	__atomic_store_n(&row->over, 1, __ATOMIC_RELEASE);
+	row->over = 1;
 	group->open--;
 	while (group->prefix < group->count && group->rows[group->prefix].over)
 		group->prefix++;
@@ -97,12 +103,17 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 
 uint32_t group_code(struct tk_group *group, uint32_t row)
 {
-	return __atomic_load_n(&group->rows[row].over, __ATOMIC_ACQUIRE) ? group->rows[row].code : 0;
+	pthread_mutex_lock(&group->lock);
+	uint32_t code = group->rows[row].over ? group->rows[row].code : 0;
+	pthread_mutex_unlock(&group->lock);
+	return code;
 }
 
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns)
 {
-	__atomic_store_n(&group->rows[row].fired_ns, now_ns, __ATOMIC_RELEASE);
+	pthread_mutex_lock(&group->lock);
+	group->rows[row].fired_ns = now_ns;
+	pthread_mutex_unlock(&group->lock);
 }
 
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code)
@@ -115,7 +126,7 @@ void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uin
 	if (!row->over) {
 		row->over_ns = now_ns;
 		if (!row->landed_ns) {
-			__atomic_store_n(&row->landed_ns, now_ns, __ATOMIC_RELEASE);
+			row->landed_ns = now_ns;
 			if (!--group->unlanded && group->waiters)
 				pthread_cond_broadcast(&group->changed);
 		}

@@ -51,15 +51,20 @@ class Group:
             raise FabricError.from_code("Opening a group", code)
         self._handle: Any = ffi.gc(out[0], lib.tk_group_close)
         self.pointer = int(ffi.cast("uintptr_t", self._handle))
-        self._rows = ffi.buffer(lib.tk_group_rows(self._handle), count * _ROW.size)
+        self._count = count
 
     def row(self, number: int) -> Row:
         """As it is now."""
-        return Row._make(_ROW.unpack_from(self._rows, number * _ROW.size))
+        out = ffi.new("struct tk_row *")
+        lib.tk_group_read(self._handle, number, 1, out)
+        return Row._make(_ROW.unpack(ffi.buffer(out)))
 
-    def rows(self) -> Iterator[Row]:
-        """All of them, as they are now."""
-        return map(Row._make, _ROW.iter_unpack(bytes(self._rows)))
+    def rows(self, count: int | None = None) -> Iterator[Row]:
+        """The first so many of them, or all, as they are now."""
+        count = self._count if count is None else count
+        out = ffi.new("struct tk_row[]", count)
+        lib.tk_group_read(self._handle, 0, count, out)
+        return map(Row._make, _ROW.iter_unpack(ffi.buffer(out)))
 
     @property
     def open_rows(self) -> int:

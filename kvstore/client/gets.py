@@ -275,10 +275,9 @@ class Get:
     def _outcome(self, i: int, row: Row) -> Hit | Miss:
         return self._misses.get(i) or miss_of_code(row.code) or Hit(self._blocks[i].key)
 
-    def _told(self) -> list[Hit | Miss]:
-        return [
-            self._outcome(i, row) for i, row in zip(range(len(self._blocks)), self.group.rows(), strict=False)
-        ]
+    def _told(self, first: int | None = None) -> list[Hit | Miss]:
+        count = len(self._blocks) if first is None else first
+        return [self._outcome(i, row) for i, row in enumerate(self.group.rows(count))]
 
     def _end_if_over(self) -> None:
         if self._outcomes is not None or self.group.open_rows:
@@ -312,4 +311,4 @@ class Get:
             pass
         with self._client.lock:
             self._end_if_over()
-            return self._told()[:wanted] if self._outcomes is None else self._outcomes[:wanted]
+            return self._told(wanted) if self._outcomes is None else self._outcomes[:wanted]

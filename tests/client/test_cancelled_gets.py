@@ -289,6 +289,18 @@ def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
     rig.from_region.close()
 
 
+def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(node: NodeInProcess, rig: Rig) -> None:
+    hot, cold = rig.block(0, 100_000), rig.block(1, 100_000)
+    put(rig, [hot, cold])
+    assert rig.client.get([rig.wanted(hot)], timeout_s=WAIT_S) == [Hit(hot.key)]
+    drive = HeldDrive(node)
+    get = rig.client.getting([rig.wanted(hot), rig.wanted(cold)], timeout_s=WAIT_S)
+    wait_until(lambda: drive.waiting() == 1, "the drive is asked")
+    assert get.wait(1) == [Hit(hot.key)]
+    drive.let_go()
+    assert get.wait(2) == get.wait() == [Hit(hot.key), Hit(cold.key)]
+
+
 def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
     rig = Rig(node)
     block = rig.block(0, 100_000)
