@@ -1,17 +1,20 @@
-"""A node that can be killed, restarted and have its drive damaged, at one address."""
+"""A node that can be killed, restarted and have its drive damaged, at one address; and one that is guarded."""
 
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from typing import TYPE_CHECKING
 
+from kvstore.certificates_command import make
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.node.tenants import token_digest
 from kvstore.wire.record import RECORD_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -24,9 +27,9 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 
 class Node(NodeProcess):
-    def __init__(self, data: Path, *, capacity: str = "1GiB") -> None:
+    def __init__(self, data: Path, *, capacity: str = "1GiB", arguments: Sequence[str] = ()) -> None:
         self.data = data
-        super().__init__(data, capacity=capacity)
+        super().__init__(data, capacity=capacity, arguments=arguments)
 
     def restart(self) -> None:
         self.stop()
@@ -47,3 +50,18 @@ class Node(NodeProcess):
             if damaged:
                 drive.write_bytes(content)
         return damaged
+
+
+class GuardedNode(Node):
+    """One over TLS that asks for a token."""
+
+    def __init__(self, data: Path) -> None:
+        made = data.parent / f"{data.name} secrets"
+        make(made, ["127.0.0.1"], [], days=2)
+        token = secrets.token_urlsafe(32)
+        (made / "token").write_text(token + "\n")
+        (made / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest(token)}"]\n')
+        tls = ("--tls-cert", str(made / "127.0.0.1.pem"), "--tls-key", str(made / "127.0.0.1.key"))
+        super().__init__(data, arguments=(*tls, "--tenants", str(made / "tenants.toml")))
+        # What an engine's configuration has beside the node.
+        self.trust = {"ca": str(made / "ca.pem"), "token_file": str(made / "token")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ from tests.engines.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.engines.node import GuardedNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -277,6 +279,25 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
             assert "Traceback" not in engine.log()
         node.restart()
     assert _memory_files() <= before  # others may run beside this
+
+
+@pytest.mark.parametrize(("transfer", "extra"), [(None, {}), (SPEC, SPEC_EXTRA)], ids=["connector", "spec"])
+def test_a_new_process_hits_over_tls_by_a_token_file(
+    place: Path,
+    model: Path,
+    guarded: GuardedNode,
+    chats: Chats,
+    transfer: dict[str, Any] | None,
+    extra: dict[str, str],
+) -> None:
+    told = {"transport": "fabric", **extra, **guarded.trust}
+    name = f"over TLS {len(extra)}"
+    with Engine(place, name, model, guarded.target, transfer=transfer, extra=told) as engine:
+        chats.check(engine, range(3, 4))
+    with Engine(place, f"{name} again", model, guarded.target, transfer=transfer, extra=told) as engine:
+        assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+        assert check_digests(engine) > 0
+        assert "Traceback" not in engine.log()
 
 
 def test_the_offloading_spec_goes_on_without_its_node(
