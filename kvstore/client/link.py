@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.client.own_side import OwnSide
+    from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
@@ -65,6 +66,11 @@ class Host(Protocol):
     @property
     def fabric(self) -> Fabric:
         """The fabric of all its links."""
+        ...
+
+    @property
+    def reach(self) -> Reach:
+        """How its node is reached, and for how long."""
         ...
 
     @property

@@ -30,7 +30,6 @@ from kvstore.endpoints import (
     wildcard,
 )
 from kvstore.errors import ConfigError, FabricError, NodeUnavailable, ProtocolError
-from kvstore.limits import FABRIC_CONNECT_TIMEOUT_MS
 from kvstore.reach import split_target
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.library import load
@@ -186,7 +185,7 @@ def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
     calls = link.calls
     if calls is None or client.fabric.ip_version == 0:
         return
-    timeout_s = min(timeout_s, FABRIC_CONNECT_TIMEOUT_MS / 1000)
+    timeout_s = min(timeout_s, client.reach.connect_timeout_s)
     word = _FirstWord()
     with client.lock:
         if link.error is not None:

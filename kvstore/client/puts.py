@@ -21,7 +21,7 @@ from kvstore.client.blocks import PutResult
 from kvstore.client.giving_back import GivingBack
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
-from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
+from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWord
@@ -121,7 +121,7 @@ class Reservation:
             self._link.give_back_words([put.word for put in self._puts if put.lease.already_stored])
             leases = [(put.lease, put.word) for put in self._puts if not put.lease.already_stored]
             giving = GivingBack(self._client, self._link, leases)
-        giving.over.wait(RPC_TIMEOUT_MS / 1000)
+        giving.over.wait(self._client.reach.call_timeout_s)
         if self._span is not None:
             self._span.given_back()
 
@@ -398,7 +398,9 @@ class ArmedPuts:
 
             # Some may have failed or landed already, and that is not told yet: they are no reason to lose the link.
             self._client.settle(lose_unless_over)
-            if not self._done.wait_for(lambda: bool(settled) or not self._unlanded, RPC_TIMEOUT_MS / 1000):
+            if not self._done.wait_for(
+                lambda: bool(settled) or not self._unlanded, self._client.reach.call_timeout_s
+            ):
                 lose_unless_over()
 
     def wait(self, timeout_s: float) -> list[PutResult]:
