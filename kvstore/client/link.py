@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
+from kvstore.client.failures import Failures
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
@@ -126,6 +127,7 @@ class Link:
         self.stub = stub
         self.error: KvError | None = None
         self.operations: dict[int, Operation] = {}
+        self.failures = Failures(client, self, stub)
         self.generations = itertools.count(secrets.randbits(48) + 1)
         self._fabric = fabric
         self._free_words = list(range(ACK_WORDS))

@@ -52,6 +52,7 @@ class _Put:
     word: int
     tag: int = 0
     result: PutResult | None = None
+    failure: KvError | None = None  # by its code; it ends when the node has said more
     fired_ns: int = 0
     landed_ns: int = 0
 
@@ -247,15 +248,20 @@ class ArmedPuts:
     def _acked(self, put: _Put, event: Event) -> None:
         code = event.value & _CODE_MASK
         error = error_of_code(code)
-        if error is None and code >= Durability.LANDED and not put.landed_ns:
+        if not isinstance(error, LeaseExpired) and not put.landed_ns:
             put.landed_ns = event.time_ns
             self._has_landed()
         if isinstance(error, LeaseExpired):
             self._give_up(put, error)
         elif error is not None:
-            self._end(put, error)
+            put.failure = error
+            self._link.failures.ask(put.lease.generation, lambda told: self._failed(put, told or error))
         elif code >= self._durability:
             self._end(put, None, Durability(code), event.time_ns)
+
+    def _failed(self, put: _Put, error: KvError) -> None:
+        if put.result is None:
+            self._end(put, error)
 
     def _put_failed(self, put: _Put, status: int) -> None:
         if status == -errno.ETIMEDOUT:
@@ -296,7 +302,7 @@ class ArmedPuts:
         """The link is gone: whatever had no acknowledgement failed."""
         for put in self._puts:
             if put.result is None:
-                self._end(put, error)
+                self._end(put, put.failure or error)
 
     def _end(
         self,

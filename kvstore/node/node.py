@@ -440,6 +440,7 @@ class Node:
             elif done.error is not None:
                 level = logging.DEBUG if isinstance(done.error, KeyTaken) else logging.WARNING
                 log.log(level, "a block could not be kept: %s", done.error, extra=connection.about())
+                connection.failed(lease.generation, done.error)
                 words.append(connection.word_put(lease.ack_word, lease.generation, code_of_error(done.error)))
             elif lease.durability > Durability.LANDED:
                 words.append(connection.word_put(lease.ack_word, lease.generation, AckCode(done.durability)))
