@@ -30,6 +30,7 @@ SERVE += [
 ]
 EVERYWHERE = [*SERVE, "--listen", "[::]:7070"]
 KEEPALIVE_S = 10.0  # of gRPC, at both ends
+CALL_S = 5.0
 SPARE_S = 10.0  # for a machine with much else to do
 DELAY_S = 0.02
 
@@ -172,6 +173,44 @@ def test_a_node_that_vanishes_in_mid_get_is_a_miss_in_time(site: Site) -> None:
     finally:
         site.node.plug_in()
     until("the way back", 2 * SPARE_S, lambda: client("get", name, 64) == ["exact"] * 64)
+    client.close()
+
+
+TYPED = ("FabricError", "PutFailed", "NodeUnavailable", "DeadlineExceeded", "node_away")
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("cut", ["7071-7199", "7070", "7070-7199"], ids=["fabric", "gRPC", "both"])
+def test_connections_that_are_reset_end_all_that_is_under_way_in_time_and_are_made_again(
+    site: Site, cut: str
+) -> None:
+    """Libfabric's `net` does not tell of a reset; what is under way ends by its own time."""
+    open_ports = firewall_of("container")
+    client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
+    kept = blocks()
+    assert client("put", kept, 64) == ["WRITTEN"] * 64
+    for host, done, word, name in ((site.node, "WRITTEN", "put", ""), (site.one, "exact", "get", kept)):
+        before = host.sent_bytes()
+        client.begin(word, name or blocks(), 64, CALL_S)
+        until("the first bytes", SPARE_S, lambda: host.sent_bytes() > before + 4 * MIB)  # noqa: B023
+        site.node.firewall(open_ports, cut=cut)
+        answers = [client.end()]
+        for again in ((word, name or blocks(), 64, CALL_S), ("status",)):
+            client.begin(*again)
+            answers.append(client.end())
+        site.node.firewall(open_ports)
+        (_, (meanwhile, _), (status, _)) = answers
+        for answer, took_s in answers[:2]:
+            told = answer if isinstance(answer, list) else [answer]
+            assert all(one == done or any(kind in one for kind in TYPED) for one in told), set(told)
+            assert took_s < CALL_S + SPARE_S
+        if cut != "7070":
+            assert done not in meanwhile
+        if cut != "7071-7199":
+            assert status.startswith("NodeUnavailable: ")
+        fresh = blocks()
+        until("a put", SPARE_S, lambda: client("put", fresh, 1) == ["WRITTEN"])  # noqa: B023
+        until("a get", SPARE_S, lambda: client("get", kept, 64) == ["exact"] * 64)
     client.close()
 
 
