@@ -66,9 +66,7 @@ class Reach:
     provider: str | None = None  # of libfabric; the best there is
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
     call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
-    get_timeout_ms: int = (
-        FETCH_TIMEOUT_MS  # for gets, resumes and streams of blocks that are given no time of their own
-    )
+    get_timeout_ms: int = FETCH_TIMEOUT_MS  # for gets, resumes and streams that are given no time
 
     def __post_init__(self) -> None:
         """Refuse what can't be."""

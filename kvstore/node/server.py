@@ -269,9 +269,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     clock = SystemClock()
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
-    certificates = Certificates.of(
-        config
-    )  # before a drive is opened; gRPC would fail at the first handshake only
+    certificates = Certificates.of(config)  # before a drive is opened
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

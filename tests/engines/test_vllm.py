@@ -13,7 +13,7 @@ import pytest
 from kvstore.client import Client
 from tests.engines.chats import Chats
 from tests.engines.digests import read_digests
-from tests.engines.engine import Engine
+from tests.engines.engine import PATIENT, Engine
 from tests.engines.model import make_gemma
 from tests.engines.node import Node
 
@@ -290,7 +290,7 @@ def test_a_new_process_hits_over_tls_by_a_token_file(
     transfer: dict[str, Any] | None,
     extra: dict[str, str],
 ) -> None:
-    told = {"transport": "fabric", **extra, **guarded.trust}
+    told = {"transport": "fabric", **PATIENT, **extra, **guarded.trust}
     name = f"over TLS {len(extra)}"
     with Engine(place, name, model, guarded.target, transfer=transfer, extra=told) as engine:
         chats.check(engine, range(3, 4))

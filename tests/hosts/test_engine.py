@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engines.engine import ARGUMENTS, ENVIRONMENT
+from tests.engines.engine import ARGUMENTS, ENVIRONMENT, PATIENT
 from tests.hosts.conftest import CA, TOKEN
 from tests.hosts.network import ROOT
 from tests.hosts.test_shipped import firewall_of
@@ -43,7 +43,7 @@ class Engine:
             "kv_connector": "TriggerKvConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"transport": "fabric", **extra},
+            "kv_connector_extra_config": {"transport": "fabric", **PATIENT, **extra},
         }
         given = {
             **ARGUMENTS,
