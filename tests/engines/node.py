@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.certificates_command import make
 from kvstore.demo.node_process import NodeProcess
@@ -64,4 +64,4 @@ class GuardedNode(Node):
         tls = ("--tls-cert", str(made / "127.0.0.1.pem"), "--tls-key", str(made / "127.0.0.1.key"))
         super().__init__(data, arguments=(*tls, "--tenants", str(made / "tenants.toml")))
         # What an engine's configuration has beside the node.
-        self.trust = {"ca": str(made / "ca.pem"), "token_file": str(made / "token")}
+        self.trust: dict[str, Any] = {"ca": str(made / "ca.pem"), "token_file": str(made / "token")}
