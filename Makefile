@@ -47,7 +47,7 @@ test-engines: setup-engines ## tests/engines: real engines with our node beside 
 	@.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
 .PHONY: test-hosts
-test-hosts: setup ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/ (minutes)
+test-hosts: setup-engines ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)
 	@tools/test_hosts.sh $(PYTEST_ARGS)
 
 .PHONY: promtool

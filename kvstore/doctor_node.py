@@ -14,7 +14,7 @@ from kvstore.client.client import Client
 from kvstore.client.contact import steps
 from kvstore.doctor import Result
 from kvstore.errors import ConfigError, FabricError, KvError
-from kvstore.limits import CONTACT_TIMEOUT_MS, PAGE_BYTES
+from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 
@@ -61,7 +61,9 @@ def _check_calls(client: Client) -> Iterator[Result]:
         try:
             region = client.register(memory)
             name = block_key(b"doctor", secrets.token_bytes(16))  # nobody has it
-            (answer,) = client.get([Block(name, region, 0, PAGE_BYTES)], timeout_s=CONTACT_TIMEOUT_MS / 1000)
+            (answer,) = client.get(
+                [Block(name, region, 0, PAGE_BYTES)], timeout_s=client.reach.connect_timeout_s
+            )
             region.close()
         except (FabricError, KvError) as error:
             yield Result("fabric", "fail", str(error), "Blocks can travel inside gRPC only.", do)

@@ -20,8 +20,8 @@ __all__ = [
     "CHECKS_AT_ONCE",
     "CHECK_PIECE_BYTES",
     "CLIENTS_MAX",
+    "CONNECT_TIMEOUT_MS",
     "CONTACT_HURRIED_MS",
-    "CONTACT_TIMEOUT_MS",
     "DELETES_QUEUED_MAX",
     "DRIVES_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
@@ -36,7 +36,6 @@ __all__ = [
     "EVICTION_GHOSTS_MAX",
     "EVICTION_STEPS_MAX",
     "EVICTION_URGENT_BLOCKS",
-    "FABRIC_CONNECT_TIMEOUT_MS",
     "FABRIC_PORT_FIRST",
     "FABRIC_PORT_LAST",
     "FETCHES_QUEUED_MAX",
@@ -91,6 +90,7 @@ __all__ = [
     "PROTECTED_SESSIONS_OF_TENANT_MAX",
     "QUARANTINE_TIMEOUT_MS",
     "QUOTA_OWNERS_MAX",
+    "REACH_TIMEOUT_MS_MAX",
     "READINESS_RETRY_MS",
     "READ_AHEAD_BYTES",
     "RESHARD_SCRATCH_BYTES",
@@ -319,14 +319,14 @@ UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_LATE_MS = 500  # for so long a node answers nothing before it counts as away
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
-CONTACT_TIMEOUT_MS = 2_000  # of each step towards a node, for somebody who asks which one fails
-CONTACT_HURRIED_MS = 250  # the same beside a call that has failed
+CONTACT_HURRIED_MS = 250  # of each step towards a node that is looked at beside a call that has failed
 LOG_LINES_PER_S = 20  # of one kind of message
 LOG_KINDS_MAX = 1024
 RPC_TIMEOUT_MS = 10_000
-FABRIC_CONNECT_TIMEOUT_MS = 5_000  # two lost packets of a connection's beginning are made good within it
+CONNECT_TIMEOUT_MS = 5_000  # two lost packets of a connection's beginning are made good within it
 READINESS_RETRY_MS = 5_000  # between two tries of a node to reach itself
 FETCH_TIMEOUT_MS = 30_000
+REACH_TIMEOUT_MS_MAX = 600_000  # that a client can be told to wait for its node
 FETCH_CANCEL_MS = 900  # from a get's cancellation: who has not confirmed it by then loses the client
 KEEPALIVE_MS = 5_000  # between two pings on a quiet connection, and how long each may be unanswered
 
@@ -366,4 +366,4 @@ assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
 # A client that comes back may do so before the node has noticed that it had gone; and the node itself takes one.
 assert FABRIC_PORT_LAST - FABRIC_PORT_FIRST + 1 > 2 * CLIENTS_MAX
-assert FABRIC_CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS
+assert CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS

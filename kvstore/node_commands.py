@@ -42,6 +42,14 @@ def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> 
     )
     parser.add_argument("--certificate", type=Path, help="a certificate to show, PEM")
     parser.add_argument("--key", type=Path, help="its key, PEM")
+    for name, what in (
+        ("connect", "a connection to the node"),
+        ("call", "a call"),
+        ("get", "a get of blocks"),
+    ):
+        parser.add_argument(
+            f"--{name}-timeout-ms", type=int, metavar="MS", help=f"for how long {what} may take"
+        )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -49,7 +57,7 @@ def reach(arguments: argparse.Namespace) -> Reach:
     """How a command was told to reach its node."""
     from kvstore.reach import Reach
 
-    names = ("tenant", "token_file", "tls", "ca", "certificate", "key")
+    names = Reach.settings() & vars(arguments).keys() - {"node"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
     return Reach.of(given, where="the command")
 

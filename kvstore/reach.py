@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import grpc
 
 from kvstore.errors import ConfigError
-from kvstore.limits import NODES_MAX
+from kvstore.limits import (
+    CONNECT_TIMEOUT_MS,
+    FETCH_TIMEOUT_MS,
+    NODES_MAX,
+    REACH_TIMEOUT_MS_MAX,
+    RPC_TIMEOUT_MS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,6 +64,9 @@ class Reach:
     fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
     fabric_ports: str = ""  # FIRST-LAST, where this machine listens there; "": any that is free
     provider: str | None = None  # of libfabric; the best there is
+    connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
+    call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
+    get_timeout_ms: int = FETCH_TIMEOUT_MS  # for gets, resumes and streams that are given no time
 
     def __post_init__(self) -> None:
         """Refuse what can't be."""
@@ -70,6 +79,9 @@ class Reach:
             raise ConfigError("A token is given as it is or in a file, not both.")
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A client's certificate and its key come together.")
+        for name in ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms"):
+            if not 1 <= getattr(self, name) <= REACH_TIMEOUT_MS_MAX:
+                raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX}, not {getattr(self, name)}.")
         if not self.uses_tls and (self.token is not None or self.token_file is not None):
             for host in hosts:
                 if not _is_this_machine(host):
@@ -128,6 +140,21 @@ class Reach:
     def uses_tls(self) -> bool:
         """Whether calls go over TLS."""
         return self.tls or self.ca is not None or self.certificate is not None
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """For a connection to the node."""
+        return self.connect_timeout_ms / 1000
+
+    @property
+    def call_timeout_s(self) -> float:
+        """For a call."""
+        return self.call_timeout_ms / 1000
+
+    @property
+    def get_timeout_s(self) -> float:
+        """For a get that is given no time of its own."""
+        return self.get_timeout_ms / 1000
 
     @staticmethod
     def settings() -> frozenset[str]:
@@ -208,6 +235,7 @@ def _several(value: Any, _: Path) -> tuple[str, ...]:
 
 
 _TEXT = _Kind((str,), lambda value, _: value, "a text")
+_MS = _Kind((int,), lambda value, _: value, "a whole number of milliseconds")
 _FILE_KIND = _Kind((str, Path), _path, "a path")
 _KINDS: Final = {
     "node": _Kind((str,), _several, "HOST:PORT"),
@@ -222,6 +250,9 @@ _KINDS: Final = {
     "fabric_address": _TEXT,
     "fabric_ports": _TEXT,
     "provider": _TEXT,
+    "connect_timeout_ms": _MS,
+    "call_timeout_ms": _MS,
+    "get_timeout_ms": _MS,
 }
 assert set(_KINDS) == {one.name for one in fields(Reach)} | {"node"}
 
@@ -251,6 +282,10 @@ def _of_environment() -> dict[str, Any]:
             if text.lower() not in {"true", "false", "1", "0"}:
                 raise ConfigError(f"{variable} is true or false, not {text!r}.")
             given[name] = text.lower() in {"true", "1"}
+        elif kind.types == (int,):
+            if not (text.isascii() and text.isdigit()):
+                raise ConfigError(f"{variable} is {kind.word}, not {text!r}.")
+            given[name] = int(text)
         else:
             given[name] = text
     if "node" in given and "nodes" in given:

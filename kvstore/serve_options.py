@@ -131,9 +131,9 @@ OPTIONS: Final = (
     Option("provider", "libfabric provider; by default the best there is", metavar="NAME"),
     Option("tied", "stop when standard input ends, as it does when the starter dies", is_switch=True),
     _path("tenants", "a file of tenants and their tokens", reloads=True),
-    _path("tls_cert", "the node's certificate and its chain, PEM"),
-    _path("tls_key", "its key, PEM"),
-    _path("tls_clients", "authorities, PEM; clients need a certificate of theirs"),
+    _path("tls_cert", "the node's certificate and its chain, PEM", reloads=True),
+    _path("tls_key", "its key, PEM", reloads=True),
+    _path("tls_clients", "authorities, PEM; clients need a certificate of theirs", reloads=True),
     _path("audit", "a file for who came and who was turned away"),
     Option(
         "events", "publish KV events over ZeroMQ on tcp://127.0.0.1:PORT or ipc://PATH", metavar="ENDPOINT"

@@ -159,7 +159,7 @@ struct tk_ack_watch {
 /* One operation of a group; see group.c. Times are of CLOCK_MONOTONIC, 0: not yet. */
 struct tk_row {
 	uint64_t fired_ns, landed_ns, over_ns; /* the threshold was seen; the peer's first word; its last one */
-	uint32_t code; /* of the last; 0: it was ended from this side */
+	uint32_t code; /* of the last good one; 0: none came */
 	uint32_t over;
 };
 
@@ -260,7 +260,8 @@ int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
 int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out);
-int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* returns how many rows are open still */
+int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns); /* as a first word does */
+int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* 0 leaves the code; returns the open rows */
 int tk_group_open_rows(struct tk_group *group);
 /* Waits until the first so many rows are over, or until all have landed; returns whether it is so. */
 int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns);

@@ -86,7 +86,8 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 {
 	if (row->over)
 		return 0;
-	row->code = code;
+	if (code)
+		row->code = code;
 	if (!row->landed_ns)
 		group->unlanded--;
 	row->over = 1;
@@ -116,6 +117,26 @@ void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns)
 	pthread_mutex_unlock(&group->lock);
 }
 
+/* Under the lock. */
+static void land_row(struct tk_group *group, struct tk_row *row, uint64_t now_ns)
+{
+	if (row->over || row->landed_ns)
+		return;
+	row->landed_ns = now_ns;
+	if (!--group->unlanded && group->waiters)
+		pthread_cond_broadcast(&group->changed);
+}
+
+int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns)
+{
+	if (row >= group->count)
+		return -EINVAL;
+	pthread_mutex_lock(&group->lock);
+	land_row(group, &group->rows[row], now_ns);
+	pthread_mutex_unlock(&group->lock);
+	return 0;
+}
+
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code)
 {
 	struct tk_group *group = watch->group;
@@ -125,11 +146,7 @@ void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uin
 	pthread_mutex_lock(&group->lock);
 	if (!row->over) {
 		row->over_ns = now_ns;
-		if (!row->landed_ns) {
-			row->landed_ns = now_ns;
-			if (!--group->unlanded && group->waiters)
-				pthread_cond_broadcast(&group->changed);
-		}
+		land_row(group, row, now_ns);
 		row->code = code;
 		if (code >= watch->final_code)
 			over = end_row(group, row, code);

@@ -34,7 +34,7 @@ class Row(NamedTuple):
     fired_ns: int
     landed_ns: int  # the peer's first word
     over_ns: int  # its last one
-    code: int  # of that; 0: none, or the row was ended from this side
+    code: int  # of that; 0: none came
     over: int
 
 
@@ -71,8 +71,12 @@ class Group:
         """How many are not over."""
         return int(lib.tk_group_open_rows(self._handle))
 
+    def land(self, row: int, at_ns: int) -> None:
+        """A first word has come for a row, and its reader is still to end it."""
+        lib.tk_group_land(self._handle, row, at_ns)
+
     def end(self, row: int, code: int = 0) -> None:
-        """A row is over, if it was not yet."""
+        """A row is over, if it was not yet; a code of 0 leaves what the peer has said."""
         lib.tk_group_end(self._handle, row, code)
 
     def wait(self, first: int, timeout_s: float) -> bool:

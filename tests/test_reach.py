@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.cli import _parser
 from kvstore.client import Client, Nodes
+from kvstore.engines.settings import EngineSettings
 from kvstore.errors import ConfigError
+from kvstore.limits import CONNECT_TIMEOUT_MS, FETCH_TIMEOUT_MS, REACH_TIMEOUT_MS_MAX, RPC_TIMEOUT_MS
+from kvstore.node_commands import reach as of_command
 from kvstore.reach import Reach, split_target
 
 if TYPE_CHECKING:
@@ -97,6 +101,10 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": "a b:1"}, "not where a node is"),
         ({"node": "host:0"}, "not where a node is"),
         ({"node": "host:65536"}, "not where a node is"),
+        ({"node": NODE, "call_timeout_ms": 0}, "call_timeout_ms is 1 to"),
+        ({"node": NODE, "call_timeout_ms": REACH_TIMEOUT_MS_MAX + 1}, "call_timeout_ms is 1 to"),
+        ({"node": NODE, "get_timeout_ms": 1.5}, "a whole number of milliseconds, not float"),
+        ({"node": NODE, "get_timeout_ms": True}, "a whole number of milliseconds, not bool"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:
@@ -124,7 +132,7 @@ def test_a_file_that_is_named_and_not_there_is_an_error(monkeypatch: pytest.Monk
         Reach.of({"node": NODE})
 
 
-@pytest.mark.parametrize(("name", "text"), [("TLS", "perhaps")])
+@pytest.mark.parametrize(("name", "text"), [("TLS", "perhaps"), ("CALL_TIMEOUT_MS", "1.5")])
 def test_a_variable_that_cannot_be_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TRIGGERKV_{name}", text)
     with pytest.raises(ConfigError, match=f"TRIGGERKV_{name} is"):
@@ -141,6 +149,26 @@ def test_variables_say_all_that_a_call_can(monkeypatch: pytest.MonkeyPatch) -> N
     told = Reach.of()
     assert told.nodes == ("a:1", "b:2")
     assert (told.tls, told.fabric_address) == (True, "::1")
+
+
+def test_timeouts_are_said_in_every_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms")
+
+    def told(reach: Reach) -> tuple[int, ...]:
+        return tuple(getattr(reach, name) for name in names)
+
+    assert told(Reach((NODE,))) == (CONNECT_TIMEOUT_MS, RPC_TIMEOUT_MS, FETCH_TIMEOUT_MS)
+    file.write_text(f'node = "{NODE}"\n' + "".join(f"{name} = 1\n" for name in names))
+    assert told(Reach.of()) == (1, 1, 1)
+    for number, name in enumerate(names[:2]):
+        monkeypatch.setenv(f"TRIGGERKV_{name.upper()}", str(20 + number))
+    assert told(Reach.of()) == (20, 21, 1)
+    assert told(Reach.of({"connect_timeout_ms": 30})) == (30, 21, 1)
+    with Client(call_timeout_ms=40) as client:
+        assert told(client.reach) == (20, 40, 1)
+    assert told(EngineSettings.of({"get_timeout_ms": 50}, where="an engine").reach) == (20, 21, 50)
+    asked = ["stats", "--connect-timeout-ms", "60", "--call-timeout-ms", "61", "--get-timeout-ms", "62"]
+    assert told(of_command(_parser().parse_args(asked))) == (60, 61, 62)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "two\nlines"], ids=["empty", "blank", "lines"])

@@ -23,8 +23,14 @@ def test_the_table_has_each_setting_and_its_flag() -> None:
     parser = _parser()
     for _, flag, _ in ROWS:
         if flag:
-            value = [] if flag == "--tls" else ["127.0.0.1:1"]
+            value = [] if flag == "--tls" else ["1"] if flag.endswith("-ms") else ["127.0.0.1:1"]
             parser.parse_args(["stats", flag.split()[0], *value])
+
+
+def test_the_timeouts_that_hold_by_default_are_those_of_the_table() -> None:
+    default = Reach(("127.0.0.1:1",))
+    told = {name: int(shown) for name, _, shown in ROWS if name.endswith("_ms")}
+    assert told == {name: getattr(default, name) for name in Reach.settings() if name.endswith("_ms")}
 
 
 def test_what_counts_at_once_is_named() -> None:

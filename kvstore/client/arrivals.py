@@ -37,7 +37,6 @@ from kvstore.limits import (
     ARRIVAL_GRACE_MS,
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
-    FETCH_TIMEOUT_MS,
     LEARNT_SESSIONS_MAX,
     SESSIONS_FOLLOWED_MAX,
     SESSIONS_LISTED_MAX,
@@ -201,7 +200,7 @@ class Arrivals(Handle):
         request: Request,
         place: Callable[[int, bytes], Block] | None = None,
         *,
-        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
     ) -> Arrival:
         """Match a request, and begin to bring what the rule says; nothing that can be waited for is waited for.
 
@@ -218,6 +217,8 @@ class Arrivals(Handle):
         denies = any(action.kind is ActionKind.DENY for action in entry.actions)
         if denies or owner is None or owner.tenant != self._tenant:
             return Arrival(self, entry, denied=True)
+        if timeout_s is None:
+            timeout_s = self._nodes.reach.get_timeout_s
         return self._allowed(entry, request, owner, place, timeout_s)
 
     def _allowed(

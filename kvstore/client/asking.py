@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client.block_calls import durability_message
 from kvstore.client.watch import metadata_of, within
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
-from kvstore.limits import RPC_TIMEOUT_MS
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 
 __all__ = ["Asking", "Reserving"]
-
-_TIMEOUT_NS = RPC_TIMEOUT_MS * 1_000_000
 
 
 class Reserving(NamedTuple):
@@ -66,6 +63,7 @@ class Asking:
         self._calling = calling
         self._lookups = lookups
         self._clock = lookups.clock
+        self._timeout_ns = client.reach.call_timeout_ms * 1_000_000
 
     @staticmethod
     def _traced(span: PutSpan | GetSpan | None) -> Metadata:
@@ -97,7 +95,7 @@ class Asking:
                     metadata,
                     len(rows),
                     rows_of_reserve(rows),
-                    self._clock.monotonic_ns() + _TIMEOUT_NS,
+                    self._clock.monotonic_ns() + self._timeout_ns,
                     tag,
                     group,
                     0,
@@ -113,7 +111,7 @@ class Asking:
         if call is None:
             with within(span):
                 return self._reserve_by_rpc(link, wanted)
-        while not group.wait(1, _TIMEOUT_NS / 1e9):
+        while not group.wait(1, self._timeout_ns / 1e9):
             pass  # the call's own deadline ends it
         with self._client.lock:
             link.operations.pop(tag, None)
@@ -138,7 +136,7 @@ class Asking:
         try:
             with self._calling("Reserving slots"):
                 answer = self._stub.Reserve(
-                    request, timeout=RPC_TIMEOUT_MS / 1000, metadata=metadata_of(wanted.watch)
+                    request, timeout=self._client.reach.call_timeout_s, metadata=metadata_of(wanted.watch)
                 )
         except (NodeUnavailable, DeadlineExceeded) as error:
             self._client.lose(link, error)  # leases may stand that we know nothing of
@@ -192,7 +190,7 @@ class Asking:
                     (*metadata, *self._traced(span)),
                     get.blocks,
                     get.rows(),
-                    began_ns + _TIMEOUT_NS,  # the get's own ends no more than the get
+                    began_ns + self._timeout_ns,  # the get's own ends no more than the get
                     get.tag,
                     get.group,
                     get.blocks,
@@ -227,7 +225,9 @@ class Asking:
         left_s = max(0.0, (deadline_ns - self._clock.monotonic_ns()) / 1e9)
         try:
             with self._calling("Fetching blocks"):
-                self._stub.Fetch(request, timeout=min(left_s, RPC_TIMEOUT_MS / 1000), metadata=metadata)
+                self._stub.Fetch(
+                    request, timeout=min(left_s, self._client.reach.call_timeout_s), metadata=metadata
+                )
         except KvError as error:
             return error
         return None

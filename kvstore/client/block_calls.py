@@ -1,6 +1,6 @@
 """What a client asks its node about stored blocks, and what it tells it to do with them, without moving a byte.
 
-What always holds: a call ends within `RPC_TIMEOUT_MS`, with an answer or with one typed error; a batch may be of any
+What always holds: a call ends within `call_timeout_ms`, with an answer or with one typed error; a batch may be of any
 length and is sent in calls of as many blocks as one may name, in order. A batch of several calls is not one step: what
 another client does in between is seen by the later ones.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError
-from kvstore.limits import BATCH_BLOCKS_MAX, RPC_TIMEOUT_MS
+from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import blocks_pb2 as pb
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import grpc
 
     from kvstore.client.lookups import ClientLookups
+    from kvstore.reach import Reach
 
 __all__ = ["BlockCalls", "Explained", "Pin", "Prefix", "Stored", "durability_message"]
 
 T = TypeVar("T")
-_TIMEOUT_S = RPC_TIMEOUT_MS / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,21 @@ class BlockCalls:
         self,
         channel: grpc.Channel,
         calling: Callable[[str], AbstractContextManager[None]],
-        tenant: str,
+        reach: Reach,
         fingerprint: bytes,
         lookups: ClientLookups,
     ) -> None:
         self._lookups = lookups
         self._stub = blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
         self._calling = calling
-        self._tenant = tenant
+        self._tenant, self._timeout_s = reach.tenant, reach.call_timeout_s
         self._fingerprint = fingerprint
 
+    def _within(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
+
     def exists(
-        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float = _TIMEOUT_S
+        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
         """Say of each block whether it could be got: one that is there, or the Miss that a get would give.
 
@@ -117,7 +120,9 @@ class BlockCalls:
                 self._lookups.looking(Kind.EXISTS, len(some)) as metadata,
                 self._calling("Asking for blocks"),
             ):
-                states += self._stub.Exists(request, timeout=timeout_s, metadata=metadata).blocks
+                states += self._stub.Exists(
+                    request, timeout=self._within(timeout_s), metadata=metadata
+                ).blocks
         return [
             Stored(key, state.length, state.expires_unix_ms) if state.stored else _miss(state.miss)
             for key, state in zip(keys, states, strict=True)
@@ -128,10 +133,10 @@ class BlockCalls:
         with self._calling("Asking for a block's layout"):
             name = kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint)
             request = pb.ExistsRequest(tenant=self._tenant, blocks=[name])
-            (state,) = self._stub.Exists(request, timeout=_TIMEOUT_S).blocks
+            (state,) = self._stub.Exists(request, timeout=self._timeout_s).blocks
         return state.fingerprint or None
 
-    def prefix(self, keys: Sequence[bytes], *, timeout_s: float = _TIMEOUT_S) -> Prefix:
+    def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's."""
         blocks = 0
         for some in _batches(keys):
@@ -140,7 +145,7 @@ class BlockCalls:
                 self._lookups.looking(Kind.PREFIX, len(some)) as metadata,
                 self._calling("Asking for a prefix"),
             ):
-                answer = self._stub.Prefix(request, timeout=timeout_s, metadata=metadata)
+                answer = self._stub.Prefix(request, timeout=self._within(timeout_s), metadata=metadata)
             blocks += answer.blocks
             if answer.HasField("miss"):
                 return Prefix(blocks, _miss(answer.miss))
@@ -157,7 +162,7 @@ class BlockCalls:
                 request = pb.DeleteRequest(
                     tenant=self._tenant, keys=some, durability=durability_message(durability)
                 )
-                found += self._stub.Delete(request, timeout=_TIMEOUT_S).found
+                found += self._stub.Delete(request, timeout=self._timeout_s).found
         return found
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
@@ -166,7 +171,7 @@ class BlockCalls:
         for some in _batches(keys):
             with self._calling("Asking what became of blocks"):
                 request = pb.ExplainRequest(tenant=self._tenant, keys=some)
-                told += self._stub.Explain(request, timeout=_TIMEOUT_S).explanations
+                told += self._stub.Explain(request, timeout=self._timeout_s).explanations
         return [_explained(key, one) for key, one in zip(keys, told, strict=True)]
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
@@ -181,7 +186,7 @@ class BlockCalls:
             for some in _batches(keys):
                 with self._calling("Pinning blocks"):
                     request = pb.PinRequest(tenant=self._tenant, keys=some, time_to_live_ms=time_to_live_ms)
-                    answer = self._stub.Pin(request, timeout=_TIMEOUT_S)
+                    answer = self._stub.Pin(request, timeout=self._timeout_s)
                 numbers += [answer.pin] if answer.pin else []
                 pinned += answer.pinned
         except KvError:
@@ -193,7 +198,7 @@ class BlockCalls:
         """End pins by their numbers."""
         with self._calling("Ending pins"):
             request = pb.UnpinRequest(tenant=self._tenant, pins=pins)
-            return int(self._stub.Unpin(request, timeout=_TIMEOUT_S).ended)
+            return int(self._stub.Unpin(request, timeout=self._timeout_s).ended)
 
 
 def durability_message(durability: Durability) -> kvstore_pb2.Durability:

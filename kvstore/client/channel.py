@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_channel"]
 
+_CONNECT_TIMEOUT = "grpc.min_reconnect_backoff_ms"  # in spite of its name; 20 s by default
 _OPTIONS = (
     *keepalive_options(),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -26,10 +27,11 @@ _OPTIONS = (
 def open_channel(reach: Reach, header: Callable[[], tuple[str, str] | None] | None = None) -> grpc.Channel:
     """Open a channel; no call is made yet. `header` is asked for each call what else it shall carry."""
     credentials = reach.credentials()
+    options = (*_OPTIONS, (_CONNECT_TIMEOUT, reach.connect_timeout_ms))
     if credentials is None:
-        channel = grpc.insecure_channel(reach.node, options=_OPTIONS)
+        channel = grpc.insecure_channel(reach.node, options=options)
     else:
-        channel = grpc.secure_channel(reach.node, credentials, options=_OPTIONS)
+        channel = grpc.secure_channel(reach.node, credentials, options=options)
     said: list[Callable[[], tuple[str, str] | None]] = []
     if (token := reach.bearer()) is not None:
         bearer = ("authorization", f"Bearer {token}")

@@ -55,12 +55,9 @@ from kvstore.errors import (
 )
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
-    FABRIC_CONNECT_TIMEOUT_MS,
     FETCH_CANCEL_MS,
-    FETCH_TIMEOUT_MS,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
-    RPC_TIMEOUT_MS,
 )
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -125,6 +122,9 @@ class Client(Handle):
         fabric_address: str | None = None,
         fabric_ports: str | None = None,
         provider: str | None = None,
+        connect_timeout_ms: int | None = None,
+        call_timeout_ms: int | None = None,
+        get_timeout_ms: int | None = None,
         layout: HasFingerprint | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
@@ -150,6 +150,9 @@ class Client(Handle):
             "fabric_address": fabric_address,
             "fabric_ports": fabric_ports,
             "provider": provider,
+            "connect_timeout_ms": connect_timeout_ms,
+            "call_timeout_ms": call_timeout_ms,
+            "get_timeout_ms": get_timeout_ms,
         }
         self.reach = Reach.given(node, given)
         self.target, self.tenant = self.reach.node, self.reach.tenant
@@ -169,22 +172,22 @@ class Client(Handle):
         self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
         self._breaker = Breaker(SystemClock())
         # The node may be there, and its fabric not be reached; to connect takes its time.
-        self._fabric_breaker = Breaker(SystemClock(), FABRIC_CONNECT_TIMEOUT_MS)
+        self._fabric_breaker = Breaker(SystemClock(), self.reach.connect_timeout_ms)
         # What is asked and told without moving a block stands in modules of its own.
         self.lookups = ClientLookups(SystemClock())
         self._asking = Asking(self, self._stub, self._calling, self.lookups)
-        calls = BlockCalls(self._channel, self._calling, self.tenant, self.fingerprint, self.lookups)
+        calls = BlockCalls(self._channel, self._calling, self.reach, self.fingerprint, self.lookups)
         self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
         self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
         inline = InlineCalls(
-            self._channel, self._calling, self.tenant, self.fingerprint, self.lookups, self.spans
+            self._channel, self._calling, self.reach, self.fingerprint, self.lookups, self.spans
         )
         self.put_inline, self.get_inline = inline.put, inline.get
         self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
-        observing = ObservingCalls(self._channel, self._calling, self.tenant)
+        observing = ObservingCalls(self._channel, self._calling, self.reach)
         self.statistics, self.watch = observing.statistics, observing.watch
         self.looked_up = observing.looked_up
-        self.steps = StepCalls(self._channel, self._calling, self.tenant)
+        self.steps = StepCalls(self._channel, self._calling, self.reach)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
         self.import_session = sessions.import_one
@@ -248,7 +251,7 @@ class Client(Handle):
         watch: Watch | None,
         span: PutSpan | None,
     ) -> Reservation:
-        link = self._attached(RPC_TIMEOUT_MS / 1000)
+        link = self._attached(self.reach.call_timeout_s)
         with self.lock:
             words = link.take_words(len(blocks))
         asked_ns = time.monotonic_ns()
@@ -280,7 +283,7 @@ class Client(Handle):
             leases=[pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases],
         )
         self.calls += 1
-        call = self._stub.Abort.future(request, timeout=RPC_TIMEOUT_MS / 1000)
+        call = self._stub.Abort.future(request, timeout=self.reach.call_timeout_s)
 
         def check(answered: grpc.Future[pb.AbortResponse]) -> None:
             if answered.exception() is not None:
@@ -319,7 +322,7 @@ class Client(Handle):
         blocks: Sequence[Block],
         *,
         layout: Layout | None = None,
-        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
     ) -> list[Hit | Miss]:
         """Have blocks written into their regions; a Hit or a Miss for each, in order.
 
@@ -332,7 +335,7 @@ class Client(Handle):
         blocks: Sequence[Block],
         *,
         layout: Layout | None = None,
-        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
         watch: Watch | None = None,
         ended: Ended | None = None,
     ) -> Get | NoGet:
@@ -346,7 +349,7 @@ class Client(Handle):
         self,
         blocks: Sequence[Block],
         layout: Layout | None,
-        timeout_s: float,
+        timeout_s: float | None,
         watch: Watch | None,
         ended: Ended | None,
         *,
@@ -358,6 +361,8 @@ class Client(Handle):
         span = None if self.spans is None else self.spans.get(blocks, request_id)
         if span is not None:
             ended = span.before(ended)
+        if timeout_s is None:
+            timeout_s = self.reach.get_timeout_s
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
             with self.lookups.noting(Kind.FETCH, len(blocks), request_id):
@@ -375,7 +380,7 @@ class Client(Handle):
 
     def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
         """How the node is doing; `wait_s` waits that long for a node that is not there yet."""
-        timeout_s = wait_s or RPC_TIMEOUT_MS / 1000
+        timeout_s = wait_s or self.reach.call_timeout_s
         try:
             answer: pb.StatusResponse = self._stub.Status(
                 pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
@@ -427,7 +432,7 @@ class Client(Handle):
 
     def attach(self) -> None:
         """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
-        self._attached(RPC_TIMEOUT_MS / 1000)
+        self._attached(self.reach.call_timeout_s)
 
     def _attached(self, timeout_s: float) -> Link:
         """The link there is, or a new one, within this time."""

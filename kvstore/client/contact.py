@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.config import printable
 from kvstore.errors import ConfigError
-from kvstore.limits import CONTACT_HURRIED_MS, CONTACT_TIMEOUT_MS
+from kvstore.limits import CONTACT_HURRIED_MS
 from kvstore.reach import split_target
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "broken_step", "steps"]
 
-_TIMEOUT_S: Final = CONTACT_TIMEOUT_MS / 1000
 _HURRIED_S: Final = CONTACT_HURRIED_MS / 1000
 _PREFACE: Final = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and empty settings
@@ -62,8 +61,10 @@ def broken_step(reach: Reach) -> Step | None:
     return next((step for step in steps(reach, _HURRIED_S) if not step.is_done), None)
 
 
-def steps(reach: Reach, timeout_s: float = _TIMEOUT_S) -> Iterator[Step]:
-    """Name, connection and TLS, each as it ends."""
+def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
+    """Name, connection and TLS, each as it ends; it may take as long as a connection may."""
+    if timeout_s is None:
+        timeout_s = reach.connect_timeout_s
     host, port = split_target(reach.node)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -16,7 +16,7 @@ from kvstore.client.blocks import PutResult
 from kvstore.client.watch import within
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, INLINE_CHUNK_BYTES, RPC_TIMEOUT_MS
+from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import batches_pb2, kvstore_pb2_grpc
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.lookups import ClientLookups, Metadata
     from kvstore.client.spans import ClientSpans, InlineSpan
+    from kvstore.reach import Reach
 
 __all__ = ["InlineCalls"]
 
@@ -44,7 +45,7 @@ class InlineCalls:
         self,
         channel: grpc.Channel,
         calling: Callable[[str], AbstractContextManager[None]],
-        tenant: str,
+        reach: Reach,
         fingerprint: bytes,
         lookups: ClientLookups,
         spans: ClientSpans | None,
@@ -60,8 +61,13 @@ class InlineCalls:
             f"/{batches}/GetBatch", request_serializer=batches_pb2.GetBatchRequest.SerializeToString
         )
         self._calling = calling
-        self._tenant = tenant
+        self._tenant, self._reach = reach.tenant, reach
         self._fingerprint = fingerprint
+
+    def _within(self, timeout_s: float | None, *, many: bool = False) -> float:
+        if timeout_s is not None:
+            return timeout_s
+        return self._reach.get_timeout_s if many else self._reach.call_timeout_s
 
     def put(
         self,
@@ -70,7 +76,7 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        timeout_s: float = RPC_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
     ) -> Durability:
         """Put one block through gRPC: copied and sent by the CPU, for where there is no fabric."""
         view = memoryview(data).cast("B")
@@ -90,7 +96,7 @@ class InlineCalls:
         span = None if self._spans is None else self._spans.inline("kvstore.put")
         try:
             with within(span), self._calling("An inline put"):
-                reached = Durability(self._stub.Put(parts(), timeout=timeout_s).durability)
+                reached = Durability(self._stub.Put(parts(), timeout=self._within(timeout_s)).durability)
         except KvError as error:
             if span is not None:
                 span.failed(error)
@@ -100,10 +106,10 @@ class InlineCalls:
             span.put(1, [])
         return reached
 
-    def get(self, key: bytes, length: int, *, timeout_s: float = RPC_TIMEOUT_MS / 1000) -> bytes | Miss:
+    def get(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
         """Get one block through gRPC."""
         span = None if self._spans is None else self._spans.inline("kvstore.get")
-        outcome = self._get(key, length, timeout_s, span)
+        outcome = self._get(key, length, self._within(timeout_s), span)
         if span is not None:
             missed = Counter([outcome.reason] if isinstance(outcome, Miss) else [])
             span.size_bytes = length
@@ -135,7 +141,7 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
     ) -> list[PutResult]:
         """Put blocks, each a key and its bytes, in one stream; says of each how it ended, in order.
 
@@ -151,8 +157,9 @@ class InlineCalls:
             tenant=self._tenant, durability=durability_message(durability), expires_unix_ms=expires_unix_ms
         )
         try:
+            parts = self._parts(head, blocks, keys)
             with within(span), self._calling("A stream of puts"):
-                for answer in self._put_batch(self._parts(head, blocks, keys), timeout=timeout_s):
+                for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
         except KvError as error:
             broken = error
@@ -186,9 +193,10 @@ class InlineCalls:
             yield encoded_put(head, parts)
 
     def get_many(
-        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000
+        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
         """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come."""
+        timeout_s = self._within(timeout_s, many=True)
         if self._spans is None:
             return self._get_many(wanted, timeout_s, None)
         return self._get_many_traced(wanted, timeout_s, self._spans)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
+from kvstore.client.failures import Failures
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.client.own_side import OwnSide
+    from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
@@ -68,6 +70,11 @@ class Host(Protocol):
     @property
     def fabric(self) -> Fabric:
         """The fabric of all its links."""
+        ...
+
+    @property
+    def reach(self) -> Reach:
+        """How its node is reached, and for how long."""
         ...
 
     @property
@@ -124,6 +131,7 @@ class Link:
         self.error: KvError | None = None
         self.operations: dict[int, Operation] = {}
         self._generation = secrets.randbits(48) + 1
+        self.failures = Failures(client, self, stub)
         self._fabric = fabric
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()

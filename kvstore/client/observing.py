@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.limits import LOOKUPS_LISTED_MAX, RPC_TIMEOUT_MS
+from kvstore.limits import LOOKUPS_LISTED_MAX
 from kvstore.wire import blocks_pb2, lookups_pb2, lookups_pb2_grpc, observing_pb2_grpc
 from kvstore.wire import observing_pb2 as pb
 from kvstore.wire.looked import lookup_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kvstore.lookups import Lookup
+    from kvstore.reach import Reach
 
 
 __all__ = ["Happened", "LookedUp", "ObservingCalls"]
@@ -54,18 +55,18 @@ class ObservingCalls:
     """The calls of one client. Any thread."""
 
     def __init__(
-        self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], tenant: str
+        self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], reach: Reach
     ) -> None:
         self._stub = observing_pb2_grpc.ObservingStub(channel)  # type: ignore[no-untyped-call]
         self._lookups = lookups_pb2_grpc.LookupsStub(channel)  # type: ignore[no-untyped-call]
         self._calling = calling
-        self._tenant = tenant
+        self._tenant, self._timeout_s = reach.tenant, reach.call_timeout_s
 
     def statistics(self) -> pb.StatisticsResponse:
         """The node's counters and gauges, and the tenant's own quota (`kvstore/v1/observing.proto` has them)."""
         with self._calling("Asking for statistics"):
             answer: pb.StatisticsResponse = self._stub.Statistics(
-                pb.StatisticsRequest(tenant=self._tenant), timeout=RPC_TIMEOUT_MS / 1000
+                pb.StatisticsRequest(tenant=self._tenant), timeout=self._timeout_s
             )
         return answer
 
@@ -81,7 +82,7 @@ class ObservingCalls:
             last=min(last, LOOKUPS_LISTED_MAX),
         )
         with self._calling("Asking for look-ups"):
-            answer = self._lookups.ListLookups(request, timeout=RPC_TIMEOUT_MS / 1000)
+            answer = self._lookups.ListLookups(request, timeout=self._timeout_s)
         return LookedUp(
             tuple(map(lookup_of, answer.lookups)),
             answer.now_unix_ms,

@@ -32,7 +32,6 @@ from kvstore.endpoints import (
     wildcard,
 )
 from kvstore.errors import ConfigError, DeadlineExceeded, FabricError, NodeUnavailable, ProtocolError
-from kvstore.limits import FABRIC_CONNECT_TIMEOUT_MS
 from kvstore.reach import split_target
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.library import load
@@ -191,13 +190,13 @@ class _FirstWord:
 def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
     """Connect to the node, before it may want to; if that fails the link is lost, and the error says where it was.
 
-    DeadlineExceeded if only the time was short: it might have come to a connection in `FABRIC_CONNECT_TIMEOUT_MS`.
+    DeadlineExceeded if only the time was short: it might have come to a connection in `connect_timeout_ms`.
     """
     calls = link.calls
     if calls is None or client.fabric.ip_version == 0:
         return
-    is_short = timeout_s < FABRIC_CONNECT_TIMEOUT_MS / 1000
-    timeout_s = min(timeout_s, FABRIC_CONNECT_TIMEOUT_MS / 1000)
+    is_short = timeout_s < client.reach.connect_timeout_s
+    timeout_s = min(timeout_s, client.reach.connect_timeout_s)
     word = _FirstWord()
     with client.lock:
         if link.error is not None:

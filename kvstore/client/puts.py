@@ -20,7 +20,7 @@ from kvstore.client.blocks import PutResult
 from kvstore.client.giving_back import GivingBack
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired, ProtocolError
-from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS, RPC_TIMEOUT_MS
+from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWord
@@ -51,6 +51,7 @@ class _Put:
     block: Block
     lease: Leased
     word: int
+    failure: KvError | None = None  # by its code; it ends when the node has said more
     error: KvError | None = None  # why it failed
     keeps_word: bool = False  # it is given back with the lease
 
@@ -120,7 +121,7 @@ class Reservation:
             self._link.give_back_words([put.word for put in self._puts if put.lease.already_stored])
             leases = [(put.lease, put.word) for put in self._puts if not put.lease.already_stored]
             giving = GivingBack(self._client, self._link, leases)
-        giving.over.wait(RPC_TIMEOUT_MS / 1000)
+        giving.over.wait(self._client.reach.call_timeout_s)
         if self._span is not None:
             self._span.given_back()
 
@@ -239,7 +240,7 @@ class ArmedPuts:
             return
         match event.kind:
             case EventKind.ACKED:
-                self._refused(i, event.value & _CODE_MASK)
+                self._refused(i, event)
             case EventKind.FAILED:
                 self._put_failed(i, event.status)
             case EventKind.LATE:
@@ -249,11 +250,21 @@ class ArmedPuts:
                 self._end(i, error)
                 self._client.lose(self._link, error)
 
-    def _refused(self, i: int, code: int) -> None:
-        error = error_of_code(code) or ProtocolError(f"The node said {code} of a put.")
+    def _refused(self, i: int, event: Event) -> None:
+        error = error_of_code(event.value & _CODE_MASK) or ProtocolError(
+            "The node said of a put what no put's end is."
+        )
         if isinstance(error, LeaseExpired):
             self._give_up(i, error)
-        else:
+            return
+        put = self._puts[i]
+        put.failure = error
+        # Whatever became of the block, it is the node's: the source is free.
+        self._group.land(i, event.time_ns)
+        self._link.failures.ask(put.lease.generation, lambda told: self._failed(i, told or error))
+
+    def _failed(self, i: int, error: KvError) -> None:
+        if not self._group.row(i).over:
             self._end(i, error)
 
     def _put_failed(self, i: int, status: int) -> None:
@@ -297,7 +308,7 @@ class ArmedPuts:
         """The link is gone: whatever had no acknowledgement failed."""
         for i, row in enumerate(self._group.rows()):
             if not row.over:
-                self._end(i, error)
+                self._end(i, self._puts[i].failure or error)
 
     def _end(self, i: int, error: KvError) -> None:
         self._puts[i].error = error
@@ -325,10 +336,10 @@ class ArmedPuts:
         if put.lease.already_stored:
             return PutResult(put.block.key, self._durability, None, already_stored=True)
         error = put.error if row.over else late
-        reached = Durability.LANDED if row.landed_ns else None
+        reached = Durability(row.code) if row.code else None
         return PutResult(
             key=put.block.key,
-            durability=Durability(row.code) if error is None else reached,
+            durability=reached,
             error=error,
             fired_ns=row.fired_ns,
             landed_ns=row.landed_ns,
@@ -389,7 +400,7 @@ class ArmedPuts:
                 return
             # Some may have failed or landed already, and that is not told yet: they are no reason to lose the link.
             self._client.settle(lose_unless_landed)
-        if not settled.wait(RPC_TIMEOUT_MS / 1000):
+        if not settled.wait(self._client.reach.call_timeout_s):
             with self._client.lock:
                 lose_unless_landed()
 

@@ -30,9 +30,7 @@ from kvstore.errors import (
     SessionRefused,
 )
 from kvstore.limits import (
-    FETCH_TIMEOUT_MS,
     LEASE_TIMEOUT_MS,
-    RPC_TIMEOUT_MS,
     SESSION_BLOCKS_MAX,
 )
 from kvstore.lookups import Kind
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     from kvstore.layout import Layout
 
 __all__ = ["ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
-
-_TIMEOUT_S = RPC_TIMEOUT_MS / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class SessionCalls:
         channel: grpc.Channel,
         calling: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.client = client
+        self.client, self.timeout_s = client, client.reach.call_timeout_s
         self.calling = calling
         self.stub = sessions_pb2_grpc.SessionsStub(channel)  # type: ignore[no-untyped-call]
 
@@ -110,7 +106,7 @@ class SessionCalls:
         while True:
             request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
             with self.calling("Listing sessions"):
-                page = self.stub.ListSessions(request, timeout=_TIMEOUT_S)
+                page = self.stub.ListSessions(request, timeout=self.timeout_s)
             for one in page.sessions:
                 yield ListedSession(
                     one.session,
@@ -183,7 +179,9 @@ class Session:
             durability=durability_message(durability),
         )
         with self._calls.calling("Appending to a session"):
-            self._calls.stub.AppendSession(request, timeout=_TIMEOUT_S, metadata=self.notes.metadata())
+            self._calls.stub.AppendSession(
+                request, timeout=self._calls.timeout_s, metadata=self.notes.metadata()
+            )
         self._blocks = first + len(keys)
         return self._blocks
 
@@ -208,14 +206,17 @@ class Session:
         """The keys of its blocks, in order."""
         return list(self._get(SESSION_BLOCKS_MAX).keys)
 
-    def _get(self, blocks: int, timeout_s: float = _TIMEOUT_S) -> pb.GetSessionResponse:
+    def _get(self, blocks: int, timeout_s: float | None = None) -> pb.GetSessionResponse:
         request = pb.GetSessionRequest(name=self._name, blocks=blocks)
+        call_s = self._calls.timeout_s
         with (
             self._calls.client.lookups.looking(Kind.SESSION, 0) as metadata,
             self._calls.calling("Asking for a session"),
         ):
             answer: pb.GetSessionResponse = self._calls.stub.GetSession(
-                request, timeout=timeout_s, metadata=(*metadata, *self.notes.metadata())
+                request,
+                timeout=call_s if timeout_s is None else min(timeout_s, call_s),
+                metadata=(*metadata, *self.notes.metadata()),
             )
         self._blocks = answer.blocks
         return answer
@@ -234,7 +235,7 @@ class Session:
             source=self._name, name=fork._name, blocks=blocks, durability=durability_message(durability)
         )
         with self._calls.calling("Forking a session"):
-            fork._blocks = self._calls.stub.ForkSession(request, timeout=_TIMEOUT_S).blocks
+            fork._blocks = self._calls.stub.ForkSession(request, timeout=self._calls.timeout_s).blocks
         return fork
 
     def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
@@ -243,7 +244,7 @@ class Session:
             name=self._name, blocks=blocks, durability=durability_message(durability)
         )
         with self._calls.calling("Truncating a session"):
-            self._blocks = self._calls.stub.TruncateSession(request, timeout=_TIMEOUT_S).blocks
+            self._blocks = self._calls.stub.TruncateSession(request, timeout=self._calls.timeout_s).blocks
 
     def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
         """Forget it, and with it, if so asked, the blocks that no other session names; returns how many those are."""
@@ -251,7 +252,7 @@ class Session:
             name=self._name, delete_blocks=delete_blocks, durability=durability_message(durability)
         )
         with self._calls.calling("Removing a session"):
-            answer = self._calls.stub.RemoveSession(request, timeout=_TIMEOUT_S)
+            answer = self._calls.stub.RemoveSession(request, timeout=self._calls.timeout_s)
         self._blocks = 0
         if delete_blocks and self.notes.follower is not None:
             self.notes.follower.forgotten(self.user)
@@ -266,7 +267,7 @@ class Session:
             name=self._name, time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
         )
         with self._calls.calling("Limiting a session"):
-            return int(self._calls.stub.LimitSession(request, timeout=_TIMEOUT_S).expires_unix_ms)
+            return int(self._calls.stub.LimitSession(request, timeout=self._calls.timeout_s).expires_unix_ms)
 
     def export(self, file: BinaryIO) -> int:
         """Write it, with its blocks, into a file from which any tenant's client can import it; returns its blocks.
@@ -282,13 +283,15 @@ class Session:
         """
         with self._calls.calling("Protecting a session"):
             request = pb.ProtectSessionRequest(name=self._name, blocks=blocks)
-            self._calls.stub.ProtectSession(request, timeout=_TIMEOUT_S)
+            self._calls.stub.ProtectSession(request, timeout=self._calls.timeout_s)
 
     def unprotect(self) -> bool:
         """Let its blocks go again; returns whether they were protected."""
         with self._calls.calling("Ending a session's protection"):
             request = pb.UnprotectSessionRequest(name=self._name)
-            return bool(self._calls.stub.UnprotectSession(request, timeout=_TIMEOUT_S).was_protected)
+            return bool(
+                self._calls.stub.UnprotectSession(request, timeout=self._calls.timeout_s).was_protected
+            )
 
     def prefetch(self) -> int:
         """Have the node read its first blocks into its memory, and don't wait; returns how many that will be."""
@@ -296,7 +299,9 @@ class Session:
             request = pb.PrefetchSessionRequest(name=self._name)
             metadata = self.notes.metadata()
             return int(
-                self._calls.stub.PrefetchSession(request, timeout=_TIMEOUT_S, metadata=metadata).blocks
+                self._calls.stub.PrefetchSession(
+                    request, timeout=self._calls.timeout_s, metadata=metadata
+                ).blocks
             )
 
     def resume(
@@ -304,7 +309,7 @@ class Session:
         place: Callable[[int, bytes], Block],
         *,
         layout: Layout | None = None,
-        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
     ) -> Resumed:
         """Bring its blocks into memory, in order, each where `place(number, key)` says: whole, or a MISS.
 
@@ -318,7 +323,7 @@ class Session:
         place: Callable[[int, bytes], Block],
         *,
         layout: Layout | None = None,
-        timeout_s: float = FETCH_TIMEOUT_MS / 1000,
+        timeout_s: float | None = None,
         layer_of: Callable[[int], int] | None = None,
     ) -> Resuming:
         """Begin the same, and don't wait: the first blocks can be used before the last have come.
@@ -326,6 +331,8 @@ class Session:
         `layer_of(number)` says which layer a block is of, if it is of one: those of the lowest are brought first.
         """
         clock = SystemClock()
+        if timeout_s is None:
+            timeout_s = self._calls.client.reach.get_timeout_s
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
         client = self._calls.client
@@ -334,10 +341,10 @@ class Session:
             manifest = self.manifest(timeout_s)
             return Resuming(client, manifest, place, self.notes, clock, until_ns, layout, layer_of, span)
 
-    def manifest(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
+    def manifest(self, timeout_s: float | None = None) -> Manifest:
         """What its blocks are, or a Miss that says why nobody knows."""
         try:
-            session = self._get(SESSION_BLOCKS_MAX, min(timeout_s, _TIMEOUT_S))
+            session = self._get(SESSION_BLOCKS_MAX, timeout_s)
         except NoSession as error:
             return Manifest((), (), Miss(MissReason.UNKNOWN, str(error)))
         except Overloaded as error:

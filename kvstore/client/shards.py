@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client.blocks import Block, Hit
 from kvstore.clock import SystemClock
 from kvstore.errors import LayoutError
-from kvstore.limits import BATCH_BLOCKS_MAX, FETCH_TIMEOUT_MS, RESHARD_SCRATCH_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, RESHARD_SCRATCH_BYTES
 from nic_offload.handle import Handle
 from nic_offload.memory import Runs, allocate
 
@@ -56,10 +56,10 @@ class ShardReader(Handle):
         self._scratch = allocate(self._one * self._at_once)
         self._region = client.register(self._scratch)
 
-    def get(
-        self, wanted: Sequence[Wanted], *, timeout_s: float = FETCH_TIMEOUT_MS / 1000
-    ) -> list[Hit | Miss]:
+    def get(self, wanted: Sequence[Wanted], *, timeout_s: float | None = None) -> list[Hit | Miss]:
         """Get blocks to where they are wanted; a Hit or a Miss for each, in order."""
+        if timeout_s is None:
+            timeout_s = self._client.reach.get_timeout_s
         for one in wanted:
             if not 0 <= one.offset <= one.region.length - self._layout.block_bytes:
                 raise LayoutError(

@@ -1,6 +1,6 @@
 """What a client asks its node about the eight steps: read ahead, take down what was seen, say what was seen.
 
-What always holds: a call ends within `RPC_TIMEOUT_MS`, a prefetch within twice that, with an answer or one typed error.
+What always holds: a call ends within `call_timeout_ms`, a prefetch within twice that, with an answer or a typed error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.trace import Trace
 from kvstore.client.watch import metadata_of
-from kvstore.limits import RPC_TIMEOUT_MS
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 
     from kvstore.client.trace import Notes
     from kvstore.client.watch import Watch
+    from kvstore.reach import Reach
 
 __all__ = ["ReadAhead", "StepCalls"]
-
-_TIMEOUT_S = RPC_TIMEOUT_MS / 1000
 
 
 class ReadAhead(NamedTuple):
@@ -40,18 +38,18 @@ class StepCalls:
     """The calls of one client. Any thread."""
 
     def __init__(
-        self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], tenant: str
+        self, channel: grpc.Channel, calling: Callable[[str], AbstractContextManager[None]], reach: Reach
     ) -> None:
         self._stub = steps_pb2_grpc.StepsStub(channel)  # type: ignore[no-untyped-call]
         self._calling = calling
-        self._tenant = tenant
+        self._tenant, self._timeout_s = reach.tenant, reach.call_timeout_s
 
     def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
         """Have the node read blocks into its memory, while nobody waits for others, and wait for that."""
         with self._calling("Prefetching blocks"):
             answer = self._stub.PrefetchBlocks(
                 pb.PrefetchBlocksRequest(tenant=self._tenant, keys=keys),
-                timeout=2 * _TIMEOUT_S,  # the node answers within one of them
+                timeout=2 * self._timeout_s,  # the node answers within one of them
                 metadata=metadata_of(watch),
             )
         missing = {one.key: Miss(MissReason(one.miss.reason), one.miss.detail) for one in answer.missing}
@@ -61,10 +59,10 @@ class StepCalls:
         """Tell the node what was seen of a session."""
         request = pb.ReportStepsRequest(tenant=self._tenant, seen=notes.message())
         with self._calling("Reporting steps"):
-            self._stub.ReportSteps(request, timeout=_TIMEOUT_S)
+            self._stub.ReportSteps(request, timeout=self._timeout_s)
 
     def trace(self, request: pb.GetTraceRequest) -> Trace:
         """What was seen of a session."""
         with self._calling("Asking for a trace"):
-            answer = self._stub.GetTrace(request, timeout=_TIMEOUT_S)
+            answer = self._stub.GetTrace(request, timeout=self._timeout_s)
         return Trace(tuple(seen_of(answer.seen)), answer.now_unix_ms)

@@ -4,7 +4,7 @@ It is what the adapters of engines share that hand over addresses and wait (SGLa
 than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
 
 What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time, but for a put,
-which may take `RPC_TIMEOUT_MS` longer to attach and to get its leases; once it has ended, nothing reads or writes the
+which may take `call_timeout_ms` longer to attach and to get its leases; once it has ended, nothing reads or writes the
 caller's memory any more. True of a get means that the exact bytes are in place. Any thread.
 
 What it doesn't do: keep the memory alive; who registers it keeps it until `close`.

@@ -27,9 +27,10 @@ from nic_offload.trigger import Landing, WordPut, watch_landings
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from kvstore.durability import Durability
+    from kvstore.errors import KvError
     from kvstore.node.tenants import Credentials, Tenant
     from nic_offload.fabric import Endpoint, Fabric
 
@@ -135,6 +136,7 @@ class Connection:
         self.slots = Slots(layout.slots)
         self.closed = False
         self.cancelled = Cancelled()
+        self._failures: dict[int, KvError] = {}  # by the generations of their leases
         self.ended = asyncio.Event()
         self.fabric = fabric
         self._memory = memory
@@ -142,6 +144,17 @@ class Connection:
         self.peer = fabric.add_peer(peer_address)
         self._region = fabric.register(self._memory, endpoint=self.endpoint)
         self.landing_key = self._region.key
+
+    def failed(self, generation: int, error: KvError) -> None:
+        """Remember why a put failed, for its client to ask: of as many as may be under way at a time."""
+        self._failures[generation] = error
+        if len(self._failures) > self.layout.slots:
+            del self._failures[next(iter(self._failures))]
+
+    def why_failed(self, generations: Iterable[int]) -> list[tuple[int, KvError]]:
+        """Say why these failed, as far as it is known, and forget it."""
+        told = ((generation, self._failures.pop(generation, None)) for generation in generations)
+        return [(generation, error) for generation, error in told if error is not None]
 
     def about(self) -> dict[str, Any]:
         """What a line of the log says about it."""

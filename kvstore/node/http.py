@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.gate import Gate
+    from kvstore.node.listening import Certificates
     from kvstore.node.tenants import Tenant
 
 __all__ = ["Answer", "HttpServer", "Question"]
@@ -99,13 +100,13 @@ class HttpServer:
         clock: Clock,
         health: Mapping[str, Callable[[], Answer]],
         pages: Mapping[str, Callable[[Question], Awaitable[Answer]]],
-        tls: ssl.SSLContext | None = None,
+        tls: Certificates | None = None,
     ) -> None:
         self._gate = gate
         self._health = health
         self._pages = pages
         self._tls = tls
-        self._wants_certificate = tls is not None and tls.verify_mode is not ssl.CERT_NONE
+        self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
         self._rate = Rate(clock, HTTP_REQUESTS_PER_S)
         self._room = asyncio.Semaphore(HTTP_CONNECTIONS_MAX)
         self._serving: set[asyncio.Task[None]] = set()
@@ -164,10 +165,11 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=HTTP_REQUEST_BYTES_MAX)
         protocol = asyncio.StreamReaderProtocol(reader)
-        handshake_s = None if self._tls is None else _TIMEOUT_S
+        tls = None if self._tls is None else self._tls.context
+        handshake_s = None if tls is None else _TIMEOUT_S
         try:
             transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=handshake_s
             )
         except OSError:  # a handshake that failed is its caller's matter
             connection.close()

@@ -1,6 +1,8 @@
 """Taking the port for calls, and the certificates for it: what can't be used is told in a sentence of its own.
 
-What always holds: certificates are looked at before anything listens, each of the files by itself and then as a pair.
+What always holds: certificates are looked at before anything listens, each of the files by itself and then as a pair;
+those that are read again later are looked at in the same way, and what can't be used leaves the ones before in force.
+A connection keeps the certificate with which it began.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvstore.config import NodeConfig
 
-__all__ = ["listen", "tls_context"]
+__all__ = ["Certificates", "listen"]
 
 _PEM = {"certificate": ssl.PEM_HEADER, "key": "PRIVATE KEY-----"}
 
@@ -35,10 +37,50 @@ def _read(path: Path, holds: str) -> bytes:
     return text
 
 
-def tls_context(config: NodeConfig) -> ssl.SSLContext | None:
-    """The node's certificate as Python's servers take it, everything about it checked; None without one."""
-    if config.tls_certificate is None or config.tls_key is None:
-        return None
+class Certificates:
+    """The node's own, and whose certificates clients must have, as gRPC and Python's servers take them."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.context = _context(config)
+        self._wants_clients = config.tls_clients is not None
+        self._renewed: grpc.ServerCertificateConfiguration | None = None
+        self.for_grpc = grpc.dynamic_ssl_server_credentials(
+            _for_grpc(config),
+            self._fetch,  # type: ignore[arg-type]  # the stubs don't know that it may give None
+            require_client_authentication=self._wants_clients,
+        )
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Certificates | None:
+        """Read them; None where a node has none."""
+        return None if config.tls_certificate is None else cls(config)
+
+    def renew(self, config: NodeConfig) -> None:
+        """Read them again, for connections that begin from now on; ConfigError if they can't be used."""
+        if config.tls_certificate is None or (config.tls_clients is not None) != self._wants_clients:
+            raise ConfigError(
+                "That a node has TLS, or asks clients for certificates, changes when it starts."
+            )
+        context, self._renewed = _context(config), _for_grpc(config)
+        self.context = context
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC asks for before each handshake, on a thread of its own; None: it is what it was."""
+        renewed, self._renewed = self._renewed, None
+        return renewed
+
+
+def _for_grpc(config: NodeConfig) -> grpc.ServerCertificateConfiguration:
+    assert config.tls_certificate is not None
+    assert config.tls_key is not None
+    clients = None if config.tls_clients is None else _read(config.tls_clients, "certificate")
+    pair = (_read(config.tls_key, "key"), _read(config.tls_certificate, "certificate"))
+    return grpc.ssl_server_certificate_configuration([pair], clients)
+
+
+def _context(config: NodeConfig) -> ssl.SSLContext:
+    assert config.tls_certificate is not None
+    assert config.tls_key is not None
     _read(config.tls_certificate, "certificate")
     _read(config.tls_key, "key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -65,20 +107,15 @@ def _refuse_password() -> str:
     raise ConfigError("The node's key has a password; a node is given one without.")
 
 
-def listen(server: grpc.aio.Server, config: NodeConfig) -> str:
+def listen(server: grpc.aio.Server, config: NodeConfig, certificates: Certificates | None) -> str:
     """Take the port, over TLS if there is a certificate; returns HOST:PORT."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     try:
-        if config.tls_certificate is None or config.tls_key is None:
+        if certificates is None:
             port = server.add_insecure_port(address)
         else:
-            clients = None if config.tls_clients is None else _read(config.tls_clients, "certificate")
-            pair = (_read(config.tls_key, "key"), _read(config.tls_certificate, "certificate"))
-            credentials = grpc.ssl_server_credentials(
-                [pair], clients, require_client_auth=clients is not None
-            )
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, certificates.for_grpc)
     except RuntimeError as error:
         raise ConfigError(_why_not(config.host, config.port)) from error
     return f"{host}:{port}"

@@ -471,6 +471,7 @@ class Node:
             return None
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
         log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        connection.failed(lease.generation, error)
         return code_of_error(error)
 
     def _ends(self, batch: Sequence[PutDone]) -> list[tuple[Lease, End]]:

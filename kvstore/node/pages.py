@@ -23,11 +23,11 @@ from kvstore.node.ui_state import state
 from kvstore.version import package_version
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Awaitable, Callable
 
     from kvstore.node.gate import Gate
     from kvstore.node.http import Question
+    from kvstore.node.listening import Certificates
     from kvstore.node.node import Node
 
 __all__ = ["http_server"]
@@ -49,7 +49,7 @@ def _policy(page: str) -> str:
     )
 
 
-def http_server(node: Node, gate: Gate, tls: ssl.SSLContext | None, *, ui: bool) -> HttpServer:
+def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -> HttpServer:
     """Make the server for a node; it listens when it is told to."""
     version = package_version()
     pages: dict[str, Callable[[Question], Awaitable[Answer]]] = {}

@@ -1,7 +1,7 @@
 """Whether the node can be reached by the fabric address that it tells: it reads a word of its own through it.
 
 What always holds: a node is ready only once that has worked, over an endpoint of the same kind and range of ports as a
-client's; until then the reason stands in words in `why`. Each try ends in `FABRIC_CONNECT_TIMEOUT_MS`.
+client's; until then the reason stands in words in `why`. Each try ends in `CONNECT_TIMEOUT_MS`.
 What it doesn't do: see what is between the node and its clients; a client says so itself when it attaches. Fabrics
 without IP are ready at once.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.clock import SystemClock
 from kvstore.endpoints import source_towards
 from kvstore.errors import FabricError
-from kvstore.limits import FABRIC_CONNECT_TIMEOUT_MS, PAGE_BYTES
+from kvstore.limits import CONNECT_TIMEOUT_MS, PAGE_BYTES
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.sockaddr import SocketAddress
 from nic_offload.trigger import TriggeredGet, arm
@@ -85,7 +85,7 @@ def _read_through(fabric: Fabric, opened: Opened, ip: Ip) -> None:
 def _ended(other: Fabric) -> bool:
     """Whether the get came back with its bytes, in time."""
     clock = SystemClock()
-    until_ns = clock.monotonic_ns() + FABRIC_CONNECT_TIMEOUT_MS * 1_000_000
+    until_ns = clock.monotonic_ns() + CONNECT_TIMEOUT_MS * 1_000_000
     while (left_ns := until_ns - clock.monotonic_ns()) > 0:
         select.select([other.fileno()], [], [], left_ns / 1e9)
         for event in other.reap():

@@ -26,7 +26,7 @@ from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
-from kvstore.node.listening import listen, tls_context
+from kvstore.node.listening import Certificates, listen
 from kvstore.node.logs import begin_logging
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
@@ -53,7 +53,6 @@ from nic_offload.fabric import Fabric
 from nic_offload.library import load
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Callable
     from pathlib import Path
 
@@ -108,8 +107,14 @@ def _progress_shown_by(clock: Clock) -> Progress:
     return show
 
 
-def _reload(told: Settings, read_again: Callable[[], Settings], node: Node, tenants: Tenants) -> Settings:
-    """Read the settings and the file of tenants again; give what the node goes by then.
+def _reload(
+    told: Settings,
+    read_again: Callable[[], Settings],
+    node: Node,
+    tenants: Tenants,
+    certificates: Certificates | None,
+) -> Settings:
+    """Read settings, tenants and certificates again; give what the node goes by then.
 
     What can't be used, or needs a start, changes nothing. Whether a node is open needs a start: an open one has let in
     callers who proved nothing, and one with tenants may not come to let them in.
@@ -135,7 +140,20 @@ def _reload(told: Settings, read_again: Callable[[], Settings], node: Node, tena
     log.info("The settings were read again: %s changed.", ", ".join(now) or "nothing")
     if config.tenants is not None:
         _reload_tenants(node, tenants, config.tenants)
+    if certificates is not None:
+        _reload_certificates(certificates, config)
+    elif config.tls_certificate is not None:
+        log.warning("That a node has TLS changes when it starts.")
     return counts
+
+
+def _reload_certificates(certificates: Certificates, config: NodeConfig) -> None:
+    try:
+        certificates.renew(config)
+    except ConfigError as error:
+        log.warning("%s The certificates stay as they were.", error)
+    else:
+        log.info("The certificates were read again, for connections that begin from now on.")
 
 
 def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
@@ -150,12 +168,12 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
 
 
 def _serve_http(
-    node: Node, gate: Gate, config: NodeConfig, tls: ssl.SSLContext | None, host: str, port: int
+    node: Node, gate: Gate, config: NodeConfig, certificates: Certificates | None, host: str, port: int
 ) -> HttpServer:
     # These, and what writes the metrics, would be a tenth of the start of a node that serves none of it.
     from kvstore.node.pages import http_server  # noqa: PLC0415
 
-    http = http_server(node, gate, tls, ui=config.ui)
+    http = http_server(node, gate, certificates, ui=config.ui)
     log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(host, port))
     return http
 
@@ -210,7 +228,7 @@ async def _serve_node(
     read_again: Callable[[], Settings],
     node: Node,
     gate: Gate,
-    tls: ssl.SSLContext | None,
+    certificates: Certificates | None,
     stop: asyncio.Event,
 ) -> None:
     """Let it answer until it is to stop, and then end in order."""
@@ -224,13 +242,13 @@ async def _serve_node(
 
     def reload() -> None:
         nonlocal told
-        told = _reload(told, read_again, node, tenants)
+        told = _reload(told, read_again, node, tenants, certificates)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
     health = add_services(server, node, gate)
     await health.begin(ready=False)
-    address = listen(server, config)
+    address = listen(server, config, certificates)
     await server.start()
     statistics = store.statistics()
     log.info(
@@ -243,7 +261,7 @@ async def _serve_node(
         ", an index rebuilt from its drive" if statistics.rebuilt else "",
         node.fabric.provider,
     )
-    http = None if config.http is None else _serve_http(node, gate, config, tls, *config.http)
+    http = None if config.http is None else _serve_http(node, gate, config, certificates, *config.http)
     await _become_ready(node, health, address, stop)
     await stop.wait()
     log.info("stopping")
@@ -260,7 +278,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     clock = SystemClock()
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
-    tls = tls_context(config)  # before a drive is opened; gRPC would fail at the first handshake only
+    certificates = Certificates.of(config)  # before a drive is opened
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -287,7 +305,9 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         lookup_log = LookupLog(config.data / "lookups")
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address)
         try:
-            await _serve_node(told, read_again, node, Gate(Tenants(store.salt, clock), audit), tls, stop)
+            await _serve_node(
+                told, read_again, node, Gate(Tenants(store.salt, clock), audit), certificates, stop
+            )
         finally:  # whatever ended it: its timer must not come upon a drive that is closed
             await node.close()
             if collector is not None:

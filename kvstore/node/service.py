@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.errors import ProtocolError
+from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
 from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of, refusals
@@ -123,6 +124,20 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 context,
             )
             return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
+        raise AssertionError
+
+    async def WhyFailed(self, request: pb.WhyFailedRequest, context: Context) -> pb.WhyFailedResponse:  # noqa: N802
+        """Say why puts failed."""
+        async with refusals(context, self._node.counters):
+            owner = self._gate.enter_with("why_failed", context)
+            connection = self._node.connection(request.connection, owner)
+            check_count(len(request.generations), ACK_WORDS)
+            return pb.WhyFailedResponse(
+                puts=[
+                    pb.FailedPut(generation=generation, name=type(error).__name__, sentence=str(error))
+                    for generation, error in connection.why_failed(request.generations)
+                ]
+            )
         raise AssertionError
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802

@@ -3,6 +3,9 @@
 A word is `generation << 8 | code`. The generation is the lease's (for a put) or one of the client's own
 (for a fetch), so a word of an earlier use is never taken for one of now. Codes of a put only rise: a watch
 that waits for WRITTEN sees LANDED on the way and ends at the first code that is not below WRITTEN.
+
+A failed put's code is the same error at both ends, with a sentence of its own; the node's, which says more, is asked
+for by gRPC (`kvstore.client.failures`).
 """
 
 from __future__ import annotations
@@ -64,6 +67,10 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
         "Another block is stored under the key; the bytes of this put were not kept.",
     ),
     AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
+    AckCode.STORAGE_FAILED: (
+        StorageError,
+        "The node could not keep the block; its log says why.",
+    ),  # any other
 }
 
 
@@ -88,7 +95,9 @@ def error_of_code(code: int) -> KvError | None:
         return None
     known = _ERRORS.get(code)
     if known is None:
-        return StorageError(f"The node could not write the block (code {code}).")
+        return StorageError(
+            f"The node did not keep the block, for a reason that is not known here (code {code})."
+        )
     kind, sentence = known
     return kind(sentence)
 

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 9712d2b486d4fd6371fc1ef487076e61
+# Generated from proto sources with BLAKE2b d8ecaff5f1e9d7bf7915f9021cb41aeb
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

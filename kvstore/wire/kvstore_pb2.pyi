@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 9712d2b486d4fd6371fc1ef487076e61
+# Generated from proto sources with BLAKE2b d8ecaff5f1e9d7bf7915f9021cb41aeb
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -118,6 +118,30 @@ class Lease(_message.Message):
     flag: int
     generation: int
     def __init__(self, already_stored: bool = ..., slot: _Optional[int] = ..., payload: _Optional[int] = ..., flag: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class WhyFailedRequest(_message.Message):
+    __slots__ = ("connection", "generations")
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    connection: int
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, connection: _Optional[int] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WhyFailedResponse(_message.Message):
+    __slots__ = ("puts",)
+    PUTS_FIELD_NUMBER: _ClassVar[int]
+    puts: _containers.RepeatedCompositeFieldContainer[FailedPut]
+    def __init__(self, puts: _Optional[_Iterable[_Union[FailedPut, _Mapping]]] = ...) -> None: ...
+
+class FailedPut(_message.Message):
+    __slots__ = ("generation", "name", "sentence")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    name: str
+    sentence: str
+    def __init__(self, generation: _Optional[int] = ..., name: _Optional[str] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("connection", "leases")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 9712d2b486d4fd6371fc1ef487076e61
+# Generated from proto sources with BLAKE2b d8ecaff5f1e9d7bf7915f9021cb41aeb
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -289,7 +289,9 @@ def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
     rig.from_region.close()
 
 
-def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(node: NodeInProcess, rig: Rig) -> None:
+def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(
+    node: NodeInProcess, rig: Rig
+) -> None:
     hot, cold = rig.block(0, 100_000), rig.block(1, 100_000)
     put(rig, [hot, cold])
     assert rig.client.get([rig.wanted(hot)], timeout_s=WAIT_S) == [Hit(hot.key)]

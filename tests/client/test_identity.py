@@ -158,6 +158,11 @@ def reserve(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
     )
 
 
+def why_failed(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
+    request = pb.WhyFailedRequest(connection=acme.connection, generations=[acme.lease.generation])
+    return stub.WhyFailed(request, metadata=metadata, timeout=WAIT_S)
+
+
 def abort(stub: Stubs, acme: Acme, _: str, metadata: Any) -> Any:
     lease = pb.AbortLease(slot=acme.lease.slot, generation=acme.lease.generation)
     return stub.Abort(
@@ -260,6 +265,7 @@ def of_tenant(name: str) -> Callable[[Stubs, Acme, str, Any], Any]:
 CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     "Attach": attach,
     "Reserve": reserve,
+    "WhyFailed": why_failed,
     "Abort": abort,
     "Fetch": fetch,
     "CancelFetch": cancel_fetch,
@@ -273,7 +279,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
 }
 FILES = (pb, blocks_pb2, batches_pb2, lookups_pb2, observing_pb2, sessions_pb2, steps_pb2)
 # What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
-BY_CONNECTION = {"Reserve", "Abort", "Fetch", "CancelFetch"}
+BY_CONNECTION = {"Reserve", "WhyFailed", "Abort", "Fetch", "CancelFetch"}
 # And this concerns no tenant.
 FOR_ANY_TENANT = {"Status"}
 OF_WRONG_PROVIDER = {"Attach"}  # so that it ends: it got past the gate

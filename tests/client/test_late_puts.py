@@ -17,6 +17,7 @@ from kvstore.client.link import TAGS_OF_ONE
 from kvstore.client.puts import Reservation
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired
+from kvstore.reach import Reach
 from kvstore.wire.ack import AckCode, ack_word
 from kvstore.wire.fabric_call import Leased
 from nic_offload.fabric import EventKind
@@ -61,6 +62,7 @@ class FakeHost:
         self.fabric = pair.near.fabric
         self.lock = threading.RLock()
         self.link = FakeLink(pair)
+        self.reach = Reach(("127.0.0.1:1",))
         self.lost: list[KvError] = []
         self.given_back: list[Leased] = []
         self._settling: list[Callable[[], None]] = []

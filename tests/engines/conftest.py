@@ -10,7 +10,7 @@ import pytest
 from tests.engines.chats import Chats
 from tests.engines.engine import Engine
 from tests.engines.model import make_llama
-from tests.engines.node import Node
+from tests.engines.node import GuardedNode, Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +32,12 @@ def model(place: Path) -> Path:
 @pytest.fixture(scope="session")
 def node(place: Path) -> Iterator[Node]:
     with Node(place / "node") as node:
+        yield node
+
+
+@pytest.fixture(scope="session")
+def guarded(place: Path) -> Iterator[GuardedNode]:
+    with GuardedNode(place / "guarded") as node:
         yield node
 
 

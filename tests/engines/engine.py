@@ -37,6 +37,8 @@ ARGUMENTS: dict[str, Any] = {
     "block_size": 32,
     "seed": 0,
 }
+# By default a page that a busy machine does not store within a second is left out.
+PATIENT = {"lookup_timeout_ms": 30_000, "load_timeout_ms": 30_000, "save_timeout_ms": 30_000}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_HOST_IP": "127.0.0.1",

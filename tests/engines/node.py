@@ -1,16 +1,19 @@
-"""A node that can be killed, restarted and have its drive damaged, at one address."""
+"""A node that can be killed, restarted and have its drive damaged, at one address; and one that is guarded."""
 
 from __future__ import annotations
 
 import os
 import random
+import secrets
 import signal
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvstore.certificates_command import make
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.node.tenants import token_digest
 from kvstore.wire.record import RECORD_MAGIC
 
 if TYPE_CHECKING:
@@ -61,3 +64,18 @@ class Node(NodeProcess):
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)
+
+
+class GuardedNode(Node):
+    """One over TLS that asks for a token."""
+
+    def __init__(self, data: Path) -> None:
+        made = data.parent / f"{data.name} secrets"
+        make(made, ["127.0.0.1"], [], days=2)
+        token = secrets.token_urlsafe(32)
+        (made / "token").write_text(token + "\n")
+        (made / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest(token)}"]\n')
+        tls = ("--tls-cert", str(made / "127.0.0.1.pem"), "--tls-key", str(made / "127.0.0.1.key"))
+        super().__init__(data, arguments=(*tls, "--tenants", str(made / "tenants.toml")))
+        # What an engine's configuration has beside the node.
+        self.trust: dict[str, Any] = {"ca": str(made / "ca.pem"), "token_file": str(made / "token")}

@@ -25,7 +25,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector 
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend  # noqa: E402
 
 from kvstore.engines.lmcache.connector import TriggerKvConnector  # noqa: E402
-from tests.engines.node import Node  # noqa: E402
+from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,6 +144,21 @@ def test_chunks_come_back_exactly_in_another_worker(node: Node, form: str, trans
             assert [same(*pair) for pair in zip(prefix, chunks, strict=False)] == [True, True]
             assert two.connector.remove_sync(keys[0])
             assert two.run(two.connector.get(keys[0])) is None
+
+
+@pytest.mark.parametrize("transport", ["auto", "inline"])
+@pytest.mark.parametrize("form", ["plugin://triggerkv", "triggerkv://"])
+def test_a_chunk_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, form: str, transport: str) -> None:
+    url = form if form.startswith("plugin") else form + guarded.target
+    name = key(100 + 2 * (transport == "auto") + form.startswith("plugin"))
+    with (
+        Worker(guarded.target, url=url, transport=transport, **guarded.trust) as one,
+        Worker(guarded.target, url=url, transport=transport, **guarded.trust) as two,
+    ):
+        assert bool(two.ours._carrier._areas) == (transport == "auto")
+        chunk = one.chunk(7)
+        one.run(one.ours.put(name, chunk))
+        assert same(two.run(two.ours.get(name)), chunk)
 
 
 def test_chunks_of_anything_else_are_not_there(node: Node) -> None:

@@ -27,7 +27,7 @@ from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (  # noqa: E402
 from kvstore.engines.lmcache.l2 import TriggerKvL2Adapter  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 from tests.engines.lmcache_objects import OBJECT_BYTES, SHAPE, Arena, key  # noqa: E402
-from tests.engines.node import Node  # noqa: E402
+from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,6 +124,21 @@ def test_objects_come_back_exactly_into_another_server_s_memory(node: Node, tran
     assert torch.equal(two.raw(15), untouched)
     second.submit_unlock(wanted)
     second.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_object_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, transport: str) -> None:
+    one, two = Arena(), Arena()
+    one.fill(1)
+    names = [key(f"over TLS {transport}")]
+    adapters = [opened(guarded.target, arena, transport=transport, **guarded.trust) for arena in (one, two)]
+    assert bool(adapters[1]._carrier._areas) == (transport == "auto")
+    assert store(adapters[0], names, [one.object(3)])
+    assert look_up(adapters[1], names) == [True]
+    assert load(adapters[1], names, [two.object(5)]) == [True]
+    assert torch.equal(one.raw(3), two.raw(5))
+    for adapter in adapters:
+        adapter.close()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  
 from kvstore.engines.sglang.storage import TriggerKvStorage  # noqa: E402
 from kvstore.errors import ConfigError  # noqa: E402
 from tests.engines.hostpool import MHAHostPool, MLAHostPool  # noqa: E402
-from tests.engines.node import Node  # noqa: E402
+from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +106,22 @@ def test_pages_come_back_exactly_in_another_process_s_pool(node: Node, layout: s
         assert torch.equal(first.page(there), second.page(here))
     assert torch.equal(second.page(9), untouched)
     other.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_page_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, transport: str) -> None:
+    first, second = MHAHostPool(), MHAHostPool()
+    first.fill(1)
+    one, other = (
+        attached(guarded.target, pool, transport=transport, extra=guarded.trust) for pool in (first, second)
+    )
+    assert other._carrier is not None
+    assert bool(other._carrier._areas) == (transport == "auto")
+    assert one.batch_set_v1([transport], first.indices(3)) == [True]
+    assert other.batch_get_v1([transport], second.indices(5)) == [True]
+    assert torch.equal(first.page(3), second.page(5))
+    for storage in (one, other):
+        storage.close()
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,13 @@ from kvstore.engines.transformers.pieces import Piece, pieces  # noqa: E402
 from kvstore.errors import FabricError, KvError, LayoutError, ProtocolError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
 from kvstore.names import block_key  # noqa: E402
+from kvstore.reach import Reach  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.engines.node import GuardedNode
 
 _SMALL = {
     "vocab_size": 100,
@@ -94,6 +97,19 @@ def test_a_chat_of_three_turns_resumes_bit_for_bit(node: NodeProcess, kind: str,
     assert (back.tokens, back.miss) == (200, None)
     assert _same(back.cache, live)
     assert torch.equal(_run(model, tokens, back.cache), _run(model, tokens, live))
+
+
+def test_a_conversation_resumes_over_tls_by_a_token_file(guarded: GuardedNode) -> None:
+    model, tokens = _model("full"), _tokens(100)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    reach = Reach.of({"node": guarded.target, **guarded.trust})
+    with CacheStore(reach, model) as store:
+        assert store.session("ada", "over TLS").save(live, tokens).error is None
+    with CacheStore(reach, model) as store:
+        back = store.session("ada", "over TLS").resume(_tokens(101))
+    assert (back.tokens, back.miss) == (100, None)
+    assert _same(back.cache, live)
 
 
 def test_an_unchanged_conversation_sends_nothing_and_a_turn_what_is_new(node: NodeProcess) -> None:

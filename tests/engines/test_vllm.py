@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.client import Client
 from tests.engines.chats import Chats
 from tests.engines.digests import read_digests
-from tests.engines.engine import Engine
+from tests.engines.engine import PATIENT, Engine
 from tests.engines.model import make_gemma
-from tests.engines.node import Node
+from tests.engines.node import Node, until
 from tests.engines.pages import check_pages, layout_of, read_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.engines.node import GuardedNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -257,6 +259,32 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
             assert "Traceback" not in engine.log()
         node.restart()
     assert _memory_files() <= before  # others may run beside this
+
+
+@pytest.mark.parametrize(("transfer", "extra"), [(None, {}), (SPEC, SPEC_EXTRA)], ids=["connector", "spec"])
+def test_a_new_process_hits_over_tls_by_a_token_file(
+    place: Path,
+    model: Path,
+    guarded: GuardedNode,
+    chats: Chats,
+    transfer: dict[str, Any] | None,
+    extra: dict[str, str],
+) -> None:
+    told = {"transport": "fabric", **PATIENT, **extra, **guarded.trust}
+    name = f"over TLS {len(extra)}"
+
+    def puts() -> int:
+        with Client(guarded.target, **guarded.trust) as client:
+            return client.statistics().puts
+
+    before = puts()
+    with Engine(place, name, model, guarded.target, transfer=transfer, extra=told) as engine:
+        chats.check(engine, range(3, 4))
+        until(lambda: puts() > before, "a thread stores what the spec was given")
+    with Engine(place, f"{name} again", model, guarded.target, transfer=transfer, extra=told) as engine:
+        assert chats.check(engine, range(3, 4)) > 0
+        assert check_digests(engine) > 0
+        assert "Traceback" not in engine.log()
 
 
 def test_the_offloading_spec_goes_on_without_its_node(

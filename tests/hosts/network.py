@@ -161,8 +161,12 @@ class Host:
         """Put it back."""
         run("ip", "link", "set", self.plug, "up")
 
-    def firewall(self, allowed: str = "", *, lossy_per_mille: int = 0) -> None:
-        """Let in what these rules of nftables accept, and nothing else; of all that comes lose so much."""
+    def firewall(self, allowed: str = "", *, lossy_per_mille: int = 0, cut: str = "") -> None:
+        """Let in what these rules of nftables accept, and nothing else; of all that comes lose so much.
+
+        Whatever comes to the ports `cut` is answered with a reset, and ends connections that stand.
+        """
+        reset = f"iif != lo tcp dport {cut} reject with tcp reset" if cut else ""
         loss = f"iif != lo numgen random mod 1000 < {lossy_per_mille} drop" if lossy_per_mille else ""
         run(
             *("ip", "netns", "exec", self.name, "nft", "-f", "-"),
@@ -173,6 +177,7 @@ class Host:
               chain input {{
                 type filter hook input priority 0; policy drop;
                 {loss}
+                {reset}
                 ct state established,related accept
                 iif lo accept
                 icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert, packet-too-big }} accept

@@ -30,6 +30,7 @@ SERVE += [
 ]
 EVERYWHERE = [*SERVE, "--listen", "[::]:7070"]
 KEEPALIVE_S = 10.0  # of gRPC, at both ends
+CALL_S = 5.0
 SPARE_S = 10.0  # for a machine with much else to do
 DELAY_S = 0.02
 
@@ -99,12 +100,10 @@ def test_a_slow_wire_costs_time_and_no_byte(site: Site) -> None:
 @pytest.mark.usefixtures("node")
 def test_a_closed_fabric_is_said_in_words_and_grpc_still_works(site: Site) -> None:
     site.node.firewall("tcp dport { 7070, 9100 } accept")
-    client = site.caller(site.one, f"{site.node.ipv4}:7070")
-    client.begin("put", blocks(), 1)
-    put, took_s = client.end()
+    client = site.caller(site.one, f"{site.node.ipv4}:7070", connect_timeout_ms=1_000)
+    put = client("put", blocks(), 1)
     assert put.startswith("NodeUnavailable: The node tells that its fabric is at 10.77.0.1:70")
-    assert "are the node's fabric ports open to this machine" in put
-    assert took_s < 5.0 + SPARE_S
+    assert "nothing answered there within 1.0 s: are the node's fabric ports open to this machine" in put
     client.begin("get", blocks(), 1)
     (got,), took_s = client.end()
     assert "fabric" in got
@@ -174,6 +173,44 @@ def test_a_node_that_vanishes_in_mid_get_is_a_miss_in_time(site: Site) -> None:
     finally:
         site.node.plug_in()
     until("the way back", 2 * SPARE_S, lambda: client("get", name, 64) == ["exact"] * 64)
+    client.close()
+
+
+TYPED = ("FabricError", "PutFailed", "NodeUnavailable", "DeadlineExceeded", "node_away")
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("cut", ["7071-7199", "7070", "7070-7199"], ids=["fabric", "gRPC", "both"])
+def test_connections_that_are_reset_end_all_that_is_under_way_in_time_and_are_made_again(
+    site: Site, cut: str
+) -> None:
+    """Libfabric's `net` does not tell of a reset; what is under way ends by its own time."""
+    open_ports = firewall_of("container")
+    client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
+    kept = blocks()
+    assert client("put", kept, 64) == ["WRITTEN"] * 64
+    for host, done, word, name in ((site.node, "WRITTEN", "put", ""), (site.one, "exact", "get", kept)):
+        before = host.sent_bytes()
+        client.begin(word, name or blocks(), 64, CALL_S)
+        until("the first bytes", SPARE_S, lambda: host.sent_bytes() > before + 4 * MIB)  # noqa: B023
+        site.node.firewall(open_ports, cut=cut)
+        answers = [client.end()]
+        for again in ((word, name or blocks(), 64, CALL_S), ("status",)):
+            client.begin(*again)
+            answers.append(client.end())
+        site.node.firewall(open_ports)
+        (_, (meanwhile, _), (status, _)) = answers
+        for answer, took_s in answers[:2]:
+            told = answer if isinstance(answer, list) else [answer]
+            assert all(one == done or any(kind in one for kind in TYPED) for one in told), set(told)
+            assert took_s < CALL_S + SPARE_S
+        if cut != "7070":
+            assert done not in meanwhile
+        if cut != "7071-7199":
+            assert status.startswith("NodeUnavailable: ")
+        fresh = blocks()
+        until("a put", SPARE_S, lambda: client("put", fresh, 1) == ["WRITTEN"])  # noqa: B023
+        until("a get", SPARE_S, lambda: client("get", kept, 64) == ["exact"] * 64)
     client.close()
 
 

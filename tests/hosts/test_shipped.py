@@ -86,17 +86,25 @@ def test_names_of_both_families_are_reached_whichever_of_them_grpc_takes(site: S
 
 
 @pytest.mark.parametrize("version", [4, 6])
-def test_blocks_move_over_tcp_with_rxm_as_well(site: Site, version: int) -> None:
-    provider = "tcp;ofi_rxm"  # `tcp` alone offers what we need since libfabric 1.18, and is then the default
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "sockets"])
+def test_blocks_move_over_other_providers_as_well(site: Site, provider: str, version: int) -> None:
+    """`tcp` alone offers what we need since libfabric 1.18, and is then the default."""
     site.node.firewall(firewall_of("container"))
+    settings = {"provider": provider}
+    if provider == "sockets":  # it alone connects back to clients
+        settings["fabric_ports"] = "7071-7199"
+        for host in (site.one, site.two):
+            host.firewall(accepting("7071-7199"))
     node = site.start_node([*commands()["container"], "--provider", provider])
     ip = site.node.ipv4 if version == 4 else f"[{site.node.ipv6}]"
-    one, two = (site.caller(host, f"{ip}:7070", provider=provider) for host in (site.one, site.two))
+    one, two = (site.caller(host, f"{ip}:7070", **settings) for host in (site.one, site.two))
     blocks = name_of_blocks()
     assert one("put", blocks, 8) == WRITTEN
     assert two("get", blocks, 8) == EXACT
     for client in (one, two):
         client.close()
+    for host in (site.one, site.two):
+        host.firewall()
     assert node.end() == 0
 
 

@@ -23,7 +23,7 @@ from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
 from kvstore.node.http import HttpServer, _Bad
-from kvstore.node.listening import tls_context
+from kvstore.node.listening import Certificates
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
@@ -359,7 +359,7 @@ def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Pa
 
     clock, nobody = FakeClock(), cast("asyncio.StreamWriter", Nobody())
     gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
-    tls = tls_context(
+    tls = Certificates(
         NodeConfig(
             pki,
             tls_certificate=pki / "node.pem",

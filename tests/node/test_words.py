@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.client.failures import Failures
 from kvstore.durability import Durability
-from kvstore.errors import StorageError
+from kvstore.errors import KvError, NodeUnavailable, NoSpace, QuotaExceeded, ReadOnly, StorageError
+from kvstore.limits import ACK_WORDS
+from kvstore.node.connection import Connection
 from kvstore.storage.items import PutDone
-from kvstore.wire.ack import AckCode
+from kvstore.wire.ack import AckCode, code_of_error, error_of_code
+from kvstore.wire.fabric_call import CALL_PLACES
 from nic_offload.flags import FlagWord
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
@@ -23,6 +28,12 @@ if TYPE_CHECKING:
     from tests.conftest import Rig
 
 WAIT_S = 20.0
+ERRORS = (
+    StorageError("The drive burns."),
+    NoSpace("The drive has no room for 8192 bytes: all of it is pinned."),
+    ReadOnly("The drive could not be written: Input/output error; it takes no more puts."),
+    QuotaExceeded("The tenant has 4096 of 4096 bytes."),
+)
 
 
 @pytest.fixture
@@ -35,6 +46,19 @@ def link_of(rig: Rig) -> Link:
     rig.client.attach()
     assert rig.client._link is not None
     return rig.client._link
+
+
+def burn(node: NodeInProcess, *kinds: StorageError) -> None:
+    """Whatever is put from now on fails, by these in turn."""
+    errors = itertools.cycle(kinds)
+
+    def fail_puts(inside: Node) -> None:
+        def put(items: Any, done: Any) -> None:
+            done([PutDone(item.tag, next(errors), item.durability) for item in items])
+
+        vars(inside.store)["put"] = put
+
+    node.call(fail_puts)
 
 
 def test_a_client_that_gives_a_lease_back_hears_that_it_was_over(node: NodeInProcess, rig: Rig) -> None:
@@ -62,13 +86,7 @@ def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(node: NodeInPr
     """`landed` was the last word that its client waited for."""
     link = link_of(rig)
 
-    def fail_puts(inside: Node) -> None:
-        def put(items: Any, done: Any) -> None:
-            done([PutDone(item.tag, StorageError("The drive burns."), item.durability) for item in items])
-
-        vars(inside.store)["put"] = put
-
-    node.call(fail_puts)
+    burn(node, StorageError("The drive burns."))
     block = rig.block(0, 1000)
     for durability in (Durability.LANDED, Durability.WRITTEN):
         word = link._free_words[-1]
@@ -86,3 +104,83 @@ def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(node: NodeInPr
         else:
             assert isinstance(result.error, StorageError)
             assert said == AckCode.STORAGE_FAILED
+
+
+def fail(rig: Rig, count: int) -> list[KvError]:
+    """Put blocks; the errors with which they fail, and nothing of them is left behind."""
+    link = link_of(rig)
+    puts = rig.client.reserve([rig.block(number) for number in range(count)]).arm(rig.flags[0])
+    rig.flags[0].store(count)
+    results = puts.wait(WAIT_S)
+    assert rig.client._link is link  # a put that failed costs its connection nothing
+    with rig.client.lock:
+        assert len(set(link._free_words)) == len(link._free_words) == ACK_WORDS - CALL_PLACES
+    errors = [result.error for result in results if result.error is not None]
+    assert len(errors) == count
+    return errors
+
+
+def test_what_the_node_knows_of_a_failed_put_reaches_its_client_in_words(
+    node: NodeInProcess, rig: Rig
+) -> None:
+    burn(node, *ERRORS)
+    for _ in range(2):
+        errors = fail(rig, len(ERRORS))
+        assert sorted((type(error).__name__, str(error)) for error in errors) == sorted(
+            (type(error).__name__, str(error)) for error in ERRORS
+        )
+    connection = node.call(lambda inside: next(iter(inside._connections.values())))
+    assert not connection._failures  # each is told once
+
+
+def test_a_put_that_failed_ends_with_its_code_where_the_node_says_no_more(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    burn(node, *ERRORS)
+    monkeypatch.setattr(Connection, "why_failed", lambda *_: [])
+    errors = fail(rig, len(ERRORS))
+    assert {type(error) for error in errors} == {type(error) for error in ERRORS}
+    for error in errors:
+        assert str(error) == str(error_of_code(code_of_error(error)))
+        assert "code" not in str(error)
+
+
+def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    burn(node, *ERRORS)
+    link = link_of(rig)
+    monkeypatch.setattr(Failures, "_call", lambda _: None)
+    puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
+    rig.flags[0].store(1)
+    assert puts.wait_landed(WAIT_S)
+    wait_until(lambda: bool(link.failures._asking), "it has failed")
+    puts.abandon()
+    assert not puts.has_ended
+    assert rig.client._link is link
+
+
+def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    burn(node, *ERRORS)
+    link = link_of(rig)
+
+    def lose(failures: Failures) -> None:
+        assert failures._asking
+        rig.client.lose(link, NodeUnavailable("The node went away."))
+
+    monkeypatch.setattr(Failures, "_call", lose)
+    puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
+    rig.flags[0].store(1)
+    (result,) = puts.wait(WAIT_S)
+    assert type(result.error) is StorageError
+
+
+def test_a_node_remembers_as_many_failures_as_puts_may_be_under_way(node: NodeInProcess, rig: Rig) -> None:
+    """For a client that never asks."""
+    link_of(rig)
+    connection = node.call(lambda inside: next(iter(inside._connections.values())))
+    for generation in range(1, 2 * link_of(rig).slots + 1):
+        connection.failed(generation, ERRORS[0])
+    assert list(connection._failures) == list(range(link_of(rig).slots + 1, 2 * link_of(rig).slots + 1))

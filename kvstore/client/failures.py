@@ -1,0 +1,57 @@
+"""Puts that failed, on their way to their ends: an acknowledgement brings a code, and the node is asked for its words.
+
+What always holds: a put that failed ends with the error that its code stands for, in the node's own words if these can
+be had within a call's time, else in the code's. One call asks for all that failed at about the same time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.status import error_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import grpc
+
+    from kvstore.client.link import Host, Link
+    from kvstore.errors import KvError
+    from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+
+__all__ = ["Failures"]
+
+Told: TypeAlias = "Callable[[KvError | None], None]"
+
+
+class Failures:
+    """Of one link. All methods are called with the client's lock held."""
+
+    def __init__(self, client: Host, link: Link, stub: KvStoreStub) -> None:
+        self._client = client
+        self._link = link
+        self._stub = stub
+        self._asking: dict[int, Told] = {}
+
+    def ask(self, generation: int, told: Told) -> None:
+        """Ask why a put failed; `told`, with the lock held, hears the node's error, or None if it is not known."""
+        if not self._asking:
+            self._client.settle(self._call)
+        self._asking[generation] = told
+
+    def _call(self) -> None:
+        asking, self._asking = self._asking, {}
+        if self._link.error is not None:  # and they have ended with it
+            return
+        request = pb.WhyFailedRequest(connection=self._link.number, generations=list(asking))
+        call = self._stub.WhyFailed.future(request, timeout=self._client.reach.call_timeout_s)
+
+        def check(answered: grpc.Future[pb.WhyFailedResponse]) -> None:
+            puts = () if answered.exception() is not None else answered.result().puts
+            errors = {put.generation: error_named(put.name, put.sentence, 0) for put in puts}
+            with self._client.lock:
+                for generation, told in asking.items():
+                    told(errors.get(generation))
+
+        call.add_done_callback(check)
