@@ -377,6 +377,10 @@ class QuotaMachine(RuleBasedStateMachine):
             self.blocks[tenant][number] = (pages, expires_ms)
         else:
             self.use(tenant, number)
+            before, ends_ms = known
+            if self.rig.put_done[tag].error is None:  # of the same bytes: the longer life wins
+                ends_ms = max(ends_ms, expires_ms) if ends_ms and expires_ms else 0
+            self.blocks[tenant][number] = (before, ends_ms)
 
     @rule(tenant=OWNERS, number=NUMBERS)
     def get(self, tenant: bytes, number: int) -> None:
