@@ -231,6 +231,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 
 int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 {
+	rest_look_again(fabric);
 	return close_endpoint(fabric, *(struct tk_endpoint **)argument);
 }
 

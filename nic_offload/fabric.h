@@ -123,6 +123,11 @@ struct command {
 	uint64_t argument[];
 };
 
+struct known_peer {
+	union address address;
+	uint64_t number;
+};
+
 struct tk_endpoint {
 	struct tk_fabric *fabric;
 	struct tk_endpoint *next;
@@ -202,7 +207,7 @@ struct tk_fabric {
 	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
 	struct tk_endpoint *endpoints;
-	union address *peers; /* where sockets of ours may lead to */
+	struct known_peer *peers; /* where sockets of ours may lead to */
 	uint32_t peers_count, peers_capacity;
 	struct tk_counter *counters;
 	struct tk_shelf *shelves;

@@ -137,10 +137,24 @@ static int add_peer(struct tk_fabric *fabric, void *argument)
 static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
 {
 	pthread_mutex_lock(&fabric->handle_lock);
-	if (!grow((void **)&fabric->peers, &fabric->peers_capacity, fabric->peers_count, sizeof *fabric->peers))
-		memcpy(&fabric->peers[fabric->peers_count++], peer->address, sizeof *fabric->peers);
+	if (!grow((void **)&fabric->peers, &fabric->peers_capacity, fabric->peers_count, sizeof *fabric->peers)) {
+		struct known_peer *known = &fabric->peers[fabric->peers_count++];
+		memcpy(&known->address, peer->address, sizeof known->address);
+		known->number = peer->number;
+	}
 	pthread_mutex_unlock(&fabric->handle_lock);
 	rest_look_again(fabric);
+}
+
+static void forget_peer(struct tk_fabric *fabric, uint64_t number)
+{
+	pthread_mutex_lock(&fabric->handle_lock);
+	for (uint32_t i = 0; i < fabric->peers_count; i++)
+		if (fabric->peers[i].number == number) {
+			fabric->peers[i] = fabric->peers[--fabric->peers_count];
+			break;
+		}
+	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
 static int remove_peer(struct tk_fabric *fabric, void *argument)
@@ -165,6 +179,8 @@ int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, ui
 int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
 {
 	struct peer peer = {.number = number};
+	if (!fabric_refusal(fabric))
+		forget_peer(fabric, number);
 	return on_the_thread(fabric, remove_peer, &peer, sizeof peer);
 }
 

@@ -83,7 +83,7 @@ static int leads_to_a_peer(const struct tk_fabric *fabric, int fd)
 	if (getpeername(fd, &remote.any, &length))
 		return 0;
 	for (uint32_t i = 0; i < fabric->peers_count; i++)
-		if (address_is_same(&fabric->peers[i], &remote))
+		if (address_is_same(&fabric->peers[i].address, &remote))
 			return 1;
 	return 0;
 }
