@@ -87,10 +87,16 @@ class _Exporter(SpanExporter):
         self._endpoint = endpoint
         self._to = OTLPSpanExporter(endpoint=endpoint, timeout=SPANS_SEND_TIMEOUT_MS / 1000)
         self._lost = 0
+        self._is_over = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send some."""
-        result = self._to.export(spans)
+        try:
+            result = self._to.export(spans)
+        except ValueError:  # of a channel that `shutdown` has closed under it
+            if not self._is_over:
+                raise
+            return SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             if self._lost:
                 log.info("the collector at %s is back; %d spans were lost", self._endpoint, self._lost)
@@ -103,6 +109,7 @@ class _Exporter(SpanExporter):
 
     def shutdown(self) -> None:
         """End what is under way. Safe to call again."""
+        self._is_over = True
         self._to.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:

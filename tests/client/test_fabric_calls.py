@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Block, Client, Hit, asking
+from kvstore.client import Block, Client, Hit
 from kvstore.client.gets import NoGet
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
@@ -282,7 +282,7 @@ def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_erro
     finally:
         os.kill(node.pid, signal.SIGCONT)
     wait_until(lambda: get(rig, [block]) == [Hit(block.key)], "the node goes on")
-    monkeypatch.setattr(asking, "_TIMEOUT_NS", 300_000_000)
+    monkeypatch.setattr(rig.client._asking, "_timeout_ns", 300_000_000)
     os.kill(node.pid, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineExceeded):

@@ -231,8 +231,8 @@ def test_with_everything_protected_what_is_acknowledged_remains(data: Path) -> N
 def test_a_put_that_came_after_its_lease_is_explained(client: Client) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(PAGE_BYTES)) as region:
         block = Block(KEY, region, 0, PAGE_BYTES, threshold=1)
-        puts = client.reserve([block], lease_ms=200).arm(flags[0])
-        time.sleep(0.3)
+        puts = client.reserve([block], lease_ms=2000).arm(flags[0])
+        time.sleep(2.1)
         flags[0].store(1)
         (result,) = puts.wait(WAIT_S)
         assert result.error is not None

@@ -166,8 +166,8 @@ def test_each_call_is_refused_when_it_names_too_much_or_nothing(here: NodeInProc
 def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_nothing_else(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.step_calls._TIMEOUT_S", 0.2)
     with small_client(node.target) as client:
+        monkeypatch.setattr(client.steps, "_timeout_s", 0.2)
         chat = client.session("ada", "chat")
         client.put_inline(key(0), b"x")
         chat.append([key(0)], 16)
