@@ -13,7 +13,7 @@ from kvstore.client.blocks import Block
 from kvstore.client.client import Client
 from kvstore.client.contact import steps
 from kvstore.doctor import Result
-from kvstore.errors import ConfigError, FabricError, KvError
+from kvstore.errors import ConfigError, FabricError, KvError, NodeUnavailable, ProtocolError
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
@@ -53,6 +53,8 @@ def _check_calls(client: Client) -> Iterator[Result]:
         client.statistics()
     except KvError as error:
         do = "Look at the token, and at the node's file of tenants." if client.reach.uses_tls else ""
+        if isinstance(error, NodeUnavailable | ProtocolError):
+            do = "Is it the node's port for calls, and not that for HTTP or another service's?"
         yield Result("tenant", "fail", str(error), "Calls are refused.", do)
         return
     yield Result("tenant", "ok", "the node takes this caller's calls", "Blocks can travel inside gRPC.")
@@ -61,9 +63,9 @@ def _check_calls(client: Client) -> Iterator[Result]:
         try:
             region = client.register(memory)
             name = block_key(b"doctor", secrets.token_bytes(16))  # nobody has it
-            (answer,) = client.get(
-                [Block(name, region, 0, PAGE_BYTES)], timeout_s=client.reach.connect_timeout_s
-            )
+            # Longer than a connection may take: then it says itself what it waited for.
+            timeout_s = client.reach.connect_timeout_s + client.reach.call_timeout_s
+            (answer,) = client.get([Block(name, region, 0, PAGE_BYTES)], timeout_s=timeout_s)
             region.close()
         except (FabricError, KvError) as error:
             yield Result("fabric", "fail", str(error), "Blocks can travel inside gRPC only.", do)

@@ -44,6 +44,8 @@ __all__ = ["Reach", "split_target"]
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
 _PORT_MAX: Final = 65_535
+_LABEL_MAX: Final = 63  # letters between the dots of a name
+_TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 # Settings that say the same in two ways: whoever says one of them says all of them.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"))
@@ -168,6 +170,8 @@ class Reach:
     def bearer(self) -> str | None:
         """The token, read from its file if it is in one."""
         if self.token_file is None:
+            if self.token is not None and not _is_token(self.token):
+                raise ConfigError("The token has letters that no token has, or too many.")
             return self.token
         try:
             text = self.token_file.read_text(encoding="ascii").strip()
@@ -177,7 +181,7 @@ class Reach:
             ) from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"What is in {self.token_file} is no token.") from error
-        if not text or not text.isprintable():
+        if not _is_token(text):
             raise ConfigError(f"What is in {self.token_file} is no token.")
         return text
 
@@ -185,13 +189,25 @@ class Reach:
         """What a channel is opened with, its files read; None where there is no TLS."""
         if not self.uses_tls:
             return None
-        try:
-            parts = [
-                None if path is None else path.read_bytes() for path in (self.ca, self.key, self.certificate)
-            ]
-        except OSError as error:
-            raise ConfigError(f"{error.filename} could not be read: {error.strerror}.") from error
-        return grpc.ssl_channel_credentials(*parts)
+        ca, key, certificate = (
+            None if path is None else _pem(path) for path in (self.ca, self.key, self.certificate)
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def _is_token(text: str) -> bool:
+    return text.isascii() and text.isprintable() and 0 < len(text) <= _TOKEN_MAX
+
+
+def _pem(path: Path) -> bytes:
+    """A file's bytes. An empty one would mean to gRPC that nothing was said: trust whom the system trusts."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+    if b"-----BEGIN " not in data:
+        raise ConfigError(f"{path} has no certificate or key in it, as PEM has them.")
+    return data
 
 
 def split_target(target: str) -> tuple[str, int]:
@@ -203,7 +219,7 @@ def split_target(target: str) -> tuple[str, int]:
                 return str(ipaddress.IPv6Address(host[1:-1])), int(port)
             except ValueError:
                 host = ""
-        if _HOST.fullmatch(host):
+        if _HOST.fullmatch(host) and all(0 < len(label) <= _LABEL_MAX for label in host.split(".")):
             return host, int(port)
     raise ConfigError(f"{target!r} is not where a node is; write HOST:PORT, with brackets around IPv6.")
 

@@ -205,3 +205,29 @@ def test_several_nodes_share_their_settings(file: Path) -> None:
     with Nodes() as nodes:
         assert nodes.targets == ["127.0.0.1:1", "127.0.0.1:2"]
         assert nodes.of("user").tenant == "ada"
+
+
+@pytest.mark.parametrize("setting", ["ca", "certificate"])
+@pytest.mark.parametrize("content", [b"", b"\n", b"half a file"])
+def test_a_file_without_a_certificate_is_refused(setting: str, content: bytes, tmp_path: Path) -> None:
+    """To gRPC an empty one means that nothing was said, and it trusts whom the system trusts."""
+    (tmp_path / "empty.pem").write_bytes(content)
+    (tmp_path / "a.key").write_bytes(b"-----BEGIN PRIVATE KEY-----\n")
+    given: dict[str, Any] = {setting: tmp_path / "empty.pem"}
+    if setting == "certificate":
+        given["key"] = tmp_path / "a.key"
+    with pytest.raises(ConfigError, match=r"empty\.pem has no certificate or key in it"):
+        Reach.given("node:7070", {**given, "tls": True}).credentials()
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "nön-ascii", "x" * 5000])
+def test_a_token_that_no_call_can_carry_is_refused(token: str) -> None:
+    with pytest.raises(ConfigError, match="letters that no token has") as caught:
+        Client("127.0.0.1:1", token=token)
+    assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, f"node.{'x' * 64}.example"])
+def test_a_name_whose_labels_cannot_be_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="is not where a node is"):
+        Client(f"{host}:7070")

@@ -18,6 +18,10 @@ __all__ = ["open_channel"]
 _CONNECT_TIMEOUT = "grpc.min_reconnect_backoff_ms"  # in spite of its name; 20 s by default
 _OPTIONS = (
     *keepalive_options(),
+    (
+        "grpc.enable_http_proxy",
+        0,
+    ),  # the fabric can't go through one, and nor does what asks why a node is away
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a node that moved is found again; 30 s by default

@@ -68,8 +68,8 @@ def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
     host, port = split_target(reach.node)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+        why = getattr(error, "strerror", None) or str(error)
         yield Step(
             "name", False, f"{host} has no address ({why})", "Is the name right, and known to this machine?"
         )

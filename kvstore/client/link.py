@@ -21,7 +21,7 @@ from kvstore.client.failures import Failures
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_WORDS
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.status import error_from_rpc
+from kvstore.wire.status import error_from_rpc, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -232,7 +232,7 @@ class Link:
                 for _ in self._responses or ():
                     pass
             except grpc.RpcError as failure:
-                why = (failure.details() if isinstance(failure, grpc.Call) else None) or why
+                why = words_of(failure) or why
             lost(self, why)
 
         threading.Thread(target=read, name="kvstore-link", daemon=True).start()

@@ -20,7 +20,18 @@ __all__ = [
     "error_named",
     "status_of",
     "trailers_of",
+    "words_of",
 ]
+
+_WAS_THERE = (
+    "Stream removed",
+    "Socket closed",
+    "recvmsg",
+    "ping timeout",
+    "Connection reset",
+    "GOAWAY",
+    "Broken pipe",
+)
 
 ERROR_NAME = "kvstore-error"
 RETRY_AFTER_MS = "kvstore-retry-after-ms"
@@ -69,7 +80,7 @@ def error_named(name: str, sentence: str, retry_after_ms: int) -> KvError:
 def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
     """The error that a failed call stands for."""
     code = failure.code() if isinstance(failure, grpc.Call) else grpc.StatusCode.UNKNOWN
-    detail = (failure.details() if isinstance(failure, grpc.Call) else "") or ""
+    detail = words_of(failure)
     trailers = _trailers(failure)
     if trailers.get(ERROR_NAME) == errors.AddressRefused.__name__:
         return errors.AddressRefused(detail, trailers.get(CALLER, ""))
@@ -78,8 +89,24 @@ def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{doing} was not answered in time.")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return errors.NodeUnavailable(f"{doing} found no node: {detail or code.name.lower()}.")
+        return errors.NodeUnavailable(f"{doing} found no node: {detail}.")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ProtocolError(
+            f"{doing} is nothing that the other end knows: it is no node, or an older one."
+        )
     return errors.ProtocolError(f"{doing} was refused: {detail or code.name.lower()}.")
+
+
+def words_of(failure: grpc.RpcError) -> str:
+    """What a failed call says of itself; if it had no connection, what gRPC's words of its inner parts come to."""
+    if not isinstance(failure, grpc.Call):
+        return ""
+    detail = failure.details() or ""
+    if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return detail
+    if any(word in detail for word in _WAS_THERE):
+        return "the connection was lost"
+    return "no connection to it came about"
 
 
 def _kind(name: str) -> type[KvError] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
+import grpc
 import pytest
 
 from kvstore.cli import main
@@ -13,6 +15,7 @@ from kvstore.client import Client
 from kvstore.client.contact import Step, broken_step, steps
 from kvstore.errors import NodeUnavailable
 from kvstore.reach import Reach
+from kvstore.wire.status import error_from_rpc, words_of
 from tests.conftest import small_node
 
 if TYPE_CHECKING:
@@ -195,3 +198,39 @@ def test_the_doctor_tells_a_wrong_token_from_a_wrong_address(
 def test_a_step_reads_as_a_sentence() -> None:
     assert str(Step("name", False, "x has no address", "Is it right?")) == "x has no address. Is it right?"
     assert str(Step("name", True, "x is y")) == "x is y."
+
+
+def test_a_proxy_of_the_environment_is_not_asked(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with Client(shared_node.target) as client:
+        assert client.status().version
+
+
+class _FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+    """What a failed call is, for a mock of it."""
+
+
+@pytest.mark.parametrize(
+    ("code", "detail", "words"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:Connection timed out (110))", "the connection was lost"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; last error: UNKNOWN: tcp handshaker shutdown",
+            "no connection to it came about",
+        ),
+        (grpc.StatusCode.INVALID_ARGUMENT, "What the node says.", "What the node says."),
+    ],
+)  # fmt: skip
+def test_what_grpc_says_of_its_inner_parts_is_told_to_nobody(
+    code: grpc.StatusCode, detail: str, words: str
+) -> None:
+    failure = Mock(spec=_FailedCall)
+    failure.code.return_value, failure.details.return_value = code, detail
+    failure.trailing_metadata.return_value = ()
+    assert words_of(failure) == words
+    assert words in str(error_from_rpc("Attaching", failure))
