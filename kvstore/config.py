@@ -42,6 +42,7 @@ __all__ = [
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
+_SIZE_MAX = 2**63 - 1
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
@@ -180,7 +181,10 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 512MiB or 4GB.")
     number, unit, binary = match.groups()
     step = 1024 if binary else 1000
-    return int(float(number) * step ** " KMGTP".index(unit.upper() or " "))
+    size = float(number) * step ** " KMGTP".index(unit.upper() or " ")
+    if size > _SIZE_MAX:
+        raise ConfigError(f"{text!r} is more than any drive or memory has.")
+    return int(size)
 
 
 def parse_drive(text: str) -> DriveSpec:

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "TRIGGERKV_SERVE_"
+_DIGITS_MAX: Final = 18
 
 
 def _choice(*choices: str) -> Callable[[str], str]:
@@ -56,8 +57,8 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"it is a whole number, not {text!r}")
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+        raise ConfigError(f"it is a whole number of {_DIGITS_MAX} digits at most, not {text!r}")
     return int(text)
 
 
@@ -233,6 +234,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read(option: Option, text: str, where: str) -> Any:
+    if "\0" in text:
+        raise ConfigError(f"{where} has a NUL in it, which no setting has.")
     try:
         return option.read(text)
     except KvError as error:
@@ -279,7 +282,9 @@ def read_file(path: Path) -> dict[str, Any]:
         given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply for settings.") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     if unknown := sorted(set(given) - set(_BY_NAME)):
         raise ConfigError(f"{path} has a setting that there is not: {', '.join(unknown)}.")
@@ -302,9 +307,14 @@ def _of_file(option: Option, value: Any, path: Path) -> Any:
 def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(f"{where} is a text or a whole number, not {type(value).__name__}.")
+    if isinstance(value, int) and abs(value) >= 10**_DIGITS_MAX:
+        raise ConfigError(f"{where} has more than {_DIGITS_MAX} digits.")
     text = str(value)
     if option.is_path:
-        text = str(folder / Path(text).expanduser())
+        try:
+            text = str(folder / Path(text).expanduser())
+        except RuntimeError:
+            raise ConfigError(f"{where} begins with the home of a user that this machine has not.") from None
     return _read(option, text, where)
 
 

@@ -122,6 +122,14 @@ def test_what_is_printed_is_what_holds_by_default(
         ('listen = "0.0.0.0:7070"', "does not listen on 0.0.0.0 without --tls-cert"),
         ('log_level = "loud"', "log_level in .* debug or info"),
         ('tls_cert = "c.pem"', "come together"),
+        (r'data = "\u0000"', "data in .* has a NUL"),
+        (r'tls_cert = "\u0000"', "tls_cert in .* has a NUL"),
+        (r'drive = ["a\u0000:1GiB"]', "drive in .* has a NUL"),
+        ('data = "~nosuchuser/x"', "data in .* a user that this machine has not"),
+        ("data = " + "[" * 3000, "nested too deeply"),
+        ("hot = " + "9" * 5000, "is not TOML"),
+        ("hot = 0x" + "f" * 5000, "hot in .* has more than 18 digits"),
+        (f'hot = "{"9" * 5000}"', "hot in .* more than any drive"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_in_a_sentence(
@@ -137,7 +145,17 @@ def test_a_file_with_a_mistake_is_refused_in_a_sentence(
         Settings.of({"data": tmp_path} | read_file(file)).node()
 
 
-@pytest.mark.parametrize(("name", "text"), [("UI", "perhaps"), ("WITHOUT_DRIVE", "1,x"), ("HOT", "much")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("UI", "perhaps"),
+        ("WITHOUT_DRIVE", "1,x"),
+        ("WITHOUT_DRIVE", "9" * 5000),
+        ("HOT", "much"),
+        ("HOT", "9" * 5000),
+        ("LISTEN", "127.0.0.1:" + "9" * 5000),
+    ],
+)
 def test_a_variable_that_cannot_be_is_named(
     told: Callable[..., Settings], name: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
