@@ -38,6 +38,7 @@ __all__ = [
     "printable",
     "show_size",
     "show_time",
+    "variables",
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
@@ -172,6 +173,11 @@ def _check_stays_here(endpoint: str) -> None:
 def environment(name: str) -> str:
     """What a variable says; nothing if it is not set."""
     return os.environ.get(name, "")
+
+
+def variables(prefix: str) -> list[str]:
+    """The names of those that begin so and are not empty."""
+    return [name for name, text in os.environ.items() if name.startswith(prefix) and text]
 
 
 def parse_size(text: str) -> int:

@@ -22,6 +22,7 @@ from kvstore.config import (
     parse_drive,
     parse_listen,
     parse_size,
+    variables,
 )
 from kvstore.endpoints import Ports
 from kvstore.errors import ConfigError, KvError
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "TRIGGERKV_SERVE_"
+_FILE_VARIABLE: Final = f"{_VARIABLE}CONFIG"
 _DIGITS_MAX: Final = 18
 
 
@@ -258,6 +260,9 @@ def _of_command(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_environment() -> dict[str, Any]:
+    known = {option.variable for option in OPTIONS} | {_FILE_VARIABLE}
+    if unknown := sorted(name for name in variables(_VARIABLE) if name not in known):
+        raise ConfigError(f"The environment has a setting that there is not: {', '.join(unknown)}.")
     told: dict[str, Any] = {}
     for option in OPTIONS:
         text = environment(option.variable)
@@ -320,7 +325,7 @@ def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
 
 def settings(arguments: argparse.Namespace) -> Settings:
     """What the command line, the environment and the file say, and by default."""
-    named = arguments.config or environment(f"{_VARIABLE}CONFIG")
+    named = arguments.config or environment(_FILE_VARIABLE)
     file = Path(named) if named else None
     of_file = {} if file is None else read_file(file)
     return Settings.of(of_file | _of_environment() | _of_command(arguments), file)

@@ -217,3 +217,14 @@ def test_several_nodes_share_their_settings(file: Path) -> None:
     with Nodes() as nodes:
         assert nodes.targets == ["127.0.0.1:1", "127.0.0.1:2"]
         assert nodes.of("user").tenant == "ada"
+
+
+def test_of_a_variable_that_is_no_setting_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TRIGGERKV_TOKENFILE", "TRIGGERKV_SERVE_LISTEN", "TRIGGERKV_LIBFABRIC", "TRIGGERKV_TENANT"):
+        monkeypatch.setenv(name, "x")
+    for _ in range(2):
+        Reach.of({"node": NODE})
+    said = [text for text in caplog.messages if "is no setting of a client" in text]
+    assert [text.split()[0] for text in said] == ["TRIGGERKV_TOKENFILE"]

@@ -164,6 +164,17 @@ def test_a_variable_that_cannot_be_is_named(
         told()
 
 
+def test_a_variable_that_is_no_option_is_refused(
+    told: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIGGERKV_SERVE_LISTN", "")  # empty is not set, as everywhere
+    monkeypatch.setenv("TRIGGERKV_NODE", "of-a-client:1")
+    told()
+    monkeypatch.setenv("TRIGGERKV_SERVE_LISTN", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="a setting that there is not: TRIGGERKV_SERVE_LISTN"):
+        told()
+
+
 def test_a_node_without_a_folder_is_refused(told: Callable[..., Settings]) -> None:
     with pytest.raises(ConfigError, match="where the node's folder is"):
         told().node()
