@@ -10,7 +10,8 @@ Four places may say it, and the first that does counts, setting by setting:
 What always holds: a setting that is not known, or a value that can't be, is a ConfigError in one sentence that says
 where it stands; of variables that are not known the log says once that they are ignored. Settings that say one thing in
 two ways (`node` and `nodes`, `token` and `token_file`) are taken from one place together, so a token of the environment
-never goes along with a token file of an argument. A token is in no `repr`, and is sent over TLS or to this machine only.
+never goes along with a token file of an argument. A token is in no `repr`, and is sent over TLS, or to this machine
+only.
 
 What it doesn't do: call anybody. Reading a token or a certificate happens when a client is opened.
 """
