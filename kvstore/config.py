@@ -109,6 +109,10 @@ class NodeConfig:
         if self.events is not None:
             for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
                 _check_stays_here(endpoint)
+            if self.events.endpoint == self.events.replay:
+                raise ConfigError(
+                    f"Events are published and asked for again in two places, not both on {self.events.replay}."
+                )
         self._check_where()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
@@ -124,6 +128,10 @@ class NodeConfig:
     def _check_where(self) -> None:
         for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
             self._check_listen(host, port)
+        if self.http is not None and _are_one(self.http, (self.host, self.port)):
+            raise ConfigError(
+                f"Calls and HTTP have a port each: --listen and --http can't both have {self.port} on {self.http[0]}."
+            )
         if self.fabric_address is not None:
             self._check_beyond(self.fabric_address)
 
@@ -155,6 +163,12 @@ def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
     return False  # a name, of which nobody knows what it will stand for
+
+
+def _are_one(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Whether two can't both listen: a wildcard is that of both families, and takes the port of every address."""
+    hosts = {one[0], other[0]}
+    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(("::", "0.0.0.0")))  # noqa: S104
 
 
 def _check_stays_here(endpoint: str) -> None:

@@ -201,6 +201,10 @@ class Settings(NamedTuple):
         told["fabric_clients"] = told["fabric_clients"] or ()
         events, replay = told.pop("events"), told.pop("events_replay")
         as_arrays = told.pop("events_as") == "arrays"
+        if events is None and replay is not None:
+            raise ConfigError(
+                "Events can be asked for again only where they are published: --events ENDPOINT."
+            )
         for short, name in (
             ("drive", "drives"),
             ("without_drive", "without"),
@@ -332,7 +336,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
 
 
 def check_file(path: Path) -> None:
-    """ConfigError with what is wrong with a file by itself; what it leaves open, a command may say."""
+    """ConfigError with what is wrong with a file by itself, whatever the machine has; the rest is seen at a start."""
     Settings.of({"data": path.parent} | read_file(path)).node()
 
 
