@@ -38,10 +38,12 @@ __all__ = [
     "printable",
     "show_size",
     "show_time",
+    "variables",
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
+_SIZE_MAX = 2**63 - 1
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
@@ -107,6 +109,10 @@ class NodeConfig:
         if self.events is not None:
             for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
                 _check_stays_here(endpoint)
+            if self.events.endpoint == self.events.replay:
+                raise ConfigError(
+                    f"Events are published and asked for again in two places, not both on {self.events.replay}."
+                )
         self._check_where()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
@@ -122,6 +128,10 @@ class NodeConfig:
     def _check_where(self) -> None:
         for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
             self._check_listen(host, port)
+        if self.http is not None and _are_one(self.http, (self.host, self.port)):
+            raise ConfigError(
+                f"Calls and HTTP have a port each: --listen and --http can't both have {self.port} on {self.http[0]}."
+            )
         if self.fabric_address is not None:
             self._check_beyond(self.fabric_address)
 
@@ -155,6 +165,12 @@ def _is_loopback(host: str) -> bool:
     return False  # a name, of which nobody knows what it will stand for
 
 
+def _are_one(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Whether two can't both listen: a wildcard is that of both families, and takes the port of every address."""
+    hosts = {one[0], other[0]}
+    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(("::", "0.0.0.0")))  # noqa: S104
+
+
 def _check_stays_here(endpoint: str) -> None:
     scheme, _, rest = endpoint.partition("://")
     host = rest.rpartition(":")[0].strip("[]")
@@ -173,6 +189,11 @@ def environment(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def variables(prefix: str) -> list[str]:
+    """The names of those that begin so and are not empty."""
+    return [name for name, text in os.environ.items() if name.startswith(prefix) and text]
+
+
 def parse_size(text: str) -> int:
     """`4GiB`, `512M`, or a plain number of bytes; K, M, G, T, P are powers of 1000, with an `i` of 1024."""
     match = _SIZE.fullmatch(text.strip())
@@ -180,7 +201,10 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 512MiB or 4GB.")
     number, unit, binary = match.groups()
     step = 1024 if binary else 1000
-    return int(float(number) * step ** " KMGTP".index(unit.upper() or " "))
+    size = float(number) * step ** " KMGTP".index(unit.upper() or " ")
+    if size > _SIZE_MAX:
+        raise ConfigError(f"{text!r} is more than any drive or memory has.")
+    return int(size)
 
 
 def parse_drive(text: str) -> DriveSpec:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import struct
 from contextlib import suppress
+from fcntl import ioctl
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, Overloaded, PortTaken
@@ -26,6 +29,7 @@ __all__ = [
     "ENDPOINTS_ON_WILDCARDS",
     "WITHOUT_IP",
     "Ports",
+    "interface_addresses",
     "is_ours",
     "is_reachable",
     "open_endpoint",
@@ -40,6 +44,9 @@ WITHOUT_IP = frozenset({"cxi", "efa", "shm"})
 _PORT_MAX = 65535
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _IPV4 = 4
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
+_IFREQ = struct.Struct("16s24x")
 
 
 class Ports:
@@ -104,6 +111,30 @@ def source_towards(ip: Ip) -> Ip | None:
         way.connect((str(ip), 9))  # of a datagram socket it sends nothing
         return ip_of(way.getsockname()[0])
     return None
+
+
+def interface_addresses() -> tuple[Ip, ...]:
+    """Of this machine's interfaces that are up, loopback aside: the first of each family that others can use."""
+    names = []
+    found: list[Ip] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = _IFREQ.pack(name.encode())
+            with suppress(OSError):  # one without an IPv4 address, or one that goes just now
+                (flags,) = struct.unpack_from("H", ioctl(asking, _SIOCGIFFLAGS, request), 16)
+                if flags & _IFF_UP and not flags & _IFF_LOOPBACK:
+                    names.append(name)
+                    found.append(ipaddress.IPv4Address(ioctl(asking, _SIOCGIFADDR, request)[20:24]))
+    with suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            address, *_, name = line.split()
+            if name in names:
+                found.append(ipaddress.IPv6Address(bytes.fromhex(address)))
+    first: dict[int, Ip] = {}
+    for ip in found:
+        if not ip.is_loopback and is_reachable(SocketAddress(ip, 1)) and is_ours(ip):
+            first.setdefault(ip.version, ip)
+    return tuple(first.values())
 
 
 def is_ours(ip: Ip) -> bool:

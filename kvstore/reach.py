@@ -8,9 +8,10 @@ Four places may say it, and the first that does counts, setting by setting:
 4. what holds by default.
 
 What always holds: a setting that is not known, or a value that can't be, is a ConfigError in one sentence that says
-where it stands. Settings that say one thing in two ways (`node` and `nodes`, `token` and `token_file`) are taken from
-one place together, so a token of the environment never goes along with a token file of an argument. A token is in no
-`repr`, and is sent over TLS or to this machine only.
+where it stands; of variables that are not known the log says once that they are ignored. Settings that say one thing in
+two ways (`node` and `nodes`, `token` and `token_file`) are taken from one place together, so a token of the environment
+never goes along with a token file of an argument. A token is in no `repr`, and is sent over TLS, or to this machine
+only.
 
 What it doesn't do: call anybody. Reading a token or a certificate happens when a client is opened.
 """
@@ -18,10 +19,12 @@ What it doesn't do: call anybody. Reading a token or a certificate happens when 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import tomllib
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -41,12 +44,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Reach", "split_target"]
 
+log = logging.getLogger(__name__)
+
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
+# Not settings of a client: the file of them, which libfabric is loaded, and what a node is told.
+_OTHERS: Final = frozenset({f"{_VARIABLE}CONFIG", f"{_VARIABLE}LIBFABRIC"})
+_OF_NODES: Final = f"{_VARIABLE}SERVE_"
 _PORT_MAX: Final = 65_535
 _LABEL_MAX: Final = 63  # letters between the dots of a name
 _TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
+_PORT = re.compile(r"[0-9]{1,5}")
+_DIGITS_MAX: Final = 18
 # Settings that say the same in two ways: whoever says one of them says all of them.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"))
 
@@ -83,7 +93,7 @@ class Reach:
             raise ConfigError("A client's certificate and its key come together.")
         for name in ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms"):
             if not 1 <= getattr(self, name) <= REACH_TIMEOUT_MS_MAX:
-                raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX}, not {getattr(self, name)}.")
+                raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX} milliseconds.")
         if not self.uses_tls and (self.token is not None or self.token_file is not None):
             for host in hosts:
                 if not _is_this_machine(host):
@@ -213,7 +223,7 @@ def _pem(path: Path) -> bytes:
 def split_target(target: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, the host without the brackets that IPv6 needs."""
     host, colon, port = target.rpartition(":")
-    if colon and port.isascii() and port.isdigit() and 1 <= int(port) <= _PORT_MAX:
+    if colon and _PORT.fullmatch(port) and 1 <= int(port) <= _PORT_MAX:
         if host.startswith("[") and host.endswith("]"):
             try:
                 return str(ipaddress.IPv6Address(host[1:-1])), int(port)
@@ -284,11 +294,33 @@ def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
         kind = _KINDS[name]
         if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
             raise ConfigError(f"{name} in {where} is {kind.word}, not {type(value).__name__}.")
-        settings[name] = kind.read(value, folder)
+        if "\0" in str(value if isinstance(value, (str, Path)) else ""):
+            raise ConfigError(f"{name} in {where} has a NUL in it, which no setting has.")
+        try:
+            settings[name] = kind.read(value, folder)
+        except RuntimeError:  # of `expanduser`
+            raise ConfigError(
+                f"{name} in {where} begins with the home of a user that this machine has not."
+            ) from None
     return settings
 
 
+@cache
+def _warn_of(variable: str) -> None:
+    """Once in a process. It is not refused: the prefix has variables of nodes, of tests and of orchestrators too."""
+    log.warning("%s is no setting of a client, and is ignored (docs/settings.md has the list).", variable)
+
+
 def _of_environment() -> dict[str, Any]:
+    known = {_VARIABLE + name.upper() for name in _KINDS} | _OTHERS
+    for variable, text in os.environ.items():
+        if (
+            variable.startswith(_VARIABLE)
+            and text
+            and variable not in known
+            and not variable.startswith(_OF_NODES)
+        ):
+            _warn_of(variable)
     given: dict[str, Any] = {}
     for name, kind in _KINDS.items():
         text = os.environ.get(variable := _VARIABLE + name.upper(), "")
@@ -299,7 +331,7 @@ def _of_environment() -> dict[str, Any]:
                 raise ConfigError(f"{variable} is true or false, not {text!r}.")
             given[name] = text.lower() in {"true", "1"}
         elif kind.types == (int,):
-            if not (text.isascii() and text.isdigit()):
+            if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
                 raise ConfigError(f"{variable} is {kind.word}, not {text!r}.")
             given[name] = int(text)
         else:
@@ -311,7 +343,12 @@ def _of_environment() -> dict[str, Any]:
 
 def _of_file() -> dict[str, Any]:
     named = os.environ.get(f"{_VARIABLE}CONFIG", "")
-    path = (Path(named) if named else _FILE).expanduser()
+    try:
+        path = (Path(named) if named else _FILE).expanduser()
+    except RuntimeError:  # of a user that this machine has not, or one who has no home
+        if named:
+            raise ConfigError(f"{named}, which {_VARIABLE}CONFIG names, is in nobody's home here.") from None
+        return {}
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -320,6 +357,8 @@ def _of_file() -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply for settings.") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     return _read(given, str(path), path.parent)

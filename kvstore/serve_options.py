@@ -22,6 +22,7 @@ from kvstore.config import (
     parse_drive,
     parse_listen,
     parse_size,
+    variables,
 )
 from kvstore.endpoints import Ports
 from kvstore.errors import ConfigError, KvError
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "TRIGGERKV_SERVE_"
+_FILE_VARIABLE: Final = f"{_VARIABLE}CONFIG"
+_DIGITS_MAX: Final = 18
 
 
 def _choice(*choices: str) -> Callable[[str], str]:
@@ -56,8 +59,8 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"it is a whole number, not {text!r}")
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+        raise ConfigError(f"it is a whole number of {_DIGITS_MAX} digits at most, not {text!r}")
     return int(text)
 
 
@@ -198,6 +201,10 @@ class Settings(NamedTuple):
         told["fabric_clients"] = told["fabric_clients"] or ()
         events, replay = told.pop("events"), told.pop("events_replay")
         as_arrays = told.pop("events_as") == "arrays"
+        if events is None and replay is not None:
+            raise ConfigError(
+                "Events can be asked for again only where they are published: --events ENDPOINT."
+            )
         for short, name in (
             ("drive", "drives"),
             ("without_drive", "without"),
@@ -233,6 +240,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read(option: Option, text: str, where: str) -> Any:
+    if "\0" in text:
+        raise ConfigError(f"{where} has a NUL in it, which no setting has.")
     try:
         return option.read(text)
     except KvError as error:
@@ -255,6 +264,9 @@ def _of_command(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_environment() -> dict[str, Any]:
+    known = {option.variable for option in OPTIONS} | {_FILE_VARIABLE}
+    if unknown := sorted(name for name in variables(_VARIABLE) if name not in known):
+        raise ConfigError(f"The environment has a setting that there is not: {', '.join(unknown)}.")
     told: dict[str, Any] = {}
     for option in OPTIONS:
         text = environment(option.variable)
@@ -279,7 +291,9 @@ def read_file(path: Path) -> dict[str, Any]:
         given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply for settings.") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     if unknown := sorted(set(given) - set(_BY_NAME)):
         raise ConfigError(f"{path} has a setting that there is not: {', '.join(unknown)}.")
@@ -302,22 +316,27 @@ def _of_file(option: Option, value: Any, path: Path) -> Any:
 def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(f"{where} is a text or a whole number, not {type(value).__name__}.")
+    if isinstance(value, int) and abs(value) >= 10**_DIGITS_MAX:
+        raise ConfigError(f"{where} has more than {_DIGITS_MAX} digits.")
     text = str(value)
     if option.is_path:
-        text = str(folder / Path(text).expanduser())
+        try:
+            text = str(folder / Path(text).expanduser())
+        except RuntimeError:
+            raise ConfigError(f"{where} begins with the home of a user that this machine has not.") from None
     return _read(option, text, where)
 
 
 def settings(arguments: argparse.Namespace) -> Settings:
     """What the command line, the environment and the file say, and by default."""
-    named = arguments.config or environment(f"{_VARIABLE}CONFIG")
+    named = arguments.config or environment(_FILE_VARIABLE)
     file = Path(named) if named else None
     of_file = {} if file is None else read_file(file)
     return Settings.of(of_file | _of_environment() | _of_command(arguments), file)
 
 
 def check_file(path: Path) -> None:
-    """ConfigError with what is wrong with a file by itself; what it leaves open, a command may say."""
+    """ConfigError with what is wrong with a file by itself, whatever the machine has; the rest is seen at a start."""
     Settings.of({"data": path.parent} | read_file(path)).node()
 
 

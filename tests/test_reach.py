@@ -103,6 +103,10 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": "host:65536"}, "not where a node is"),
         ({"node": NODE, "call_timeout_ms": 0}, "call_timeout_ms is 1 to"),
         ({"node": NODE, "call_timeout_ms": REACH_TIMEOUT_MS_MAX + 1}, "call_timeout_ms is 1 to"),
+        ({"node": NODE, "call_timeout_ms": 10**5000}, "call_timeout_ms is 1 to"),
+        ({"node": "host:" + "9" * 5000}, "not where a node is"),
+        ({"node": NODE, "ca": "~nosuchuser/x"}, "ca in the call begins with the home of a user"),
+        ({"node": NODE, "ca": "a\0"}, "ca in the call has a NUL"),
         ({"node": NODE, "get_timeout_ms": 1.5}, "a whole number of milliseconds, not float"),
         ({"node": NODE, "get_timeout_ms": True}, "a whole number of milliseconds, not bool"),
     ],
@@ -118,6 +122,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], why: str
         ("node = ", "is not TOML"),
         ("nod = 1", r"client\.toml has no nod"),
         ("tls = 1", r"in .*client\.toml is true or"),
+        ("node = " + "[" * 3000, "nested too deeply"),
+        ("call_timeout_ms = " + "9" * 5000, "is not TOML"),
+        ("call_timeout_ms = 0x" + "f" * 5000, "call_timeout_ms is 1 to"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(file: Path, text: str, why: str) -> None:
@@ -130,9 +137,14 @@ def test_a_file_that_is_named_and_not_there_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("TRIGGERKV_CONFIG", "/nowhere/client.toml")
     with pytest.raises(ConfigError, match="TRIGGERKV_CONFIG names, is not there"):
         Reach.of({"node": NODE})
+    monkeypatch.setenv("TRIGGERKV_CONFIG", "~nosuchuser/client.toml")
+    with pytest.raises(ConfigError, match="nobody's home here"):
+        Reach.of({"node": NODE})
 
 
-@pytest.mark.parametrize(("name", "text"), [("TLS", "perhaps"), ("CALL_TIMEOUT_MS", "1.5")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("TLS", "perhaps"), ("CALL_TIMEOUT_MS", "1.5"), ("CALL_TIMEOUT_MS", "9" * 5000)]
+)
 def test_a_variable_that_cannot_be_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TRIGGERKV_{name}", text)
     with pytest.raises(ConfigError, match=f"TRIGGERKV_{name} is"):
@@ -231,3 +243,14 @@ def test_a_token_that_no_call_can_carry_is_refused(token: str) -> None:
 def test_a_name_whose_labels_cannot_be_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="is not where a node is"):
         Client(f"{host}:7070")
+
+
+def test_of_a_variable_that_is_no_setting_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TRIGGERKV_TOKENFILE", "TRIGGERKV_SERVE_LISTEN", "TRIGGERKV_LIBFABRIC", "TRIGGERKV_TENANT"):
+        monkeypatch.setenv(name, "x")
+    for _ in range(2):
+        Reach.of({"node": NODE})
+    said = [text for text in caplog.messages if "is no setting of a client" in text]
+    assert [text.split()[0] for text in said] == ["TRIGGERKV_TOKENFILE"]

@@ -122,6 +122,18 @@ def test_what_is_printed_is_what_holds_by_default(
         ('listen = "0.0.0.0:7070"', "does not listen on 0.0.0.0 without --tls-cert"),
         ('log_level = "loud"', "log_level in .* debug or info"),
         ('tls_cert = "c.pem"', "come together"),
+        ('http = "127.0.0.1:7070"', "can't both have 7070"),
+        ('http = "127.0.0.1:7"\nlisten = "127.0.0.1:7"', "can't both have 7 on 127.0.0.1"),
+        ('events_replay = "ipc://y"', "only where they are published: --events"),
+        ('events = "ipc://y"\nevents_replay = "ipc://y"', "not both on ipc://y"),
+        (r'data = "\u0000"', "data in .* has a NUL"),
+        (r'tls_cert = "\u0000"', "tls_cert in .* has a NUL"),
+        (r'drive = ["a\u0000:1GiB"]', "drive in .* has a NUL"),
+        ('data = "~nosuchuser/x"', "data in .* a user that this machine has not"),
+        ("data = " + "[" * 3000, "nested too deeply"),
+        ("hot = " + "9" * 5000, "is not TOML"),
+        ("hot = 0x" + "f" * 5000, "hot in .* has more than 18 digits"),
+        (f'hot = "{"9" * 5000}"', "hot in .* more than any drive"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_in_a_sentence(
@@ -137,12 +149,55 @@ def test_a_file_with_a_mistake_is_refused_in_a_sentence(
         Settings.of({"data": tmp_path} | read_file(file)).node()
 
 
-@pytest.mark.parametrize(("name", "text"), [("UI", "perhaps"), ("WITHOUT_DRIVE", "1,x"), ("HOT", "much")])
+@pytest.mark.parametrize(
+    ("listen", "http", "can"),
+    [
+        (("0.0.0.0", 7), ("127.0.0.1", 7), False),
+        (("127.0.0.1", 7), ("::", 7), False),
+        (("127.0.0.1", 7), ("127.0.0.2", 7), True),
+        (("127.0.0.1", 7), ("127.0.0.1", 8), True),
+        (("127.0.0.1", 0), ("127.0.0.1", 0), True),
+    ],
+)
+def test_calls_and_http_have_a_port_each(
+    listen: tuple[str, int], http: tuple[str, int], *, can: bool, tmp_path: Path
+) -> None:
+    files: dict[str, Any] = dict.fromkeys(("tls_cert", "tls_key", "tenants"), tmp_path)
+    told = Settings.of({"data": tmp_path, "listen": listen, "http": http, **files})
+    if can:
+        assert told.node().http == http
+    else:
+        with pytest.raises(ConfigError, match="have a port each"):
+            told.node()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("UI", "perhaps"),
+        ("WITHOUT_DRIVE", "1,x"),
+        ("WITHOUT_DRIVE", "9" * 5000),
+        ("HOT", "much"),
+        ("HOT", "9" * 5000),
+        ("LISTEN", "127.0.0.1:" + "9" * 5000),
+    ],
+)
 def test_a_variable_that_cannot_be_is_named(
     told: Callable[..., Settings], name: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"TRIGGERKV_SERVE_{name}", text)
     with pytest.raises(ConfigError, match=f"TRIGGERKV_SERVE_{name}"):
+        told()
+
+
+def test_a_variable_that_is_no_option_is_refused(
+    told: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIGGERKV_SERVE_LISTN", "")  # empty is not set, as everywhere
+    monkeypatch.setenv("TRIGGERKV_NODE", "of-a-client:1")
+    told()
+    monkeypatch.setenv("TRIGGERKV_SERVE_LISTN", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="a setting that there is not: TRIGGERKV_SERVE_LISTN"):
         told()
 
 

@@ -21,6 +21,7 @@ from kvstore.endpoints import (
     ENDPOINTS_ON_WILDCARDS,
     WITHOUT_IP,
     Ports,
+    interface_addresses,
     is_ours,
     is_reachable,
     open_endpoint,
@@ -134,7 +135,9 @@ class FabricAddress:
         if not self._listens.is_unspecified:
             return (self._listens,)
         ways = (source_towards(ip_of(text)) for text in _ROUTED)
-        return tuple(ip for ip in ways if ip is not None) or (ip_of("127.0.0.1"),)
+        routed = tuple(ip for ip in ways if ip is not None)
+        # Without a default route clients come over the networks of our interfaces; over loopback only without those.
+        return routed or interface_addresses() or (ip_of("127.0.0.1"),)
 
     def believed(self, claimed: bytes, peer: str, fabric: Fabric) -> SocketAddress | None:
         """The address that a client gave, if it may; None where addresses have no IP. ProtocolError if it may not."""

@@ -247,31 +247,35 @@ async def _serve_node(
     loop.add_signal_handler(signal.SIGHUP, reload)
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
     health = add_services(server, node, gate)
-    await health.begin(ready=False)
-    address = listen(server, config, certificates)
-    await server.start()
-    statistics = store.statistics()
-    log.info(
-        "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
-        store.name,
-        _drives_shown(store),
-        statistics.blocks,
-        show_size(statistics.free_bytes),
-        show_size(statistics.capacity_bytes),
-        ", an index rebuilt from its drive" if statistics.rebuilt else "",
-        node.fabric.provider,
-    )
-    http = None if config.http is None else _serve_http(node, gate, config, certificates, *config.http)
-    await _become_ready(node, health, address, stop)
-    await stop.wait()
-    log.info("stopping")
-    await health.enter_graceful_shutdown()
-    if http is not None:
-        await http.close()
-    await node.close()
-    if events is not None:
-        events.close()
-    await server.stop(_STOP_GRACE_S)
+    http = None
+    try:
+        await health.begin(ready=False)
+        address = listen(server, config, certificates)
+        await server.start()
+        statistics = store.statistics()
+        log.info(
+            "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
+            store.name,
+            _drives_shown(store),
+            statistics.blocks,
+            show_size(statistics.free_bytes),
+            show_size(statistics.capacity_bytes),
+            ", an index rebuilt from its drive" if statistics.rebuilt else "",
+            node.fabric.provider,
+        )
+        if config.http is not None:
+            http = _serve_http(node, gate, config, certificates, *config.http)
+        await _become_ready(node, health, address, stop)
+        await stop.wait()
+        log.info("stopping")
+    finally:  # a start that failed as well: a server that is left to the interpreter ends in a traceback
+        await health.enter_graceful_shutdown()
+        if http is not None:
+            await http.close()
+        await node.close()
+        if events is not None:
+            events.close()
+        await server.stop(_STOP_GRACE_S)
 
 
 async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:

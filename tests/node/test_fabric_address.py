@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import struct
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.config import NodeConfig
-from kvstore.endpoints import Ports, open_endpoint
+from kvstore.endpoints import Ports, interface_addresses, open_endpoint
 from kvstore.errors import ConfigError, FabricError, Overloaded, ProtocolError
+from kvstore.node import fabric_address
 from kvstore.node.fabric_address import FabricAddress, ip_of_peer, parse_networks
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -143,6 +145,25 @@ def test_what_is_told_is_the_listened_one_the_named_one_or_the_way_to_the_client
             at = SocketAddress.of(opened.told)
             assert (str(at.ip), 17_071 <= at.port <= 17_171) == (told, True)
             assert SocketAddress.of(opened.endpoint.address()) == at
+
+
+def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_without_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fabric_address, "source_towards", lambda _: None)
+    for up in ((), (ip_of("10.1.2.3"),), (ip_of("10.1.2.3"), ip_of("fd00::1"))):
+        monkeypatch.setattr(fabric_address, "interface_addresses", lambda up=up: up)
+        assert FabricAddress("0.0.0.0").addresses() == (up or (ip_of("127.0.0.1"),))
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="ip, of iproute2, is not here")
+def test_the_addresses_of_interfaces_are_ours_and_others_can_use_them() -> None:
+    asked = subprocess.run(["ip", "-o", "addr", "show", "up"], capture_output=True, text=True, check=True)
+    shown = {ip_of(line.split()[3].partition("/")[0]) for line in asked.stdout.splitlines()}
+    usable = {ip for ip in shown if not ip.is_loopback and (ip.version == 4 or not ip.is_link_local)}
+    found = interface_addresses()
+    assert set(found) <= usable
+    assert {ip.version for ip in found} == {ip.version for ip in usable}
 
 
 def test_a_name_is_not_asked_for_while_a_client_waits(fabric: Fabric) -> None:
