@@ -69,6 +69,7 @@ def test_both_ways_at_once(pair: Pair) -> None:
     assert pair.near.bytes_at(half, 30_000) == blocks[1]
 
 
+@pytest.mark.timed
 def test_an_idle_fabric_sleeps(provider: str) -> None:
     """It has a put that waits, so that it has something to look at."""
     with Pair(provider) as pair:
