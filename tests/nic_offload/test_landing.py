@@ -201,7 +201,7 @@ def test_an_acknowledgement_that_never_comes_ends_at_its_deadline(pair: Pair) ->
 
 
 def test_many_slots_land_each_with_its_own_checksum(pair: Pair) -> None:
-    pair.there.fence()  # on a busy machine sockets (1.17) never delivers a burst that is the first thing on a connection
+    pair.there.fence()  # sockets (1.17), when busy, may never deliver a burst that is the first thing on a connection
     count, slot_bytes = 200, PAGE
     blocks = [os.urandom(slot_bytes - i) for i in range(count)]
     for i, block in enumerate(blocks):
