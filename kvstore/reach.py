@@ -19,12 +19,10 @@ What it doesn't do: call anybody. Reading a token or a certificate happens when 
 from __future__ import annotations
 
 import ipaddress
-import logging
 import os
 import re
 import tomllib
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -44,13 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Reach", "split_target"]
 
-log = logging.getLogger(__name__)
-
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
-# Not settings of a client: the file of them, which libfabric is loaded, and what a node is told.
-_OTHERS: Final = frozenset({f"{_VARIABLE}CONFIG", f"{_VARIABLE}LIBFABRIC"})
-_OF_NODES: Final = f"{_VARIABLE}SERVE_"
 _PORT_MAX: Final = 65_535
 _LABEL_MAX: Final = 63  # letters between the dots of a name
 _TOKEN_MAX: Final = 4096
@@ -305,22 +298,7 @@ def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
     return settings
 
 
-@cache
-def _warn_of(variable: str) -> None:
-    """Once in a process. It is not refused: the prefix has variables of nodes, of tests and of orchestrators too."""
-    log.warning("%s is no setting of a client, and is ignored (docs/settings.md has the list).", variable)
-
-
 def _of_environment() -> dict[str, Any]:
-    known = {_VARIABLE + name.upper() for name in _KINDS} | _OTHERS
-    for variable, text in os.environ.items():
-        if (
-            variable.startswith(_VARIABLE)
-            and text
-            and variable not in known
-            and not variable.startswith(_OF_NODES)
-        ):
-            _warn_of(variable)
     given: dict[str, Any] = {}
     for name, kind in _KINDS.items():
         text = os.environ.get(variable := _VARIABLE + name.upper(), "")

@@ -243,14 +243,3 @@ def test_a_token_that_no_call_can_carry_is_refused(token: str) -> None:
 def test_a_name_whose_labels_cannot_be_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="is not where a node is"):
         Client(f"{host}:7070")
-
-
-def test_of_a_variable_that_is_no_setting_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("TRIGGERKV_TOKENFILE", "TRIGGERKV_SERVE_LISTEN", "TRIGGERKV_LIBFABRIC", "TRIGGERKV_TENANT"):
-        monkeypatch.setenv(name, "x")
-    for _ in range(2):
-        Reach.of({"node": NODE})
-    said = [text for text in caplog.messages if "is no setting of a client" in text]
-    assert [text.split()[0] for text in said] == ["TRIGGERKV_TOKENFILE"]
