@@ -185,7 +185,7 @@ uint64_t tk_siphash(const uint64_t secret[2], const void *data, size_t length);
 
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
-/* What lies behind a set of flag words, in the same memory. Who stores to one rings: if anybody sleeps, a byte is written
+/* What lies behind a set of flag words, in the same memory. A store to one rings it: if a thread sleeps, a byte is written
  * to a pipe, which each process has as a descriptor of its own. */
 #define TK_BELL_MAGIC 0x6c6c65622d6b7476
 struct tk_bell {

@@ -7,7 +7,7 @@ thread where the words are mapped for it (it fences first, then stores).
 What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
 it is visible to whoever saw the new value. The words vanish with the process that made them: they live
 in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed: nobody who has its path can
-cut it, which would end every process that then looks at a word. A store wakes who sleeps until one.
+cut it, which would end every process that then looks at a word. A store wakes the threads that sleep until one.
 
 A GPU, or a program that stores by itself, rings nobody: its store is seen within two milliseconds.
 

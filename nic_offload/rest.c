@@ -10,8 +10,8 @@
  * those that lead to one of our peers. They are looked for whenever endpoints and peers change, or the wire was found to
  * have moved with nobody waking us, for a second each time; what is missed until then costs a nap, and no more.
  *
- * A flag word's bell is a pipe, and a count of those who sleep. Who stores looks at the count, and writes to the pipe if
- * there is anybody. A GPU stores without ringing: with words that somebody waits for no sleep is longer than a nap.
+ * A flag word's bell is a pipe, and a count of sleeping threads. A store looks at the count, and writes to the pipe if
+ * it is not zero. A GPU stores without ringing: with words that somebody waits for no sleep is longer than a nap.
  *
  * What always holds: nothing that came before the sleep is missed: what is posted and what words say is looked at once
  * more after the sleepers are counted. A deadline is never slept over. Who was woken spins again before it sleeps: a provider

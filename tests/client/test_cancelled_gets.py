@@ -191,7 +191,7 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
 def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_the_node(
     node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node puts one, as of a call that never came: once somebody else waited for his in the same place."""
+    """The node puts one, as of a call that never came: once another get waited for its own in the same place."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     over_rpc(rig.client)
