@@ -328,7 +328,14 @@ class Client(Handle):
 
         They are of the client's own layout unless another one is given.
         """
-        return self._getting(blocks, layout, timeout_s, None, None, is_awaited=True).wait()
+        get = self._getting(blocks, layout, timeout_s, None, None, is_awaited=True)
+        try:
+            return get.wait()
+        except (
+            BaseException
+        ):  # a signal: the caller goes, and the get still has to be ended by who waits for it
+            threading.Thread(target=get.wait, name="kvstore-get", daemon=True).start()
+            raise
 
     def getting(
         self,

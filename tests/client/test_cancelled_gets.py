@@ -18,6 +18,7 @@ from kvstore.client.nodes import Everywhere
 from kvstore.errors import DeadlineExceeded, FabricStuck, NodeUnavailable, Overloaded, RegionBusy
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
+from nic_offload.group import Group
 from tests.client.test_promises import put
 from tests.client.test_resuming import key
 from tests.conftest import MIB, Rig, small_node
@@ -301,6 +302,27 @@ def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(
     assert get.wait(1) == [Hit(hot.key)]
     drive.let_go()
     assert get.wait(2) == get.wait() == [Hit(hot.key), Hit(cold.key)]
+
+
+def test_a_get_whose_caller_is_interrupted_is_ended_all_the_same(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = rig.block(0, 100_000)
+    put(rig, [block])
+    free = len(link_of(rig.client)._free_words)
+    real, waits = Group.wait, []
+
+    def interrupted(group: Group, first: int, timeout_s: float) -> bool:
+        waits.append(first)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        return real(group, first, timeout_s)
+
+    monkeypatch.setattr(Group, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.client.get([rig.wanted(block)], timeout_s=WAIT_S)
+    wait_until(lambda: len(link_of(rig.client)._free_words) == free, "its word is free")
+    rig.to_region.close()  # nothing holds it
 
 
 def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
