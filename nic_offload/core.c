@@ -58,6 +58,9 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 		else
 			watch_remove(work->kind == WORK_LANDING ? &fabric->landings : &fabric->acks, work);
 		return 1;
+	case WORK_UNGRANTED:
+		queue_remove(sender_queue(work), work);
+		return 1;
 	case WORK_HELD:
 		return nic_withdraw(fabric, work);
 	case WORK_SUMMING:
@@ -198,6 +201,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 {
 	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint))
 		nic_flush(fabric);
+	receivers_end(fabric, endpoint);
 	withdraw_all(fabric, endpoint);
 	drain_endpoint(fabric, endpoint);
 	stop_streams(fabric, endpoint);
@@ -239,7 +243,7 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
  * holds could be, but a flush for each deadline would hold up everybody else for a second. */
 static int may_expire(const struct work *work)
 {
-	return work->state == WORK_WAITING || work->state == WORK_HELD ||
+	return work->state == WORK_WAITING || work->state == WORK_UNGRANTED || work->state == WORK_HELD ||
 	       (work->kind == WORK_OPERATION && (work->state == WORK_SUMMING || work->state == WORK_READY));
 }
 
@@ -340,6 +344,7 @@ void *core_progress(void *argument)
 		if (__atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE))
 			break; /* it was given up meanwhile: what it was to do, its owner counts as lost */
 		moved |= poll_landings(fabric);
+		moved |= poll_receivers(fabric);
 		moved |= poll_acks(fabric);
 		if (moved && fabric->overslept)
 			rest_look_again(fabric);
@@ -347,6 +352,7 @@ void *core_progress(void *argument)
 		busy |= moved;
 		busy |= nic_poll(fabric);
 		busy |= poll_counters(fabric);
+		busy |= poll_senders(fabric);
 		busy |= post_ready(fabric);
 		busy |= make_checksums(fabric);
 		busy |= expire(fabric);

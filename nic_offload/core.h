@@ -51,6 +51,8 @@ struct tk_counter;
 struct tk_group;
 struct tk_shelf;
 struct tk_desk;
+struct tk_sender;
+struct tk_receiver;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
 /* cdef begin */
@@ -72,7 +74,8 @@ enum tk_event_kind {
 			 * the generation */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
 	TK_WATCH_FAILED, /* status: -ETIMEDOUT, or -ECANCELED */
-	TK_OVER		 /* the last row of a group is over, and nobody waited for it */
+	TK_OVER,	 /* the last row of a group is over, and nobody waited for it */
+	TK_CAME		 /* a receiver has something for its owner; tag: the receiver's */
 };
 
 /* Flags of an operation. */
@@ -120,10 +123,36 @@ struct tk_operation {
 	uint64_t deadline_ns;
 	struct tk_region *region; /* holds the local bytes; NULL when length is 0 */
 	struct tk_group *group;	  /* NULL, or where it is noted when it fired */
+	struct tk_sender *sender; /* NULL, or who finds it a slot when it fires; then `remote` and the flag are its affair, */
+	const struct tk_put_head *head; /* and this, the metadata before it, is what is said of the block. Read when it fires */
 	uint32_t length;
 	uint32_t crc32c;
 	uint32_t flags;
 	uint32_t row; /* of the group */
+};
+
+/* What a put says of its block. It lies right before the payload, in the last bytes of the slot's first page; what is
+ * asked for the block's session or trace lies before it. */
+#define TK_KEY_BYTES 32
+#define TK_FINGERPRINT_BYTES 16
+#define TK_OWNER_BYTES 16
+#define TK_HEAD_PAGE 4096 /* the room for both */
+#define TK_PUT_HAS_CRC 1
+struct tk_put_head {
+	uint32_t head_crc32c; /* of the metadata and of all that follows here; this and what is marked the sender fills in */
+	uint32_t metadata_bytes;
+	uint64_t generation;	 /* of the slot; the sender */
+	uint64_t ack_generation; /* the sender */
+	uint64_t expires_unix_ms;
+	uint32_t ack_word; /* the sender */
+	uint32_t length;
+	uint32_t crc32c; /* of the payload; the sender */
+	uint8_t flags;	 /* the sender */
+	uint8_t durability;
+	uint8_t zeros[2];
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint8_t more_zeros[32];
 };
 
 struct tk_landing {
@@ -271,9 +300,6 @@ int tk_flush(struct tk_fabric *fabric);
 
 /* Blocks that the progress thread may send to whoever asks for them at a desk; see shelf.c and desk.c. All lie in one
  * region, and go with the fabric. */
-#define TK_OWNER_BYTES 16
-#define TK_KEY_BYTES 32
-#define TK_FINGERPRINT_BYTES 16
 #define TK_CALL_BYTES 73728
 #define TK_CALL_BLOCKS 1024
 #define TK_CALL_PLACES 4
@@ -314,6 +340,7 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
+int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id); /* -ENOENT: it is not known any more; -EEXIST */
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* from the beginning it leaves all calls to the application */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
@@ -347,6 +374,64 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 int tk_caller_free(struct tk_caller *caller); /* places */
 void tk_caller_read(struct tk_caller *caller, uint32_t place); /* its answer, which had bytes */
 void tk_caller_close(struct tk_caller *caller);
+
+/* Puts of a client to its node by grants: slots that it may write into without asking; see sender.c. */
+struct tk_sender_setup {
+	struct tk_endpoint *endpoint;
+	struct tk_region *region; /* has `words` and `heads`, our own memory */
+	uint64_t peer;
+	uint64_t flags, slots, slot_bytes, area_key; /* the node's: flag words, and slots with a page for the head each */
+	uint64_t words;		   /* where acknowledgements come in, */
+	uint64_t heads;		   /* and a page for each slot */
+	uint64_t first_generation; /* of every slot */
+	uint64_t first_ack_generation;
+	uint64_t grace_ns;     /* a put is answered so long after its own deadline, or its watch fails */
+	uint32_t first_word;   /* which of the client's words `words` is, as the node counts them */
+	uint32_t words_count;  /* puts that are not over at a time */
+	uint32_t slots_count;  /* puts that have not landed at a time; of more, the others wait */
+	uint32_t good_max;
+};
+int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
+int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
+
+/* Where a node's client puts blocks by grants; see receiver.c. */
+struct tk_receiver_setup {
+	struct tk_endpoint *endpoint;
+	uint64_t tag; /* of its events */
+	uint64_t peer;
+	uint64_t flags, slots, slot_bytes; /* our memory */
+	uint64_t first_generation;
+	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */
+	uint32_t ack_words, slots_count, length_max;
+	uint32_t landed_code, differs_code, taken_code; /* what a word says: it is here; other bytes came; the key is taken */
+	uint8_t owner[TK_OWNER_BYTES];
+};
+/* Memory for one block: pages, the first for a header. */
+struct tk_room {
+	uint64_t address;
+	uint32_t pages, number; /* the application's name for it */
+};
+/* A block that has come, whole, in a room. The metadata lies in the room's first page, right before its end. */
+struct tk_came {
+	uint64_t id; /* on the shelf, if it is listed there */
+	uint64_t address;
+	uint64_t ack_generation, expires_unix_ms, landed_ns;
+	uint32_t ack_word, room, length, crc32c, metadata_bytes;
+	uint8_t durability, listed, zeros[2];
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+};
+struct tk_receiver_state {
+	uint32_t rooms;	       /* of the size that was wanted last */
+	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
+	uint32_t starved;      /* how often there was no room, since this was last asked */
+	int32_t broken;	       /* the peer has put what is no put: an errno */
+};
+int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);
+int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
+int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state);
+int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused ones back */
+int tk_receiver_close(struct tk_receiver *receiver);				       /* its endpoint is closed */
 /* cdef end */
 
 #endif

@@ -116,6 +116,8 @@ void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 	if (!work->op.length && !(work->op.flags & TK_FLAG_PUT)) {
 		finish(fabric, work, 0);
+	} else if (work->op.sender) {
+		sender_fire(fabric, work);
 	} else if (work->op.flags & TK_VERIFY_CRC && work->op.length && !(work->op.flags & TK_GET)) {
 		work->state = WORK_SUMMING;
 		queue_push(&fabric->summing, work);

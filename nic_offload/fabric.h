@@ -33,6 +33,7 @@ enum work_kind { WORK_OPERATION, WORK_LANDING, WORK_ACK };
 
 enum work_state {
 	WORK_WAITING,	  /* for its counter or watched word */
+	WORK_UNGRANTED,	  /* fired, and waits for a slot */
 	WORK_HELD,	  /* by the NIC, which fires it */
 	WORK_SUMMING,	  /* its CRC is being made */
 	WORK_READY,	  /* to be posted */
@@ -63,6 +64,11 @@ struct work {
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and where that came in */
 	struct served *served;
 	struct tk_desk *desk;
+	/* Of a put by grant and of the watch for its acknowledgements. */
+	struct work *partner; /* the other of the two; NULL: it is over, or was never */
+	uint32_t grant;	      /* one more than the slot; 0: none */
+	uint32_t word;	      /* one more than the acknowledgement word */
+	struct tk_sender *sender; /* of the watch */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -242,6 +248,8 @@ struct tk_fabric {
 	struct tk_counter **active; /* counters for which something waits */
 	uint32_t active_count, active_capacity;
 	struct nic nic;
+	struct tk_sender *senders;
+	struct tk_receiver *receivers;
 	struct watches landings, acks;
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;

@@ -65,6 +65,7 @@ class EventKind(enum.IntEnum):
     ACKED = lib.TK_ACKED
     WATCH_FAILED = lib.TK_WATCH_FAILED
     OVER = lib.TK_OVER
+    CAME = lib.TK_CAME
 
 
 class Event(NamedTuple):

@@ -94,6 +94,8 @@ static int check_operation(const struct tk_fabric *fabric, const struct tk_opera
 		return -EINVAL;
 	if (op->trigger && op->trigger == op->completion)
 		return -EINVAL; /* it would fire itself */
+	if (op->sender && (!op->head || !op->length))
+		return -EINVAL;
 	if (!op->length)
 		return 0;
 	const struct tk_region *region = op->region;

@@ -104,6 +104,21 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing);
 void miss_at_desk(struct work *work);
 void over_at_desk(struct work *work, int status);
 
+/* sender.c: puts by grants, the client's side */
+void sender_fire(struct tk_fabric *fabric, struct work *work);
+void sender_summed(struct work *work);
+uint32_t sender_head(const struct work *work, const void **bytes); /* returns how many */
+void *sender_head_desc(const struct work *work);
+void sender_put_over(struct tk_fabric *fabric, struct work *work);
+void sender_acked(struct work *watch, int is_final);
+void sender_watch_over(struct work *watch);
+struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
+int poll_senders(struct tk_fabric *fabric);
+
+/* receiver.c: the node's side */
+int poll_receivers(struct tk_fabric *fabric);
+void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+
 /* shelf.c */
 void free_shelves(struct tk_fabric *fabric);
 

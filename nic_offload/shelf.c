@@ -125,7 +125,7 @@ static int is_inside(const struct tk_region *region, const struct tk_shelved *bl
 	       block->address - region->address <= region->length - block->length;
 }
 
-static int put_one(struct tk_shelf *shelf, const struct tk_shelved *block)
+int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block)
 {
 	if (find_id(shelf, block->id))
 		return 0; /* it is there, or was unlisted while it is being sent, and comes back another time */
@@ -158,7 +158,7 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 		return status;
 	pthread_mutex_lock(&shelf->lock);
 	for (int i = 0; !status && i < count; i++)
-		status = put_one(shelf, &blocks[i]);
+		status = shelf_list(shelf, &blocks[i]);
 	pthread_mutex_unlock(&shelf->lock);
 	return status;
 }
@@ -182,6 +182,25 @@ int tk_shelf_take(struct tk_shelf *shelf, uint64_t id)
 		shelf_unlist(shelf, block);
 	pthread_mutex_unlock(&shelf->lock);
 	return busy ? -EBUSY : 0;
+}
+
+int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
+{
+	pthread_mutex_lock(&shelf->lock);
+	struct shelved *block = find_id(shelf, id);
+	int status = !block ? -ENOENT : find_id(shelf, new_id) ? -EEXIST : 0;
+	if (!status) {
+		struct shelved **link = chain_of_id(shelf, id);
+		while (*link != block)
+			link = &(*link)->next_known;
+		*link = block->next_known;
+		block->block.id = new_id;
+		link = chain_of_id(shelf, new_id);
+		block->next_known = *link;
+		*link = block;
+	}
+	pthread_mutex_unlock(&shelf->lock);
+	return status;
 }
 
 int tk_shelf_count(struct tk_shelf *shelf)

@@ -41,11 +41,14 @@ struct tk_shelf {
 	pthread_mutex_t lock; /* for all that follows */
 	struct shelved **named, **known;
 	uint32_t chains, count;
+	uint64_t landed; /* ids that were given to what has just come */
 	struct tk_desk *desks;
 	struct served *first, *last; /* over, and not taken yet */
 	size_t served_bytes;	     /* of these and of those under way */
 };
 
+/* Under the lock; all but `shelf_list` on the progress thread. */
+int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block);
 struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
 void shelf_unlist(struct tk_shelf *shelf, struct shelved *block);
 void shelf_let_go(struct tk_shelf *shelf, struct shelved *block);

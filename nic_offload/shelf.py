@@ -66,27 +66,31 @@ class Shelf:
         if code:
             raise FabricError.from_code("Opening a shelf", code)
         self._fabric = fabric
-        self._handle: Any = out[0]
+        self.handle: Any = out[0]
         self._told = ffi.new("char[]", _SERVED_BYTES)
 
     def __len__(self) -> int:
-        return 0 if self._fabric.closed else int(lib.tk_shelf_count(self._handle))
+        return 0 if self._fabric.closed else int(lib.tk_shelf_count(self.handle))
 
     def put(self, blocks: Sequence[Shelved]) -> None:
         """List blocks; one of the same owner and key takes another's place."""
         rows = ffi.from_buffer("struct tk_shelved[]", b"".join([_SHELVED.pack(*block) for block in blocks]))
-        code = lib.tk_shelf_put(self._handle, rows, len(blocks))
+        code = lib.tk_shelf_put(self.handle, rows, len(blocks))
         if code:
             raise FabricError.from_code(f"Putting {len(blocks)} blocks on the shelf", code)
 
     def unlist(self, owner: bytes, key: bytes) -> None:
         """Send no more of a block, if there is one of this name."""
         if not self._fabric.closed:
-            lib.tk_shelf_unlist(self._handle, owner, key)
+            lib.tk_shelf_unlist(self.handle, owner, key)
 
     def take(self, block_id: int) -> bool:
         """Send no more of a block; whether its memory may be used for something else now."""
-        return self._fabric.closed or lib.tk_shelf_take(self._handle, block_id) != -errno.EBUSY
+        return self._fabric.closed or lib.tk_shelf_take(self.handle, block_id) != -errno.EBUSY
+
+    def rename(self, block_id: int, new_id: int) -> bool:
+        """Know a block by another id from now on; False if it is not known, or another one has that."""
+        return not self._fabric.closed and not lib.tk_shelf_rename(self.handle, block_id, new_id)
 
     def open_desk(
         self,
@@ -106,7 +110,7 @@ class Shelf:
         setup.bytes_max = bytes_max
         ffi.memmove(setup.owner, owner, len(owner))
         out = ffi.new("struct tk_desk **")
-        code = lib.tk_desk_open(self._handle, setup, out)
+        code = lib.tk_desk_open(self.handle, setup, out)
         if code:
             raise FabricError.from_code("Opening a desk", code)
         return Desk(self._fabric, out[0])
@@ -115,7 +119,7 @@ class Shelf:
         """Take note of what was answered since this was last asked."""
         if self._fabric.closed:
             return
-        while count := lib.tk_served_take(self._handle, self._told, _SERVED_BYTES):
+        while count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES):
             yield from _served_in(bytes(ffi.buffer(self._told, count)))
 
 
@@ -145,15 +149,15 @@ class Desk:
 
     def __init__(self, fabric: Fabric, handle: Any) -> None:
         self._fabric = fabric
-        self._handle = handle
+        self.handle = handle
         self.pointer = int(ffi.cast("uintptr_t", handle))
 
     def answers(self, *, answers: bool) -> None:
         """Whether it answers what it can."""
-        lib.tk_desk_answers(self._handle, answers)
+        lib.tk_desk_answers(self.handle, answers)
 
     def close(self) -> None:
         """Its endpoint is closed."""
         if not self._fabric.closed:
-            lib.tk_desk_close(self._handle)
+            lib.tk_desk_close(self.handle)
         self.pointer = 0

@@ -183,7 +183,7 @@ class AckWatch(NamedTuple):
 
 
 # The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
-_OPERATION = struct.Struct("=16Q4I")
+_OPERATION = struct.Struct("=18Q4I")
 _LANDING = struct.Struct("=10Q2IQ")
 _ACK = struct.Struct("=6Q3I4x")
 assert _OPERATION.size == ffi.sizeof("struct tk_operation")
@@ -235,6 +235,7 @@ def _transfer_row(
         operation.deadline_ns,
         operation.region.pointer,
         0 if group is None else group.pointer,
+        *(0, 0),
         operation.length,
         crc32c or 0,
         flags,
@@ -261,7 +262,7 @@ def _notify_row(notify: TriggeredNotify) -> bytes:
         _pointer(notify.completion),
         1,
         notify.deadline_ns,
-        *(0, 0, 0, 0),
+        *(0, 0, 0, 0, 0, 0),
         flags,
         0,
     )
@@ -276,7 +277,7 @@ def _move_row(move: CounterMove) -> bytes:
         move.counter.pointer,
         move.value,
         move.deadline_ns,
-        *(0, 0, 0, 0),
+        *(0, 0, 0, 0, 0, 0),
         lib.TK_SET_COUNTER if move.sets else 0,
         0,
     )
@@ -296,7 +297,7 @@ def _row(operation: Operation) -> bytes:
 
 def _word_row(word: WordPut) -> bytes:
     flag = (word.target, word.target_key, word.value)
-    nothing = (0,) * 9
+    nothing = (0,) * 11
     flags = lib.TK_QUIET | lib.TK_FLAG_PUT
     return _OPERATION.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, *nothing, flags, 0)
 

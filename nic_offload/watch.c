@@ -79,6 +79,8 @@ int poll_acks(struct tk_fabric *fabric)
 		else
 			report(fabric, TK_ACKED, work->ack.tag, value, 0, tk_now_ns());
 		busy = 1;
+		if (work->sender)
+			sender_acked(work, code >= work->ack.final_code);
 		if (code >= work->ack.final_code) {
 			watch_remove(watches, work);
 			i--;
@@ -102,7 +104,10 @@ static void summed_operation(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
 	queue_pop(&fabric->summing);
-	if (work->crc != op->crc32c && work->shelved) {
+	if (op->sender) {
+		sender_summed(work);
+		get_ready(fabric, work, WORK_READY);
+	} else if (work->crc != op->crc32c && work->shelved) {
 		miss_at_desk(work);
 		get_ready(fabric, work, WORK_READY);
 	} else if (work->crc != op->crc32c)

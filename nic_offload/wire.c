@@ -67,14 +67,27 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	struct tk_operation *op = &work->op;
 	int get = !!(op->flags & TK_GET), chained = !!(op->flags & TK_FLAG_PUT);
 	int with_flag = flag_travels_along(fabric, op);
-	struct iovec local[2] = {{(void *)op->local, op->length}, {&op->flag_value, sizeof op->flag_value}};
-	struct fi_rma_iov remote[2] = {{op->remote, op->length, op->remote_key},
+	struct iovec local[3];
+	void *desc[3];
+	size_t parts = 0, head_bytes = 0;
+	if (op->sender) { /* what is said of the block, right before it */
+		const void *head;
+		head_bytes = sender_head(work, &head);
+		desc[parts] = sender_head_desc(work);
+		local[parts++] = (struct iovec){(void *)head, head_bytes};
+	}
+	desc[parts] = op->region->desc;
+	local[parts++] = (struct iovec){(void *)op->local, op->length};
+	if (with_flag) {
+		desc[parts] = NULL;
+		local[parts++] = (struct iovec){&op->flag_value, sizeof op->flag_value};
+	}
+	struct fi_rma_iov remote[2] = {{op->remote - head_bytes, head_bytes + op->length, op->remote_key},
 				       {op->flag_target, sizeof op->flag_value, op->flag_key}};
-	void *desc[2] = {op->region->desc, NULL};
 	struct fi_msg_rma message = {
 		.msg_iov = local,
 		.desc = desc,
-		.iov_count = with_flag ? 2 : 1,
+		.iov_count = parts,
 		.addr = op->peer,
 		.rma_iov = remote,
 		.rma_iov_count = with_flag ? 2 : 1,

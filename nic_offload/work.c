@@ -194,12 +194,16 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		work->after->before = work->before;
 	if (work->kind == WORK_ACK && work->ack.group)
 		group_let_go(work->ack.group);
+	if (work->kind == WORK_ACK && work->sender)
+		sender_watch_over(work);
 	if (work->kind != WORK_OPERATION)
 		return;
 	if (work->op.group)
 		group_let_go(work->op.group);
 	if (work->shelved)
 		over_at_desk(work, work->failed);
+	if (work->op.sender)
+		sender_put_over(fabric, work);
 	if (work->op.region)
 		stop_using(&work->op.region->uses);
 	if (work->op.trigger)

@@ -1,0 +1,463 @@
+/*
+ * The receiver: where the blocks of one peer come in by grants, and are read once, out of its slots into memory of our own.
+ *
+ * All slots are the peer's to write into, one put between two generations. When a slot's flag has the generation that is
+ * due, the head is copied and checked, and the payload copied into a room that the application has given beforehand, while
+ * its checksum is made from the copy. Then the block is listed on the shelf, so that it can be read at once, the peer is
+ * told that it landed, and the slot waits for its next put.
+ *
+ * What always holds: nothing that the peer writes into a slot after its flag counts, because nothing there is read twice;
+ * a block is on the shelf before its peer hears of it, and only if its bytes have the checksum that its head says, if it
+ * says one; a room holds one block; what is no put ends all: nothing more is taken from that peer. Without a room
+ * a put waits where it is, and its peer with it.
+ *
+ * Whether a block may stay is for the application to decide, which is told of each by `tk_receiver_take`.
+ */
+#define _GNU_SOURCE
+#include "call.h"
+#include "parts.h"
+#include "shelf.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
+#define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
+#define LANDED_ID (UINT64_C(1) << 63)
+
+/* A put that is being read. */
+struct reading {
+	int is_open;
+	int is_whole; /* it has been read, and its peer is to be told `code` */
+	uint32_t slot, code, copied;
+	struct tk_room room;
+	struct tk_put_head head;
+	uint32_t crc;
+	uint64_t began_ns;
+};
+
+struct tk_receiver {
+	struct tk_receiver_setup setup;
+	struct tk_fabric *fabric;
+	struct tk_shelf *shelf;
+
+	/* The progress thread's own. */
+	struct tk_receiver *next;
+	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has done what it may not */
+	uint64_t *generations; /* of each slot's put, the one that is to come or the one that is being read */
+	uint64_t *due;	       /* the same while it is to come, and then 0 */
+	uint32_t *queue; /* slots whose flags have come, a ring */
+	uint32_t queue_first, queue_count;
+	struct reading reading;
+
+	pthread_mutex_t lock; /* for all that follows */
+	struct tk_room *rooms;
+	uint32_t rooms_count, rooms_capacity;
+	struct tk_came *came;
+	uint32_t came_count, came_capacity;
+	uint32_t wanted_pages, starved;
+	int broken;
+	int told; /* that there is something to take */
+};
+
+static void free_receiver(struct tk_receiver *receiver)
+{
+	pthread_mutex_destroy(&receiver->lock);
+	free(receiver->generations);
+	free(receiver->due);
+	free(receiver->queue);
+	free(receiver->rooms);
+	free(receiver->came);
+	free(receiver);
+}
+
+static int add_receiver(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_receiver *receiver = *(struct tk_receiver **)argument;
+	receiver->next = fabric->receivers;
+	fabric->receivers = receiver;
+	return 0;
+}
+
+static int remove_receiver(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_receiver *receiver = *(struct tk_receiver **)argument, **link = &fabric->receivers;
+	while (*link && *link != receiver)
+		link = &(*link)->next;
+	if (*link)
+		*link = receiver->next;
+	return 0;
+}
+
+int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out)
+{
+	if (!setup->endpoint || setup->endpoint->fabric != shelf->fabric || !setup->slots_count || setup->flags % 8 ||
+	    setup->ack_base % 8 || !setup->first_generation ||
+	    setup->slot_bytes < TK_HEAD_PAGE + (uint64_t)setup->length_max)
+		return -EINVAL;
+	struct tk_receiver *receiver = calloc(1, sizeof *receiver);
+	if (!receiver)
+		return -ENOMEM;
+	pthread_mutex_init(&receiver->lock, NULL);
+	receiver->setup = *setup;
+	receiver->fabric = shelf->fabric;
+	receiver->shelf = shelf;
+	receiver->endpoint = setup->endpoint;
+	receiver->generations = calloc(setup->slots_count, sizeof *receiver->generations);
+	receiver->due = calloc(setup->slots_count, sizeof *receiver->due);
+	receiver->queue = calloc(setup->slots_count, sizeof *receiver->queue);
+	if (!receiver->generations || !receiver->due || !receiver->queue) {
+		free_receiver(receiver);
+		return -ENOMEM;
+	}
+	for (uint32_t i = 0; i < setup->slots_count; i++)
+		receiver->generations[i] = receiver->due[i] = setup->first_generation;
+	int status = on_the_thread(receiver->fabric, add_receiver, &receiver, sizeof receiver);
+	if (status) {
+		if (status != TK_STUCK)
+			free_receiver(receiver);
+		return status;
+	}
+	*out = receiver;
+	return 0;
+}
+
+int tk_receiver_close(struct tk_receiver *receiver)
+{
+	int status = on_the_thread(receiver->fabric, remove_receiver, &receiver, sizeof receiver);
+	if (status != TK_STUCK)
+		free_receiver(receiver);
+	return status;
+}
+
+/* --- what the application gives and takes; any thread */
+
+int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count)
+{
+	int status = 0;
+	pthread_mutex_lock(&receiver->lock);
+	for (int i = 0; !status && i < count; i++) {
+		status = grow((void **)&receiver->rooms, &receiver->rooms_capacity, receiver->rooms_count,
+			      sizeof *receiver->rooms);
+		if (!status)
+			receiver->rooms[receiver->rooms_count++] = rooms[i];
+		else
+			receiver->rooms_count -= (uint32_t)i; /* none of them */
+	}
+	pthread_mutex_unlock(&receiver->lock);
+	if (!status)
+		fabric_wake(receiver->fabric);
+	return status;
+}
+
+int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max)
+{
+	int count = 0;
+	pthread_mutex_lock(&receiver->lock);
+	while (receiver->rooms_count && count < out_max)
+		out[count++] = receiver->rooms[--receiver->rooms_count];
+	pthread_mutex_unlock(&receiver->lock);
+	return count;
+}
+
+static uint32_t rooms_wanted(const struct tk_receiver *receiver)
+{
+	uint32_t count = 0;
+	for (uint32_t i = 0; i < receiver->rooms_count; i++)
+		count += receiver->rooms[i].pages == receiver->wanted_pages;
+	return count;
+}
+
+int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state)
+{
+	pthread_mutex_lock(&receiver->lock);
+	uint32_t count = receiver->came_count < (uint32_t)out_max ? receiver->came_count : (uint32_t)out_max;
+	memcpy(out, receiver->came, count * sizeof *out);
+	receiver->came_count -= count;
+	memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
+	receiver->told = !!receiver->came_count;
+	*state = (struct tk_receiver_state){
+		.rooms = rooms_wanted(receiver),
+		.wanted_pages = receiver->wanted_pages,
+		.starved = receiver->starved,
+		.broken = receiver->broken,
+	};
+	receiver->starved = 0;
+	pthread_mutex_unlock(&receiver->lock);
+	return (int)count;
+}
+
+/* --- the progress thread */
+
+/* Under the lock. */
+static void tell(struct tk_receiver *receiver)
+{
+	if (receiver->told)
+		return;
+	receiver->told = 1;
+	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, tk_now_ns());
+}
+
+static void break_off(struct tk_receiver *receiver, int status)
+{
+	receiver->endpoint = NULL;
+	receiver->queue_count = 0;
+	pthread_mutex_lock(&receiver->lock);
+	receiver->broken = status;
+	if (receiver->reading.is_open && !grow((void **)&receiver->rooms, &receiver->rooms_capacity,
+					       receiver->rooms_count, sizeof *receiver->rooms))
+		receiver->rooms[receiver->rooms_count++] = receiver->reading.room;
+	receiver->reading.is_open = 0;
+	tell(receiver);
+	pthread_mutex_unlock(&receiver->lock);
+}
+
+static void scan(struct tk_receiver *receiver)
+{
+	const uint64_t *flags = (const uint64_t *)receiver->setup.flags;
+	for (uint32_t slot = 0; slot < receiver->setup.slots_count; slot++) {
+		if (!receiver->due[slot] || tk_word_load(&flags[slot]) != receiver->due[slot])
+			continue;
+		uint32_t last = receiver->queue_first + receiver->queue_count++;
+		receiver->queue[last % receiver->setup.slots_count] = slot;
+		receiver->due[slot] = 0;
+	}
+}
+
+static char *head_end(const struct tk_receiver *receiver, uint32_t slot)
+{
+	return (char *)receiver->setup.slots + slot * receiver->setup.slot_bytes + TK_HEAD_PAGE;
+}
+
+static uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata)
+{
+	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
+	return tk_crc32c(&head->metadata_bytes, sizeof *head - offsetof(struct tk_put_head, metadata_bytes), crc32c);
+}
+
+static int is_put(const struct tk_receiver *receiver, const struct tk_put_head *head, uint64_t generation)
+{
+	const struct tk_receiver_setup *setup = &receiver->setup;
+	return head->generation == generation && head->length && head->length <= setup->length_max &&
+	       head->metadata_bytes <= TK_HEAD_PAGE - sizeof *head && head->metadata_bytes % 8 == 0 &&
+	       head->ack_word < setup->ack_words && head->ack_generation && head->ack_generation <= ACK_GENERATION_MAX &&
+	       head->durability && !(head->flags & ~TK_PUT_HAS_CRC);
+}
+
+/* A room of the right size, or else any that is large enough. */
+static int take_room(struct tk_receiver *receiver, uint32_t pages, struct tk_room *out)
+{
+	uint32_t best = UINT32_MAX;
+	pthread_mutex_lock(&receiver->lock);
+	for (uint32_t i = receiver->rooms_count; i--;) {
+		uint32_t has = receiver->rooms[i].pages;
+		if (has >= pages && (best == UINT32_MAX || has < receiver->rooms[best].pages))
+			best = i;
+		if (has == pages)
+			break;
+	}
+	int is_new = receiver->wanted_pages != pages;
+	receiver->wanted_pages = pages;
+	if (best != UINT32_MAX) {
+		*out = receiver->rooms[best];
+		memmove(&receiver->rooms[best], &receiver->rooms[best + 1],
+			(--receiver->rooms_count - best) * sizeof *out);
+	} else if (!receiver->starved || is_new) {
+		receiver->starved++;
+		receiver->told = 0;
+		tell(receiver);
+	}
+	pthread_mutex_unlock(&receiver->lock);
+	return best != UINT32_MAX;
+}
+
+static uint32_t pages_of(uint32_t length)
+{
+	return 1 + (length + TK_HEAD_PAGE - 1) / TK_HEAD_PAGE;
+}
+
+/* Begins with the first in the queue. 0: it has to wait for a room; -1: it is no put. */
+static int begin(struct tk_receiver *receiver)
+{
+	struct reading *reading = &receiver->reading;
+	uint32_t slot = receiver->queue[receiver->queue_first];
+	const char *there = head_end(receiver, slot);
+	struct tk_put_head head;
+	memcpy(&head, there - sizeof head, sizeof head);
+	if (!is_put(receiver, &head, receiver->generations[slot]))
+		return -1;
+	struct tk_room room;
+	if (!take_room(receiver, pages_of(head.length), &room))
+		return 0;
+	*reading = (struct reading){
+		.is_open = 1, .slot = slot, .room = room, .head = head, .began_ns = tk_now_ns()};
+	char *metadata = (char *)room.address + TK_HEAD_PAGE - sizeof head - head.metadata_bytes;
+	memcpy(metadata, there - sizeof head - head.metadata_bytes, head.metadata_bytes);
+	if (sum_of_head(&head, metadata) != head.head_crc32c)
+		return -1;
+	receiver->queue_first = (receiver->queue_first + 1) % receiver->setup.slots_count;
+	receiver->queue_count--;
+	return 1;
+}
+
+static void copy(struct tk_receiver *receiver, uint32_t *budget)
+{
+	struct reading *reading = &receiver->reading;
+	char *to = (char *)reading->room.address + TK_HEAD_PAGE;
+	const char *from = head_end(receiver, reading->slot);
+	while (*budget && reading->copied < reading->head.length) {
+		uint32_t piece = reading->head.length - reading->copied;
+		if (piece > BYTES_A_STEP)
+			piece = BYTES_A_STEP;
+		memcpy(to + reading->copied, from + reading->copied, piece);
+		reading->crc = tk_crc32c(to + reading->copied, piece, reading->crc);
+		reading->copied += piece;
+		*budget -= piece < *budget ? piece : *budget;
+	}
+}
+
+/* Lists it, unless another block has the name or its life is counted. Returns what its peer is to hear. */
+static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
+{
+	const struct tk_receiver_setup *setup = &receiver->setup;
+	struct tk_shelf *shelf = receiver->shelf;
+	struct tk_shelved block = {
+		.address = came->address + TK_HEAD_PAGE,
+		.length = came->length,
+		.crc32c = came->crc32c,
+	};
+	memcpy(block.owner, setup->owner, sizeof block.owner);
+	memcpy(block.key, came->key, sizeof block.key);
+	memcpy(block.fingerprint, came->fingerprint, sizeof block.fingerprint);
+	pthread_mutex_lock(&shelf->lock);
+	came->id = block.id = LANDED_ID | ++shelf->landed;
+	const struct shelved *there = shelf_find(shelf, block.owner, block.key);
+	int is_other = there && (there->block.length != block.length || there->block.crc32c != block.crc32c ||
+				 memcmp(there->block.fingerprint, block.fingerprint, sizeof block.fingerprint));
+	came->listed = !there && !came->expires_unix_ms && !shelf_list(shelf, &block);
+	pthread_mutex_unlock(&shelf->lock);
+	/* Who wants more than that it is here hears the rest from the application. */
+	return is_other && came->durability == setup->landed_code ? setup->taken_code : setup->landed_code;
+}
+
+/* It has been read to its end: keep it, or the room. */
+static int settle(struct tk_receiver *receiver)
+{
+	struct reading *reading = &receiver->reading;
+	const struct tk_put_head *head = &reading->head;
+	int differs = head->flags & TK_PUT_HAS_CRC && reading->crc != head->crc32c;
+	struct tk_came came = {
+		.address = reading->room.address,
+		.ack_generation = head->ack_generation,
+		.expires_unix_ms = head->expires_unix_ms,
+		.landed_ns = reading->began_ns,
+		.ack_word = head->ack_word,
+		.room = reading->room.number,
+		.length = head->length,
+		.crc32c = reading->crc,
+		.metadata_bytes = head->metadata_bytes,
+		.durability = head->durability,
+	};
+	memcpy(came.key, head->key, sizeof came.key);
+	memcpy(came.fingerprint, head->fingerprint, sizeof came.fingerprint);
+	pthread_mutex_lock(&receiver->lock);
+	int status = grow((void **)&receiver->came, &receiver->came_capacity, receiver->came_count, sizeof came);
+	status = status ? status
+			: grow((void **)&receiver->rooms, &receiver->rooms_capacity, receiver->rooms_count,
+			       sizeof *receiver->rooms);
+	pthread_mutex_unlock(&receiver->lock);
+	if (status)
+		return status; /* once more in the next round */
+	reading->code = differs ? receiver->setup.differs_code : list(receiver, &came);
+	pthread_mutex_lock(&receiver->lock);
+	if (reading->code == receiver->setup.landed_code) {
+		receiver->came[receiver->came_count++] = came;
+		tell(receiver);
+	} else {
+		receiver->rooms[receiver->rooms_count++] = reading->room;
+	}
+	pthread_mutex_unlock(&receiver->lock);
+	reading->is_whole = 1;
+	return 0;
+}
+
+/* Tells the peer, which may use the slot again. A peer that is gone, or gave a word that is none, hears nothing. */
+static int answer(struct tk_receiver *receiver)
+{
+	struct reading *reading = &receiver->reading;
+	const struct tk_put_head *head = &reading->head;
+	receiver->generations[reading->slot] = receiver->due[reading->slot] = head->generation + 1;
+	uint64_t word = head->ack_generation << ACK_CODE_BITS | reading->code;
+	ssize_t status = fi_inject_write(receiver->endpoint->fid, &word, sizeof word, receiver->setup.peer,
+					 receiver->setup.ack_base + (uint64_t)head->ack_word * 8,
+					 receiver->setup.ack_key);
+	if (status == -FI_EAGAIN)
+		return 0;
+	reading->is_open = 0;
+	receiver->fabric->statistics.landed++;
+	receiver->fabric->statistics.acks_sent++;
+	return 1;
+}
+
+/* Goes on with one receiver; returns whether it got any further. */
+static int go_on(struct tk_receiver *receiver, uint32_t *budget)
+{
+	int busy = 0;
+	while (*budget && receiver->endpoint) {
+		struct reading *reading = &receiver->reading;
+		if (!reading->is_open) {
+			int begun = receiver->queue_count ? begin(receiver) : 0;
+			if (begun < 0)
+				break_off(receiver, -EPROTO);
+			if (begun <= 0)
+				return busy;
+		}
+		copy(receiver, budget);
+		busy = 1;
+		if (reading->copied < reading->head.length)
+			break;
+		if ((!reading->is_whole && settle(receiver)) || !answer(receiver))
+			break;
+	}
+	return busy;
+}
+
+int poll_receivers(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
+		if (!receiver->endpoint)
+			continue;
+		uint32_t budget = BYTES_A_ROUND;
+		scan(receiver);
+		if (receiver->queue_count || receiver->reading.is_open)
+			busy |= go_on(receiver, &budget);
+	}
+	return busy;
+}
+
+/* The endpoint is about to be closed. What has come, as far as there are rooms, is taken; nobody is told. */
+void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
+		if (receiver->endpoint != endpoint)
+			continue;
+		struct reading *reading = &receiver->reading;
+		scan(receiver);
+		while (receiver->endpoint && (reading->is_open || receiver->queue_count)) {
+			uint32_t budget = UINT32_MAX;
+			int begun = reading->is_open ? 1 : begin(receiver);
+			if (begun < 0)
+				break_off(receiver, -EPROTO);
+			if (begun <= 0)
+				break;
+			copy(receiver, &budget);
+			if (!reading->is_whole && settle(receiver))
+				break;
+			reading->is_open = 0;
+		}
+		receiver->endpoint = NULL;
+	}
+}

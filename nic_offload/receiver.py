@@ -1,0 +1,135 @@
+"""Blocks that come by grants: the node's side of one connection (`receiver.c`).
+
+Each is read once out of its slot, into a room that was given beforehand, and can be read from there, on the shelf, before
+its client hears that it landed. What has come is taken in batches.
+
+What always holds: a room holds one block, and is the taker's from then on; without rooms clients wait.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.fabric import Endpoint, Fabric
+    from nic_offload.sender import Area
+    from nic_offload.shelf import Shelf
+
+__all__ = ["Came", "Receiver", "Room", "State"]
+
+_ROOM = struct.Struct("=QII")
+_CAME = struct.Struct("=5Q5IBB2x32s16s")
+_TAKEN_MAX = 256
+assert _ROOM.size == ffi.sizeof("struct tk_room")
+assert _CAME.size == ffi.sizeof("struct tk_came")
+
+
+class Room(NamedTuple):
+    """Pages for one block, the first for a header."""
+
+    address: int
+    pages: int
+    number: int
+
+
+class Came(NamedTuple):
+    """A block that has come."""
+
+    id: int
+    address: int  # of its room's first page
+    ack_generation: int
+    expires_unix_ms: int
+    landed_ns: int
+    ack_word: int
+    room: int
+    length: int
+    crc32c: int
+    metadata_bytes: int  # which lie before the room's second page, and the head behind them
+    durability: int
+    listed: int
+    key: bytes
+    fingerprint: bytes
+
+
+class State(NamedTuple):
+    """How a receiver stands."""
+
+    rooms: int  # of the size that was wanted last
+    wanted_pages: int  # that size; 0: nothing has come yet
+    starved: int  # how often there was none since this was last asked
+    broken: int  # a code: what came was no put, and nothing more is taken
+
+
+class Receiver:
+    """Of one connection; closed when its endpoint is."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        shelf: Shelf,
+        endpoint: Endpoint,
+        tag: int,
+        peer: int,
+        area: Area,
+        length_max: int,
+        owner: bytes,
+        acks: tuple[int, int, int],
+        codes: tuple[int, int, int],
+    ) -> None:
+        """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` what they say.
+
+        That is: landed; other bytes came than were sent; another block has the key.
+        """
+        setup = ffi.new("struct tk_receiver_setup *")
+        setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
+        setup.flags, setup.slots, setup.slot_bytes = area.flags, area.slots, area.slot_bytes
+        setup.first_generation, setup.slots_count = area.first_generation, area.slots_count
+        setup.length_max = length_max
+        setup.ack_base, setup.ack_key, setup.ack_words = acks
+        setup.landed_code, setup.differs_code, setup.taken_code = codes
+        ffi.memmove(setup.owner, owner, len(owner))
+        out = ffi.new("struct tk_receiver **")
+        code = lib.tk_receiver_open(shelf.handle, setup, out)
+        if code:
+            raise FabricError.from_code("Opening a receiver", code)
+        self._fabric = fabric
+        self._handle: Any = out[0]
+        self._out = ffi.new("struct tk_came[]", _TAKEN_MAX)
+        self._state = ffi.new("struct tk_receiver_state *")
+
+    def feed(self, rooms: Sequence[Room]) -> None:
+        """Give it rooms."""
+        packed = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
+        code = lib.tk_receiver_feed(self._handle, packed, len(rooms))
+        if code:
+            raise FabricError.from_code("Giving room to blocks", code)
+
+    def take(self) -> tuple[list[Came], State]:
+        """Take some of what has come; with a full list there may be more."""
+        count = lib.tk_receiver_take(self._handle, self._out, _TAKEN_MAX, self._state)
+        rows = _CAME.iter_unpack(ffi.buffer(self._out, count * _CAME.size))
+        state = self._state
+        return (
+            list(map(Came._make, rows)),
+            State(state.rooms, state.wanted_pages, state.starved, state.broken),
+        )
+
+    def rooms(self) -> list[int]:
+        """Take back what is unused; the rooms' numbers."""
+        numbers: list[int] = []
+        out = ffi.new("struct tk_room[]", _TAKEN_MAX)
+        while count := lib.tk_receiver_rooms(self._handle, out, _TAKEN_MAX):
+            numbers += [out[at].number for at in range(count)]
+        return numbers
+
+    def close(self) -> None:
+        """Its endpoint is closed; nothing lies in it any more."""
+        if self._handle is not None and not self._fabric.closed:
+            lib.tk_receiver_close(self._handle)
+        self._handle = None

@@ -1,0 +1,295 @@
+/*
+ * The sender: puts of one client by grants, slots of the node that it may write into without asking.
+ *
+ * A put finds its slot when it fires, not when it is armed: so any number may be armed, and a few slots serve them all. What
+ * is said of the block goes in front of its payload, in one message where the provider carries one as a stream, and the
+ * flag behind it. The first word of the node's, whatever it says, means that the slot was read, and gives it back with its
+ * next generation; the last one gives back the word. Both sides count generations, so nothing is asked or told of them.
+ *
+ * What always holds: a slot is written by one put between two generations; a put that was taken back before it was posted
+ * has used up none, and its slot serves the next; the slot of one that was posted and never answered is not used again:
+ * whoever waits for its word in vain ends the link. Payloads are summed when they go out, so what comes is what was there
+ * then, or is refused.
+ *
+ * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct tk_sender {
+	struct tk_sender_setup setup;
+	struct tk_fabric *fabric;
+
+	/* The progress thread's own. */
+	struct tk_sender *next;
+	struct queue ungranted;
+	uint64_t *generations; /* of each slot, for its next put */
+	uint32_t *slots, *words; /* free ones, the last used first: its memory is warm */
+	uint32_t slots_free, words_free;
+	uint64_t ack_generation;
+};
+
+static void free_sender(struct tk_sender *sender)
+{
+	free(sender->generations);
+	free(sender->slots);
+	free(sender->words);
+	free(sender);
+}
+
+static int add_sender(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_sender *sender = *(struct tk_sender **)argument;
+	sender->next = fabric->senders;
+	fabric->senders = sender;
+	return 0;
+}
+
+static int remove_sender(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_sender *sender = *(struct tk_sender **)argument, **link = &fabric->senders;
+	while (*link && *link != sender)
+		link = &(*link)->next;
+	if (*link)
+		*link = sender->next;
+	return 0;
+}
+
+static int holds(const struct tk_region *region, uint64_t address, uint64_t bytes)
+{
+	return address >= region->address && bytes <= region->length &&
+	       address - region->address <= region->length - bytes;
+}
+
+int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out)
+{
+	if (!setup->endpoint || !setup->region || !setup->slots_count || !setup->words_count || setup->words % 8 ||
+	    !holds(setup->region, setup->words, (uint64_t)setup->words_count * 8) ||
+	    !holds(setup->region, setup->heads, (uint64_t)setup->slots_count * TK_HEAD_PAGE))
+		return -EINVAL;
+	struct tk_sender *sender = calloc(1, sizeof *sender);
+	if (!sender)
+		return -ENOMEM;
+	sender->setup = *setup;
+	sender->fabric = setup->endpoint->fabric;
+	sender->ack_generation = setup->first_ack_generation;
+	sender->generations = calloc(setup->slots_count, sizeof *sender->generations);
+	sender->slots = calloc(setup->slots_count, sizeof *sender->slots);
+	sender->words = calloc(setup->words_count, sizeof *sender->words);
+	if (!sender->generations || !sender->slots || !sender->words) {
+		free_sender(sender);
+		return -ENOMEM;
+	}
+	for (uint32_t i = 0; i < setup->slots_count; i++) {
+		sender->generations[i] = setup->first_generation;
+		sender->slots[sender->slots_free++] = setup->slots_count - 1 - i;
+	}
+	for (uint32_t i = 0; i < setup->words_count; i++)
+		sender->words[sender->words_free++] = setup->words_count - 1 - i;
+	int status = on_the_thread(sender->fabric, add_sender, &sender, sizeof sender);
+	if (status) {
+		if (status != TK_STUCK)
+			free_sender(sender);
+		return status;
+	}
+	*out = sender;
+	return 0;
+}
+
+int tk_sender_close(struct tk_sender *sender)
+{
+	int status = on_the_thread(sender->fabric, remove_sender, &sender, sizeof sender);
+	if (status != TK_STUCK)
+		free_sender(sender);
+	return status;
+}
+
+/* Where the put's head is made: the end of its slot's page. */
+static struct tk_put_head *head_of(const struct work *work)
+{
+	const struct tk_sender_setup *setup = &work->op.sender->setup;
+	return (struct tk_put_head *)(setup->heads + (uint64_t)work->grant * TK_HEAD_PAGE) - 1;
+}
+
+uint32_t sender_head(const struct work *work, const void **bytes)
+{
+	const struct tk_put_head *head = head_of(work);
+	*bytes = (const char *)head - head->metadata_bytes;
+	return head->metadata_bytes + (uint32_t)sizeof *head;
+}
+
+void *sender_head_desc(const struct work *work)
+{
+	return work->op.sender->setup.region->desc;
+}
+
+/* The words in which the node says what became of it. */
+static int watch_words(struct tk_fabric *fabric, struct work *work, struct work *watch)
+{
+	const struct tk_operation *op = &work->op;
+	struct tk_sender *sender = op->sender;
+	watch->kind = WORK_ACK;
+	watch->sender = sender;
+	watch->grant = work->grant;
+	watch->word = work->word;
+	watch->ack = (struct tk_ack_watch){
+		.tag = op->tag + 1,
+		.endpoint = op->endpoint,
+		.word = sender->setup.words + (uint64_t)(work->word - 1) * 8,
+		.generation = sender->ack_generation++,
+		.deadline_ns = op->deadline_ns ? op->deadline_ns + sender->setup.grace_ns : 0,
+		.group = op->group,
+		.final_code = op->head->durability,
+		.good_max = sender->setup.good_max,
+		.row = op->row,
+	};
+	if (watch_add(&fabric->acks, (const uint64_t *)watch->ack.word, watch->ack.generation, watch))
+		return -ENOMEM;
+	if (op->group)
+		group_use(op->group);
+	adopt(fabric, watch);
+	watch->partner = work;
+	work->partner = watch;
+	return 0;
+}
+
+static void make_head(struct work *work)
+{
+	struct tk_operation *op = &work->op;
+	const struct tk_sender *sender = op->sender;
+	struct tk_put_head *head = head_of(work);
+	size_t metadata_bytes = op->head->metadata_bytes;
+	memcpy((char *)head - metadata_bytes, (const char *)op->head - metadata_bytes, metadata_bytes + sizeof *head);
+	head->metadata_bytes = (uint32_t)metadata_bytes;
+	head->generation = sender->generations[work->grant - 1];
+	head->ack_generation = work->partner->ack.generation;
+	head->ack_word = sender->setup.first_word + work->word - 1;
+	head->length = op->length;
+	op->remote = sender->setup.slots + (uint64_t)(work->grant - 1) * sender->setup.slot_bytes + TK_HEAD_PAGE;
+	op->remote_key = op->flag_key = sender->setup.area_key;
+	op->flag_target = sender->setup.flags + (uint64_t)(work->grant - 1) * 8;
+	op->flag_value = head->generation;
+}
+
+static int may_be_sent(const struct tk_operation *op)
+{
+	uint32_t metadata_bytes = op->head->metadata_bytes;
+	return metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
+}
+
+/* Gives the put a slot and a word, if there are any. */
+static int grant(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_sender *sender = work->op.sender;
+	if (!sender->slots_free || !sender->words_free)
+		return 0;
+	struct work *watch = take_free_work(fabric, 1);
+	if (!watch)
+		return 0;
+	work->grant = sender->slots[sender->slots_free - 1] + 1;
+	work->word = sender->words[sender->words_free - 1] + 1;
+	if (watch_words(fabric, work, watch)) {
+		work->grant = work->word = 0;
+		recycle(fabric, watch);
+		return 0;
+	}
+	sender->slots_free--;
+	sender->words_free--;
+	make_head(work);
+	work->state = WORK_SUMMING;
+	queue_push(&fabric->summing, work);
+	return 1;
+}
+
+void sender_fire(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_sender *sender = work->op.sender;
+	if (!may_be_sent(&work->op)) {
+		finish(fabric, work, -EINVAL);
+	} else if (sender->ungranted.head || !grant(fabric, work)) {
+		work->state = WORK_UNGRANTED;
+		queue_push(&sender->ungranted, work);
+	}
+}
+
+struct queue *sender_queue(const struct work *work)
+{
+	return &work->op.sender->ungranted;
+}
+
+int poll_senders(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	for (struct tk_sender *sender = fabric->senders; sender; sender = sender->next)
+		while (sender->ungranted.head) {
+			struct work *work = queue_pop(&sender->ungranted);
+			if (!grant(fabric, work)) {
+				work->next = sender->ungranted.head; /* it stays the first */
+				work->previous = NULL;
+				if (work->next)
+					work->next->previous = work;
+				else
+					sender->ungranted.tail = work;
+				sender->ungranted.head = work;
+				break;
+			}
+			busy = 1;
+		}
+	return busy;
+}
+
+void sender_summed(struct work *work)
+{
+	struct tk_put_head *head = head_of(work);
+	head->crc32c = work->crc;
+	head->flags |= TK_PUT_HAS_CRC;
+	const char *metadata = (const char *)head - head->metadata_bytes;
+	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
+	head->head_crc32c =
+		tk_crc32c(&head->metadata_bytes, sizeof *head - offsetof(struct tk_put_head, metadata_bytes), crc32c);
+}
+
+/* The put's own end. What was never posted leaves slot and word to the next. */
+void sender_put_over(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_sender *sender = work->op.sender;
+	struct work *watch = work->partner;
+	if (watch)
+		watch->partner = NULL;
+	work->partner = NULL;
+	if (!work->grant || work->posted_ns)
+		return;
+	sender->slots[sender->slots_free++] = work->grant - 1;
+	sender->words[sender->words_free++] = work->word - 1;
+	if (watch) {
+		watch->grant = watch->word = 0;
+		watch_remove(&fabric->acks, watch);
+		release(fabric, watch);
+	}
+}
+
+void sender_acked(struct work *watch, int is_final)
+{
+	struct tk_sender *sender = watch->sender;
+	if (watch->grant) {
+		sender->generations[watch->grant - 1]++;
+		sender->slots[sender->slots_free++] = watch->grant - 1;
+		watch->grant = 0;
+	}
+	if (is_final) {
+		sender->words[sender->words_free++] = watch->word - 1;
+		watch->word = 0;
+	}
+}
+
+void sender_watch_over(struct work *watch)
+{
+	if (watch->partner)
+		watch->partner->partner = NULL;
+	watch->partner = NULL;
+}

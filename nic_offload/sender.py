@@ -1,0 +1,178 @@
+"""Puts by grants: the sender's side of one connection (`sender.c`).
+
+A grant is a slot of the node's that this client may write into, with the generation that is due there. A put takes one when
+it fires and has it back, renewed, with the node's first word; so any number of puts may be armed, and nothing is asked
+of the node before or after. In front of each payload goes what is said of the block: key, layout, durability, how long it
+is to live, where to acknowledge, and the checksum of the bytes as they were when they went out.
+
+What always holds: a put fires once, and its row of the group ends with the node's last word, or with an event that says why
+there will be none. What is said of a block is read when its put fires, and must stay where it is until then: a `Heads`
+that its puts' owner keeps.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.counter import Counter
+    from nic_offload.fabric import Endpoint, Fabric, Region
+    from nic_offload.group import Group
+
+__all__ = ["HEAD_PAGE_BYTES", "METADATA_BYTES_MAX", "Area", "GrantedPut", "Heads", "Sender", "send"]
+
+HEAD_PAGE_BYTES = int(lib.TK_HEAD_PAGE)  # of each slot, before its payload
+_HEAD = struct.Struct("=IIQQQIIIBB2x32s16s32x")
+assert _HEAD.size == ffi.sizeof("struct tk_put_head")
+METADATA_BYTES_MAX = HEAD_PAGE_BYTES - _HEAD.size
+_OPERATION = struct.Struct("=18Q4I")
+assert _OPERATION.size == ffi.sizeof("struct tk_operation")
+
+
+class Area(NamedTuple):
+    """The node's slots as its client's fabric addresses them."""
+
+    flags: int
+    slots: int
+    slot_bytes: int
+    key: int
+    slots_count: int
+    first_generation: int
+
+
+class Heads:
+    """What is said of some blocks, in memory that stays where it is."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        fingerprint: bytes,
+        durability: int,
+        expires_unix_ms: int = 0,
+        metadata: bytes = b"",
+    ) -> None:
+        metadata += bytes(-len(metadata) % 8)
+        if len(metadata) > METADATA_BYTES_MAX:
+            raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {len(metadata)}.")
+        size, pack = len(metadata), _HEAD.pack
+        self._stride = size + _HEAD.size
+        self._memory: Any = ffi.new("char[]", self._stride * len(keys))
+        ffi.buffer(self._memory)[:] = b"".join(
+            [
+                metadata + pack(0, size, 0, 0, expires_unix_ms, 0, 0, 0, 0, durability, key, fingerprint)
+                for key in keys
+            ]
+        )
+        self._first = int(ffi.cast("uintptr_t", self._memory)) + size
+
+    def address(self, number: int) -> int:
+        """Where the head of one of them is."""
+        return self._first + number * self._stride
+
+
+class GrantedPut(NamedTuple):
+    """Put a piece of a registered region. Without a `trigger` it fires at once."""
+
+    tag: int  # the watch for its acknowledgements has the next one
+    region: Region
+    source: int  # an address inside the region
+    length: int
+    head: int  # an address in `Heads`
+    trigger: Counter | None
+    threshold: int
+    deadline_ns: int  # CLOCK_MONOTONIC; 0: none
+    group: Group
+    row: int
+
+
+class Sender:
+    """Of one connection; closed when its endpoint is."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        region: Region,
+        peer: int,
+        area: Area,
+        words: int,
+        words_count: int,
+        first_word: int,
+        heads: int,
+        first_ack_generation: int,
+        grace_ns: int,
+        good_max: int,
+    ) -> None:
+        """`words` and `heads` are addresses in the region, which has a page for the head of each slot."""
+        setup = ffi.new(
+            "struct tk_sender_setup *",
+            {
+                "endpoint": endpoint.handle,
+                "region": region.handle,
+                "peer": peer,
+                "flags": area.flags,
+                "slots": area.slots,
+                "slot_bytes": area.slot_bytes,
+                "area_key": area.key,
+                "words": words,
+                "heads": heads,
+                "first_generation": area.first_generation,
+                "first_ack_generation": first_ack_generation,
+                "grace_ns": grace_ns,
+                "first_word": first_word,
+                "words_count": words_count,
+                "slots_count": area.slots_count,
+                "good_max": good_max,
+            },
+        )
+        out = ffi.new("struct tk_sender **")
+        code = lib.tk_sender_open(setup, out)
+        if code:
+            raise FabricError.from_code("Opening a sender", code)
+        self._handle: Any = out[0]
+        self.endpoint = endpoint
+        self.peer = peer
+        self.pointer = int(ffi.cast("uintptr_t", out[0]))
+
+    def close(self) -> None:
+        """Its endpoint is closed."""
+        if self.pointer:
+            lib.tk_sender_close(self._handle)
+            self.pointer = 0
+
+
+def send(fabric: Fabric, sender: Sender, puts: Sequence[GrantedPut]) -> None:
+    """Arm the puts, all or none."""
+    endpoint, peer, pointer = sender.endpoint.pointer, sender.peer, sender.pointer
+    flags, pack = lib.TK_FLAG_PUT | lib.TK_ACKED_PUT, _OPERATION.pack
+    packed = [
+        pack(
+            put.tag,
+            endpoint,
+            peer,
+            put.source,
+            *(0, 0, 0, 0, 0),
+            0 if put.trigger is None else put.trigger.pointer,
+            put.threshold,
+            *(0, 0),
+            put.deadline_ns,
+            put.region.pointer,
+            put.group.pointer,
+            pointer,
+            put.head,
+            put.length,
+            0,
+            flags,
+            put.row,
+        )
+        for put in puts
+    ]
+    rows = ffi.from_buffer("struct tk_operation[]", b"".join(packed))
+    code = lib.tk_arm(fabric.handle, rows, len(puts))
+    if code:
+        raise FabricError.from_code(f"Arming {len(puts)} puts", code)
