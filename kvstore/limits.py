@@ -46,6 +46,8 @@ __all__ = [
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
     "GET_THREADS",
+    "GRANTED_PUTS",
+    "GRANTED_SLOTS",
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HOT_BYTES_DEFAULT",
@@ -96,6 +98,8 @@ __all__ = [
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
     "RESUME_BATCH_BLOCKS",
+    "ROOMS_MAX",
+    "ROOMS_MIN",
     "ROOM_WAIT_MS_MAX",
     "RPC_TIMEOUT_MS",
     "SAVE_BATCH_PAGES_MAX",
@@ -200,6 +204,10 @@ WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, he is told the nu
 WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
+GRANTED_SLOTS = 16  # of one client, which it writes into without asking; each is free again once it was read
+GRANTED_PUTS = 4096  # of one client that have fired and are not over
+ROOMS_MIN = 8  # for blocks that come by grants, given to each client's receiver beforehand
+ROOMS_MAX = 512
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
 LEASE_TIMEOUT_MS = 30_000

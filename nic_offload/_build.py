@@ -12,7 +12,18 @@ _HERE = Path(__file__).parent
 _HEADER = (_HERE / "core.h").read_text()
 _DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 
-_HANDLES = ("fabric", "endpoint", "region", "caller", "counter", "group", "shelf", "desk", "sender", "receiver")
+_HANDLES = (
+    "fabric",
+    "endpoint",
+    "region",
+    "caller",
+    "counter",
+    "group",
+    "shelf",
+    "desk",
+    "sender",
+    "receiver",
+)
 _PARTS = (
     "caller",
     "core",

@@ -1,7 +1,7 @@
 """Blocks that come by grants: the node's side of one connection (`receiver.c`).
 
-Each is read once out of its slot, into a room that was given beforehand, and can be read from there, on the shelf, before
-its client hears that it landed. What has come is taken in batches.
+Each is read once out of its slot, into a room that was given beforehand, and can be read from there, on the shelf,
+before its client hears that it landed. What has come is taken in batches.
 
 What always holds: a room holds one block, and is the taker's from then on; without rooms clients wait.
 """

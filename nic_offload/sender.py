@@ -1,13 +1,14 @@
 """Puts by grants: the sender's side of one connection (`sender.c`).
 
-A grant is a slot of the node's that this client may write into, with the generation that is due there. A put takes one when
-it fires and has it back, renewed, with the node's first word; so any number of puts may be armed, and nothing is asked
-of the node before or after. In front of each payload goes what is said of the block: key, layout, durability, how long it
-is to live, where to acknowledge, and the checksum of the bytes as they were when they went out.
+A grant is a slot of the node's that this client may write into, with the generation that is due there. A put takes
+one when it fires and has it back, renewed, with the node's first word; so any number of puts may be armed, and
+nothing is asked of the node before or after. In front of each payload goes what is said of the block: key, layout,
+durability, how long it is to live, where to acknowledge, and the checksum of the bytes as they were when they went
+out.
 
-What always holds: a put fires once, and its row of the group ends with the node's last word, or with an event that says why
-there will be none. What is said of a block is read when its put fires, and must stay where it is until then: a `Heads`
-that its puts' owner keeps.
+What always holds: a put fires once, and its row of the group ends with the node's last word, or with an event that
+says why there will be none. What is said of a block is read when its put fires, and must stay where it is until then:
+a `Heads` that its puts' owner keeps.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Heads:
     ) -> None:
         metadata += bytes(-len(metadata) % 8)
         if len(metadata) > METADATA_BYTES_MAX:
-            raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {len(metadata)}.")
+            raise ValueError(
+                f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {len(metadata)}."
+            )
         size, pack = len(metadata), _HEAD.pack
         self._stride = size + _HEAD.size
         self._memory: Any = ffi.new("char[]", self._stride * len(keys))

@@ -7,7 +7,8 @@ from kvstore.client.client import Client
 from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
-from kvstore.client.puts import ArmedPuts, Reservation
+from kvstore.client.puts import ArmedPuts
+from kvstore.client.reserved import Reservation
 from kvstore.client.resuming import Resumed, Resuming
 from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
 from kvstore.client.shards import ShardReader, Wanted

@@ -16,8 +16,9 @@ from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloade
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.fabric_call import AnswerCode, CallKind, Leased, ReserveRow, rows_of_reserve
+from kvstore.wire.fabric_call import AnswerCode, CallKind, Leased, ReserveRow, header_bytes, rows_of_reserve
 from nic_offload.group import Group
+from nic_offload.sender import METADATA_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,7 +72,12 @@ class Asking:
         header = None if span is None else span.header()
         return () if header is None else (header,)
 
-    # --- slots for blocks
+    # --- puts
+
+    def said_of_puts(self, watch: Watch | None, span: PutSpan | None) -> bytes:
+        """What goes along with puts that nobody asked for: nothing, if there is no room for it in front of a block."""
+        said = header_bytes((*metadata_of(watch), *self._traced(span)))
+        return said if len(said) <= METADATA_BYTES_MAX - 8 else b""
 
     def reserve(self, link: Link, wanted: Reserving, span: PutSpan | None) -> Sequence[Leased]:
         """Lease a slot for each block; one typed error if that can't be."""

@@ -40,7 +40,8 @@ from kvstore.client.link import TAGS_OF_ONE, Link
 from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.own_side import OwnSide, say_first_word
-from kvstore.client.puts import Reservation, lease_deadline_ns
+from kvstore.client.puts import ArmedPuts
+from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
 from kvstore.clock import SystemClock
@@ -67,6 +68,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
 from nic_offload.handle import Handle
+from nic_offload.sender import Heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -75,13 +77,15 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
 
-    from kvstore.client.blocks import Block, Hit
+    from kvstore.client.blocks import Block, Hit, PutResult
     from kvstore.client.gets import Ended
     from kvstore.client.spans import ClientSpans, PutSpan
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
     from kvstore.wire.fabric_call import Leased
+    from nic_offload.counter import Counter
     from nic_offload.fabric import Fabric, Region
+    from nic_offload.flags import FlagWord
 
 __all__ = ["Client", "HasFingerprint"]
 
@@ -241,6 +245,65 @@ class Client(Handle):
             if span is not None:
                 span.failed(error)
             raise
+
+    def arm(
+        self,
+        blocks: Sequence[Block],
+        flag: FlagWord | Counter | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+        watch: Watch | None = None,
+    ) -> ArmedPuts:
+        """Queue a put for each block: it goes out when `flag` reaches the block's threshold, without one at once.
+
+        Nothing is asked of the node, and any number may be armed. What `reserve` would have said beforehand the results
+        say: a block that is stored already is put all the same, and costs the drive nothing. A put that has not gone
+        out within `lease_ms` never does.
+        """
+        self._check_batch(blocks)
+        if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
+            raise ProtocolError(
+                f"A put may wait 1 to {LEASE_TIMEOUT_MS_MAX} ms for its flag, not {lease_ms}."
+            )
+        link = self._attached(self.reach.call_timeout_s)
+        if link.sender is None:  # the node wants to be asked
+            return self.reserve(
+                blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
+            ).arm(flag)
+        span = None if self.spans is None else self.spans.put(blocks, durability)
+        deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
+        try:
+            heads = Heads(
+                [block.key for block in blocks],
+                self.fingerprint,
+                durability,
+                expires_unix_ms,
+                self._asking.said_of_puts(watch, span),
+            )
+            puts = ArmedPuts(self, link, blocks, durability, flag, deadline_ns, watch, span, heads)
+        except KvError as error:
+            if span is not None:
+                span.failed(error)
+            raise
+        if watch is not None:
+            watch.armed(blocks, puts)
+        return puts
+
+    def put(
+        self,
+        blocks: Sequence[Block],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """Put blocks now, and wait until they are as durable as asked; what became of each, in order."""
+        timeout_s = self.reach.get_timeout_s if timeout_s is None else timeout_s
+        lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
+        puts = self.arm(blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms)
+        return puts.wait(timeout_s)
 
     def _reserve(
         self,

@@ -18,10 +18,12 @@ import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
 from kvstore.client.failures import Failures
+from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
-from kvstore.limits import ACK_WORDS
+from kvstore.limits import ACK_GRACE_MS, ACK_WORDS, GRANTED_PUTS, GRANTED_SLOTS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc, words_of
+from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,7 +38,9 @@ __all__ = ["TAGS_OF_ONE", "Host", "Link", "Operation"]
 
 TAGS_OF_ONE = 1 << 16  # an operation's tags; the first is its name
 _WORD_BYTES = 8
-_WORDS_BYTES = ACK_WORDS * _WORD_BYTES
+_WORDS_BYTES = (ACK_WORDS + GRANTED_PUTS) * _WORD_BYTES  # those of puts by grants come last
+_HEADS_BYTES = GRANTED_SLOTS * HEAD_PAGE_BYTES
+_MEMORY_BYTES = _WORDS_BYTES + _HEADS_BYTES + MEMORY_BYTES
 
 
 class _Responses(Protocol):
@@ -136,6 +140,7 @@ class Link:
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
         self._responses: _Responses | None = None
+        self.sender: Sender | None = None  # None: every put has to ask for its slot
         self.is_sure = True  # that nothing comes in any more, once it is lost
         with contextlib.ExitStack() as undo:
             self._memory = self._allocate()
@@ -155,10 +160,10 @@ class Link:
     @staticmethod
     def _allocate() -> mmap.mmap:
         try:
-            return mmap.mmap(-1, _WORDS_BYTES + MEMORY_BYTES)
+            return mmap.mmap(-1, _MEMORY_BYTES)
         except OSError as error:
             raise NoMemory(
-                f"This process got no {_WORDS_BYTES + MEMORY_BYTES} bytes for a connection: {error.strerror}."
+                f"This process got no {_MEMORY_BYTES} bytes for a connection: {error.strerror}."
             ) from error
 
     def _attach(
@@ -178,10 +183,11 @@ class Link:
             fabric_address=address,
             ack_base=self._acks.base,
             ack_key=self._acks.key,
-            ack_words=ACK_WORDS,
+            ack_words=ACK_WORDS + GRANTED_PUTS,
             block_bytes_max=block_bytes_max,
             slots=slots,
-            answers_base=self._acks.base + _WORDS_BYTES,
+            answers_base=self._acks.base + _WORDS_BYTES + _HEADS_BYTES,
+            puts_by_grants=True,
         )
         self._responses = self.stub.Attach(self._requests(request))
         answer = self._first_answer(self._responses, timeout_s)
@@ -192,7 +198,33 @@ class Link:
         self.slots = answer.slots
         self.calls: FabricCalls | None = None  # a node of an earlier version takes none
         if answer.HasField("calls"):
-            self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, _WORDS_BYTES)
+            start = _WORDS_BYTES + _HEADS_BYTES
+            self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, start)
+        if answer.HasField("puts"):
+            self.sender = self._open_sender(answer.puts)
+
+    def _open_sender(self, puts: pb.PutArea) -> Sender:
+        area = Area(
+            puts.flags,
+            puts.slots,
+            puts.slot_bytes,
+            puts.key,
+            min(puts.count, GRANTED_SLOTS),
+            puts.first_generation,
+        )
+        return Sender(
+            self.endpoint,
+            self._acks,
+            self.peer,
+            area,
+            self.word_address(ACK_WORDS),
+            GRANTED_PUTS,
+            ACK_WORDS,
+            self._acks.address + _WORDS_BYTES,
+            self._generation,
+            ACK_GRACE_MS * 1_000_000,
+            Durability.SYNCED,
+        )
 
     def _requests(self, first: pb.AttachRequest) -> Iterator[pb.AttachRequest]:
         yield first
@@ -289,5 +321,7 @@ class Link:
 
     def _close_memory(self) -> None:
         self.endpoint.close()
+        if self.sender is not None:
+            self.sender.close()
         self._acks.close()
         self._memory.close()

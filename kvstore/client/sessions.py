@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
-    from kvstore.client.puts import Reservation
+    from kvstore.client.reserved import Reservation
     from kvstore.client.resuming import Resumed
     from kvstore.client.trace import Follower, Trace
     from kvstore.layout import Layout

@@ -92,6 +92,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             durability = kept_durability_of(request.durability)
             items = [DeleteItem(tenant.id, key, durability, at) for at, key in enumerate(request.keys)]
             ends: Ends[DeleteDone] = Ends(len(items))
+            self._node.granted.delete((tenant.id, key) for key in request.keys)
             self._node.store.delete(items, ends.heard)
             done = sorted(await ends.all(), key=lambda one: one.tag)
             for one in done:
@@ -146,14 +147,26 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         began_ns = self._node.clock.monotonic_ns()
         entries = store.lookup([(tenant, block.key) for block in blocks])
         for block, entry in zip(blocks, entries, strict=True):
+            slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
+            item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)
+            landed = self._node.granted.find(item, now_ms) if entry is None else None
+            if landed is not None:
+                came = landed.came
+                states.append(
+                    pb.BlockState(
+                        stored=True,
+                        length=came.length,
+                        expires_unix_ms=came.expires_unix_ms,
+                        fingerprint=came.fingerprint,
+                    )
+                )
+                continue
             if entry is None:
                 told = store.explain(tenant, block.key)
                 never = self._never_landed_ms(tenant, block.key, told)
                 miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
                 states.append(pb.BlockState(miss=_miss(miss)))
                 continue
-            slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
-            item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)
             differs = mismatch(item, entry, now_ms)
             states.append(
                 pb.BlockState(

@@ -26,6 +26,7 @@ from kvstore.miss import MissReason
 from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
+from kvstore.node.told import Told
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory
     from kvstore.node.node import Node
-    from kvstore.wire.fabric_call import Call, Metadata, Rows
+    from kvstore.wire.fabric_call import Call, Rows
     from nic_offload.fabric import Event
     from nic_offload.shelf import Served
 
@@ -149,16 +150,6 @@ class CallArea:
         self._answers.close()
 
 
-class _Told:
-    """A call's headers, as what gRPC brings has them."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-
-    def invocation_metadata(self) -> Metadata:
-        return self._metadata
-
-
 class FabricCalls:
     """All of a node."""
 
@@ -213,9 +204,9 @@ class FabricCalls:
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, len(served.ids)
         try:
-            told = _Told(metadata_of(served.metadata))
+            told = Told(metadata_of(served.metadata))
         except ProtocolError:
-            told = _Told(())  # his call was answered all the same, and nobody else is to hear of it
+            told = Told(())  # his call was answered all the same, and nobody else is to hear of it
         looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
         looking.all_are(Outcome.MEMORY)
         looking.size_bytes = served.size_bytes
@@ -270,7 +261,7 @@ class FabricCalls:
     def _done(self, area: CallArea, call: Call, rows: Rows) -> bytes:
         connection = area.connection
         connection.owner.rate.take(max(1, len(rows)))
-        told = _Told(call.metadata)
+        told = Told(call.metadata)
         if call.kind is CallKind.FETCH:
             fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told, called=False)
             return b""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
+    from kvstore.node.granted import Granted
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.looking import Looking
     from kvstore.node.statistics import Counters
@@ -113,6 +114,7 @@ class Fetches:
         fabric: Fabric,
         store: Store,
         memory: HotMemory,
+        granted: Granted,
         tags: Iterator[int],
         clock: Clock,
         counters: Counters,
@@ -128,6 +130,7 @@ class Fetches:
         self._fabric = fabric
         self._store = store
         self._memory = memory
+        self._granted = granted
         self._tags = tags
         self._clock = clock
         self._queued: FairQueue[_Fetch] = FairQueue()
@@ -266,12 +269,21 @@ class Fetches:
         self, fetch: _Fetch, entry: Entry | None, puts: list[TriggeredPut], reads: list[GetItem]
     ) -> bool:
         """Take a fetch on; False if there is no room for it."""
-        item = self._item(fetch)
-        if entry is not None and mismatch(item, entry, self._clock.wall_ms()) is None:
+        item, now_ms = self._item(fetch), self._clock.wall_ms()
+        put = None
+        if entry is None:
+            landed = self._granted.find(item, now_ms)
+            if landed is not None:
+                fetch.piece, came = landed.piece, landed.came
+                fetch.piece.users += 1
+                put = self._put(fetch, came.length, came.crc32c, came.id)
+        elif mismatch(item, entry, now_ms) is None:
             fetch.piece = self._memory.pages.find(entry.generation)
-            fetch.hot = fetch.piece is not None
-        if fetch.piece is not None and entry is not None:
-            puts.append(self._put(fetch, entry.length, entry.crc32c, entry.generation))
+            if fetch.piece is not None:
+                put = self._put(fetch, entry.length, entry.crc32c, entry.generation)
+        if put is not None:
+            fetch.hot = True
+            puts.append(put)
             fetch.looking.outcomes[fetch.at] = Outcome.MEMORY
             if fetch.request.seen is not None:
                 fetch.request.seen.found()
@@ -410,6 +422,7 @@ class Fetches:
             return
         assert fetch.piece is not None
         self._memory.pages.forget(fetch.piece)
+        self._granted.forget([fetch.name])
         if fetch.hot:  # its bytes changed in our memory; the drive's may be right
             log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
             if fetch.request.seen is not None:

@@ -187,6 +187,12 @@ class HotPages:
         elif not piece.users:
             self._free.release(piece.start, piece.pages)
 
+    def retire(self, piece: Piece, known_as: int) -> None:
+        """A piece that is not kept, and that was known by this number while it was in use: that use is to end."""
+        if not self._may_go(known_as):
+            piece.users += 1
+            self._going[known_as] = piece
+
     def drop_dead(self, names: Iterable[Name], lookup: Lookup) -> None:
         """The index has changed under these names: let go of what is kept under them, unless it names that now."""
         kept = [name for name in names if name in self._named]

@@ -35,6 +35,7 @@ from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fetching import Fetches
+from kvstore.node.granted import Granted
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
@@ -114,8 +115,17 @@ class Node:
         self.watchers = Watchers(clock)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
+        self.granted = Granted(self)
         self.fetches = Fetches(
-            fabric, store, self.hot, self._tags, clock, self.counters, self.timings, traced=spans is not None
+            fabric,
+            store,
+            self.hot,
+            self.granted,
+            self._tags,
+            clock,
+            self.counters,
+            self.timings,
+            traced=spans is not None,
         )
         self.fabric_calls = FabricCalls(self, self._tags)
         self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings)
@@ -150,6 +160,7 @@ class Node:
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
         self.take_note()
         self.hot.pages.free_what_went()
+        self.granted.feed_hungry()
         self.pins.expire()
         self.prefetches.pump()
         self.store.poll()
@@ -234,6 +245,7 @@ class Node:
         connection.close()
         self.take_note()
         del self._connections[connection.number]
+        self.granted.close(connection)
         self.fetches.forget(connection)
         self.fabric_calls.close(connection)
         self._closing.add(connection)
@@ -256,7 +268,16 @@ class Node:
 
     def take_note(self) -> None:
         """Take note of what the fabric did without us; done before anybody asks."""
+        self.granted.take_all()
         self.fabric_calls.served()
+
+    def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
+        """Do something in a while."""
+        self._loop.call_later(delay_s, do, *arguments)
+
+    def note_freed(self) -> None:
+        """Memory that outlasts connections has come free."""
+        self._freed.set()
 
     def find(self, number: int) -> Connection | None:
         """The connection with this number, whoever's it is."""
@@ -399,6 +420,8 @@ class Node:
                 calls.append(event)
             case EventKind.LANDED:
                 self._landed(event, landed)
+            case EventKind.CAME:
+                self.granted.came(event.tag)
             case EventKind.WATCH_FAILED:
                 self._lease_over(event)
             case _:
@@ -507,7 +530,7 @@ class Node:
     # --- the end
 
     async def _all_freed(self) -> None:
-        while self._closing:
+        while self._closing or len(self.granted):
             self._freed.clear()
             await self._freed.wait()
 

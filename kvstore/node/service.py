@@ -27,12 +27,24 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.storage.items import DriveState
+    from nic_offload.sender import Area
 
 __all__ = ["KvStoreService"]
 
 
 def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
     return pb.Lease(**lease_told(connection, lease)._asdict())
+
+
+def _put_area_message(area: Area) -> pb.PutArea:
+    return pb.PutArea(
+        flags=area.flags,
+        slots=area.slots,
+        slot_bytes=area.slot_bytes,
+        key=area.key,
+        count=area.slots_count,
+        first_generation=area.first_generation,
+    )
 
 
 def _drive_message(state: DriveState) -> pb.DriveStatus:
@@ -78,9 +90,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     landing_key=connection.landing_key,
                 )
                 if request.HasField("answers_base"):
-                    area = self._node.fabric_calls.open(connection, request.answers_base)
-                    answer.calls.base, answer.calls.key = area.base, area.key
-                    answer.calls.first_generation = area.first_generation
+                    calls = self._node.fabric_calls.open(connection, request.answers_base)
+                    answer.calls.base, answer.calls.key = calls.base, calls.key
+                    answer.calls.first_generation = calls.first_generation
+                puts = self._node.granted.open(connection) if request.puts_by_grants else None
+                if puts is not None:
+                    answer.puts.CopyFrom(_put_area_message(puts.told))
                 yield answer
                 await _either(_exhausted(request_iterator), connection.ended.wait())
             finally:

@@ -15,6 +15,7 @@ from typing import Final
 
 from kvstore.durability import Durability
 from kvstore.errors import (
+    Corrupt,
     Expired,
     KeyTaken,
     KvError,
@@ -47,6 +48,7 @@ class AckCode(enum.IntEnum):
     QUOTA_EXCEEDED = 0x44
     KEY_TAKEN = 0x45
     EXPIRED = 0x46
+    DIFFERS = 0x47
     CANCELLED = 0x7E  # nothing of it will be written any more
     SERVED = 0x7F
 
@@ -65,6 +67,10 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
     AckCode.KEY_TAKEN: (
         KeyTaken,
         "Another block is stored under the key; the bytes of this put were not kept.",
+    ),
+    AckCode.DIFFERS: (
+        Corrupt,
+        "The bytes that came to the node are not those that were sent; they were not kept.",
     ),
     AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
     AckCode.STORAGE_FAILED: (

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d8ecaff5f1e9d7bf7915f9021cb41aeb
+# Generated from proto sources with BLAKE2b db1f59fd3ed1682cec31dcbcad45bb71
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

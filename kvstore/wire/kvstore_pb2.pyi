@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d8ecaff5f1e9d7bf7915f9021cb41aeb
+# Generated from proto sources with BLAKE2b db1f59fd3ed1682cec31dcbcad45bb71
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -20,7 +20,7 @@ DURABILITY_WRITTEN: Durability
 DURABILITY_SYNCED: Durability
 
 class AttachRequest(_message.Message):
-    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base")
+    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class AttachRequest(_message.Message):
     BLOCK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_BASE_FIELD_NUMBER: _ClassVar[int]
+    PUTS_BY_GRANTS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     provider: str
     fabric_address: bytes
@@ -39,23 +40,42 @@ class AttachRequest(_message.Message):
     block_bytes_max: int
     slots: int
     answers_base: int
-    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ...) -> None: ...
+    puts_by_grants: bool
+    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls")
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts")
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LANDING_KEY_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    PUTS_FIELD_NUMBER: _ClassVar[int]
     connection: int
     node: str
     fabric_address: bytes
     slots: int
     landing_key: int
     calls: CallArea
-    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ...) -> None: ...
+    puts: PutArea
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ...) -> None: ...
+
+class PutArea(_message.Message):
+    __slots__ = ("flags", "slots", "slot_bytes", "key", "count", "first_generation")
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    flags: int
+    slots: int
+    slot_bytes: int
+    key: int
+    count: int
+    first_generation: int
+    def __init__(self, flags: _Optional[int] = ..., slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., key: _Optional[int] = ..., count: _Optional[int] = ..., first_generation: _Optional[int] = ...) -> None: ...
 
 class CallArea(_message.Message):
     __slots__ = ("base", "key", "first_generation")

@@ -60,7 +60,9 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NodeInProc
         reservation = client.reserve([Block(block_key(b"leased"), kv, 0, PAGE)])
         link = client._link
         assert link is not None
-        yield node, Acme(client, link.number, reservation.arm(flags[0])._puts[0].lease)
+        (lease,) = reservation._leases
+        reservation.arm(flags[0])
+        yield node, Acme(client, link.number, lease)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -118,7 +118,9 @@ def having(node: NodeProcess, token: str) -> Iterator[Acme]:
         reservation = client.reserve([Block(block_key(b"leased"), kv, 0, PAGE)])
         link = client._link
         assert link is not None
-        yield Acme(client, link.number, reservation.arm(flags[0])._puts[0].lease)
+        (lease,) = reservation._leases
+        reservation.arm(flags[0])
+        yield Acme(client, link.number, lease)
 
 
 @pytest.fixture

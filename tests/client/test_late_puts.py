@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.client import Block
 from kvstore.client.link import TAGS_OF_ONE
-from kvstore.client.puts import Reservation
+from kvstore.client.reserved import Reservation
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, LeaseExpired
 from kvstore.reach import Reach

@@ -22,7 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 from kvstore.client import Client  # noqa: E402
-from kvstore.client.puts import Reservation  # noqa: E402
+from kvstore.client.reserved import Reservation  # noqa: E402
 from kvstore.demo.node_process import NodeProcess  # noqa: E402
 from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
 from kvstore.engines.transformers.pieces import Piece, pieces  # noqa: E402

@@ -69,7 +69,7 @@ def test_a_client_that_gives_a_lease_back_hears_that_it_was_over(node: NodeInPro
     wait_until(lambda: node.call(lambda inside: inside.counters.leases_over) == 1, "the lease is over")
     standing = rig.client.reserve([rig.block(1)])
     assert len(link._free_words) == free - 2
-    leases = [(lease.slot, lease.generation) for one in (ended, standing) for lease in [one._puts[0].lease]]
+    leases = [(lease.slot, lease.generation) for one in (ended, standing) for lease in one._leases]
 
     def abort(inside: Node) -> tuple[int, list[int]]:
         (connection,) = inside._connections.values()

@@ -1,0 +1,407 @@
+"""Puts that come by grants: from the C core's receivers to the drive.
+
+A client writes into slots of its own without asking. The receiver (`nic_offload.receiver`) reads each block once,
+into a piece of the hot memory that was given to it beforehand, lists it on the shelf and says `landed`; all that
+happens here comes afterwards and in batches: the store writes the block from that piece, the client hears how durable
+it is, and the piece stays as the hot copy.
+
+What always holds: a block that has landed can be read from here until the store has it, and never after it was
+deleted; its piece is given back when nobody reads, sends or writes it any more; a receiver that has no room makes its
+client wait, and no other; what comes over a connection that is no put ends the connection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from kvstore.durability import Durability
+from kvstore.errors import KeyTaken, Overloaded, ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, GRANTED_SLOTS, HEADER_BYTES, PAGE_BYTES, ROOMS_MAX, ROOMS_MIN
+from kvstore.node.landing import LandingLayout, Lease
+from kvstore.node.told import Told
+from kvstore.node.traced import End
+from kvstore.steps import Step
+from kvstore.storage.items import PutDone, PutItem
+from kvstore.wire.ack import AckCode, code_of_error
+from kvstore.wire.fabric_call import metadata_of
+from nic_offload.receiver import Receiver, Room
+from nic_offload.sender import HEAD_PAGE_BYTES, Area
+from nic_offload.trigger import put_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvstore.errors import StorageError
+    from kvstore.node.connection import Connection
+    from kvstore.node.hot import HotMemory, Name, Piece
+    from kvstore.node.node import Node
+    from kvstore.storage.index import Entry
+    from kvstore.storage.items import GetItem
+    from nic_offload.receiver import Came, State
+    from nic_offload.trigger import WordPut
+
+__all__ = ["Granted", "Landed", "PutArea"]
+
+log = logging.getLogger(__name__)
+
+_HEAD_BYTES: Final = 128
+_RETRY_S: Final = 0.001
+_WRITTEN: Final = Durability.WRITTEN
+assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
+
+
+class Landed:
+    """A block that has landed and is not known to the store yet."""
+
+    __slots__ = ("came", "connection", "is_gone", "lease", "piece")
+
+    def __init__(self, connection: Connection, came: Came, piece: Piece, lease: Lease) -> None:
+        self.connection = connection
+        self.came = came
+        self.piece = piece
+        self.lease = lease
+        self.is_gone = False  # nobody is to read it any more
+
+    @property
+    def name(self) -> Name:
+        """As the index would have it."""
+        return self.connection.tenant, self.came.key
+
+
+class PutArea:
+    """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
+
+    def __init__(self, connection: Connection, memory: HotMemory) -> None:
+        self.connection = connection
+        self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
+        self._memory = mmap.mmap(-1, self.layout.total_bytes)
+        self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
+        self.rooms: dict[int, Piece] = {}  # by number
+        self.unheard: list[Landed] = []  # of which the store has not heard
+        self.target = ROOMS_MIN  # rooms that it should have
+        self.area = self._area(self._region.address)
+        acks = connection.acks
+        self.receiver = Receiver(
+            connection.fabric,
+            memory.shelf,
+            connection.endpoint,
+            connection.number,
+            connection.peer,
+            self.area,
+            self.layout.block_bytes_max,
+            connection.tenant,
+            (acks.base, acks.key, acks.words),
+            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN),
+        )
+
+    def _area(self, base: int, first_generation: int = 0) -> Area:
+        layout = self.layout
+        return Area(
+            base + layout.flag(0),
+            base + layout.header(0),
+            layout.slot_bytes,
+            self._region.key,
+            layout.slots,
+            first_generation or secrets.randbits(48) + 1,
+        )
+
+    @property
+    def told(self) -> Area:
+        """As the client's fabric addresses it."""
+        return self._area(self._region.base, self.area.first_generation)
+
+    def close(self) -> None:
+        """The connection's endpoint is closed."""
+        self.receiver.close()
+        self._region.close()
+        self._memory.close()
+
+
+class Granted:
+    """All of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._memory = node.hot
+        self._areas: dict[int, PutArea] = {}  # by number of the connection
+        self._landed: dict[Name, Landed] = {}
+        self._by_tag: dict[int, Landed] = {}  # that the store has
+        self._hungry: set[PutArea] = set()  # those that wait for room
+
+    def __len__(self) -> int:
+        return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
+
+    def open(self, connection: Connection) -> PutArea | None:
+        """Let a connection's client put by grants; None if it is not to.
+
+        Who has a limit of requests asks for each slot; and the hot memory has to have room for a block.
+        """
+        slot_bytes = LandingLayout(1, connection.layout.block_bytes_max).slot_bytes
+        if connection.owner.rate.is_limited or slot_bytes > self._memory.size_bytes:
+            return None
+        area = self._areas[connection.number] = PutArea(connection, self._memory)
+        return area
+
+    def close(self, connection: Connection) -> None:
+        """The connection's endpoint is closed: keep what had come, and take the rest of the rooms back."""
+        area = self._areas.get(connection.number)
+        if area is None:
+            return
+        self._take(area)
+        self._store(area)
+        del self._areas[connection.number]
+        self._hungry.discard(area)
+        for number in area.receiver.rooms():
+            self._give_back(area, number)
+        area.close()
+
+    # --- rooms
+
+    def _give_back(self, area: PutArea, number: int) -> None:
+        piece = area.rooms.pop(number)
+        self._memory.shares.release(area.connection.number, piece.pages * PAGE_BYTES)
+        self._memory.pages.release(piece)
+
+    def _feed(self, area: PutArea, state: State) -> None:
+        """Give a receiver rooms of the size that it wants, as far as its client may hold memory."""
+        if state.starved:
+            area.target = min(ROOMS_MAX, area.target * 2)
+        if not state.wanted_pages or state.rooms > area.target // 2:
+            return
+        given: list[Room] = []
+        pages, shares, flow = self._memory.pages, self._memory.shares, area.connection.number
+        size_bytes = state.wanted_pages * PAGE_BYTES
+        while len(given) < area.target - state.rooms and shares.may_hold(flow, size_bytes):
+            piece = pages.take_unasked(state.wanted_pages)
+            if piece is None:
+                break
+            shares.hold(flow, size_bytes)
+            area.rooms[piece.start] = piece
+            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
+        if given:
+            area.receiver.feed(given)
+        if given or state.rooms:
+            self._hungry.discard(area)
+        else:
+            self._hungry.add(area)
+
+    def feed_hungry(self) -> None:
+        """Memory may have come free."""
+        for area in list(self._hungry):
+            self.came(area.connection.number)
+
+    # --- what has come
+
+    def came(self, number: int) -> None:
+        """A receiver has something."""
+        area = self._areas.get(number)
+        if area is None:
+            return
+        state = self._take(area)
+        self._store(area)
+        if state.broken:
+            log.warning(
+                "What came into a slot was no put. The connection is closed.", extra=area.connection.about()
+            )
+            self._node.detach(area.connection)
+        else:
+            self._feed(area, state)
+
+    def take_all(self) -> None:
+        """Take note of all that has come, before somebody asks or changes it."""
+        for number in list(self._areas):
+            self.came(number)
+
+    def _take(self, area: PutArea) -> State:
+        while True:
+            came, state = area.receiver.take()
+            if came:
+                self._note(area, came)
+            if len(came) < BATCH_BLOCKS_MAX // 4:
+                return state
+
+    def _note(self, area: PutArea, came: Sequence[Came]) -> None:
+        node, connection = self._node, area.connection
+        now_ns = node.clock.monotonic_ns()
+        leases: list[Lease] = []
+        told: dict[bytes, list[Lease]] = {}
+        for one in came:
+            lease = Lease(
+                -1,
+                one.ack_generation,
+                one.key,
+                one.fingerprint,
+                one.length,
+                Durability(min(one.durability, Durability.SYNCED)),
+                one.ack_word,
+                one.expires_unix_ms,
+                leased_ns=came[0].landed_ns,
+                landed_ns=now_ns,
+            )
+            landed = Landed(connection, one, area.rooms.pop(one.room), lease)
+            self._landed[landed.name] = landed
+            area.unheard.append(landed)
+            leases.append(lease)
+            if one.metadata_bytes:
+                end = one.address + HEAD_PAGE_BYTES - _HEAD_BYTES
+                data = ctypes.string_at(end - one.metadata_bytes, one.metadata_bytes)
+                told.setdefault(data, []).append(lease)
+        node.counters.leased += len(came)
+        node.counters.landed += len(came)
+        for data, some in told.items():
+            self._hear(connection, data, some)
+        if node.spans is not None:
+            node.spans.landed(((lease, lease.leased_ns) for lease in leases), now_ns)
+        node.traces.saw(Step.LANDED, leases)
+
+    def _hear(self, connection: Connection, data: bytes, leases: Sequence[Lease]) -> None:
+        node = self._node
+        try:
+            told = Told(metadata_of(data))
+            trace = node.traces.hear(told, connection.tenant)
+        except ProtocolError:
+            return  # what was said of the blocks is nothing; they are kept all the same
+        node.traces.leased(trace, leases)
+        parent = None if node.spans is None else node.spans.parent_of(told)
+        if node.spans is not None and parent is not None:
+            node.spans.leased(parent, leases[0].leased_ns, leases, leases[0].durability)
+
+    def _store(self, area: PutArea) -> None:
+        """Hand on what has come, as far as the drives take it; what they don't take keeps its rooms."""
+        while area.unheard:
+            some = area.unheard[:BATCH_BLOCKS_MAX]
+            items = [self._item(one) for one in some]
+            try:
+                self._node.store.put(items, self._kept)
+            except Overloaded:
+                self._node.later(_RETRY_S, self._store, area)
+                return
+            del area.unheard[: len(some)]
+            self._by_tag.update({one.came.id: one for one in some})
+
+    @staticmethod
+    def _item(one: Landed) -> PutItem:
+        came = one.came
+        return PutItem(
+            tenant=one.connection.tenant,
+            key=came.key,
+            fingerprint=came.fingerprint,
+            length=came.length,
+            crc32c=came.crc32c,
+            slot_address=came.address,
+            expires_ms=came.expires_unix_ms,
+            durability=max(one.lease.durability, Durability.WRITTEN),
+            tag=came.id,
+        )
+
+    # --- how it ended
+
+    def _kept(self, batch: Sequence[PutDone]) -> None:
+        node = self._node
+        now_ns = node.clock.monotonic_ns()
+        landed = [self._by_tag.pop(done.tag) for done in batch]
+        if node.spans is not None:
+            ends = [End.FAILED if done.error else End.KEPT for done in batch]
+            node.spans.ended(((one.lease, end) for one, end in zip(landed, ends, strict=True)), now_ns)
+        words: list[WordPut] = []
+        kept: dict[tuple[bytes, Durability], list[Lease]] = {}
+        for one, done in zip(landed, batch, strict=True):
+            lease, connection = one.lease, one.connection
+            if done.error is None:
+                kept.setdefault((connection.tenant, done.durability), []).append(lease)
+            code = self._code(one, done)
+            if code is not None and not connection.closed:
+                words.append(connection.word_put(lease.ack_word, lease.generation, code))
+        node.counters.kept(
+            [one.came.length for one, done in zip(landed, batch, strict=True) if done.error is None],
+            (done.error for done in batch),
+        )
+        if words:
+            put_words(node.fabric, words)
+        self._settle(landed)
+        for (tenant, durability), leases in kept.items():
+            node.timings.leases_kept(tenant, durability, leases)
+            node.traces.saw(Step.KEPT, leases, durability.name.lower())
+
+    def _code(self, one: Landed, done: PutDone) -> AckCode | None:
+        lease, connection = one.lease, one.connection
+        if done.error is None:
+            return AckCode(done.durability) if lease.durability > Durability.LANDED else None
+        self._note_failure(lease, connection, done.error)
+        return None if lease.durability is Durability.LANDED else code_of_error(done.error)
+
+    def _note_failure(self, lease: Lease, connection: Connection, error: StorageError) -> None:
+        if lease.durability is Durability.LANDED:
+            self._node.counters.lost(error)
+            log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
+            return
+        level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
+        log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        connection.failed(lease.generation, error)
+
+    def _settle(self, landed: Sequence[Landed]) -> None:
+        """The store is done with these: where it has the block, the piece stays as its hot copy."""
+        memory, pages = self._memory, self._memory.pages
+        entries = self._node.store.lookup([one.name for one in landed])
+        hot: list[tuple[bytes, bytes, Entry | None]] = []
+        for one, entry in zip(landed, entries, strict=True):
+            came, piece, flow = one.came, one.piece, one.connection.number
+            if self._landed.get(one.name) is one:
+                del self._landed[one.name]
+            if entry is not None and not one.is_gone and self._stays(came, entry):
+                pages.keep(piece, entry.generation, one.name)
+                hot.append((*one.name, entry))
+            else:
+                pages.retire(piece, came.id)
+            pages.release(piece)
+            memory.shares.release(flow, piece.pages * PAGE_BYTES)
+        memory.shelve(hot)
+        self._node.note_freed()
+        self.feed_hungry()
+
+    def _stays(self, came: Came, entry: Entry) -> bool:
+        """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""
+        is_same = (entry.length, entry.crc32c, entry.fingerprint) == (
+            came.length,
+            came.crc32c,
+            came.fingerprint,
+        )
+        if not is_same or self._memory.pages.has(entry.generation):
+            return False
+        shelf = self._memory.shelf
+        return shelf.rename(came.id, entry.generation) or shelf.take(came.id)
+
+    # --- readers
+
+    def find(self, item: GetItem, now_ms: int) -> Landed | None:
+        """The block of this name that has landed and is not stored yet, as far as it is the one that is meant."""
+        one = self._landed.get((item.tenant, item.key))
+        if one is None or one.is_gone:
+            return None
+        came = one.came
+        is_over = 0 < came.expires_unix_ms <= now_ms
+        is_same = came.fingerprint == item.fingerprint and item.length in (0, came.length)
+        return None if is_over or not is_same else one
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """Nobody is to read these here any more: they are being deleted, or are not what they were."""
+        for name in names:
+            one = self._landed.get(name)
+            if one is not None:
+                one.is_gone = True
+                self._memory.shelf.unlist(*name)
+
+    def delete(self, names: Iterable[Name]) -> None:
+        """These are being deleted. What the store has not heard of, it never will: it was put, and is gone again."""
+        gone = set(names)
+        self.forget(gone)
+        for area in self._areas.values():
+            over = [one for one in area.unheard if one.name in gone]
+            if over:
+                area.unheard = [one for one in area.unheard if one.name not in gone]
+                self._by_tag.update({one.came.id: one for one in over})
+                self._kept([PutDone(one.came.id, None, max(one.lease.durability, _WRITTEN)) for one in over])

@@ -1,0 +1,21 @@
+"""What a call that did not come by gRPC says in its headers, as what gRPC brings has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.wire.fabric_call import Metadata
+
+__all__ = ["Told"]
+
+
+class Told:
+    """The headers of one call."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Metadata:
+        """As `grpc.ServicerContext` names it."""
+        return self._metadata
