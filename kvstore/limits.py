@@ -98,6 +98,7 @@ __all__ = [
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
     "RESUME_BATCH_BLOCKS",
+    "ROOMS_IDLE_TICKS",
     "ROOMS_MAX",
     "ROOMS_MIN",
     "ROOM_WAIT_MS_MAX",
@@ -206,8 +207,9 @@ WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
 GRANTED_SLOTS = 16  # of one client, which it writes into without asking; each is free again once it was read
 GRANTED_PUTS = 4096  # of one client that have fired and are not over
-ROOMS_MIN = 8  # for blocks that come by grants, given to each client's receiver beforehand
-ROOMS_MAX = 512
+ROOMS_MIN = 64  # for blocks that come by grants, given to each client's receiver beforehand
+ROOMS_MAX = 4096
+ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
 LEASE_TIMEOUT_MS = 30_000

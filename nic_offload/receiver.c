@@ -26,6 +26,8 @@
 #define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 #define LANDED_ID (UINT64_C(1) << 63)
+#define TOLD_COUNT 64u /* blocks that the application is told of together, */
+#define TOLD_NS 1000000u /* or after so long, where nobody waits for its word */
 
 /* A put that is being read. */
 struct reading {
@@ -59,7 +61,8 @@ struct tk_receiver {
 	uint32_t came_count, came_capacity;
 	uint32_t wanted_pages, starved;
 	int broken;
-	int told; /* that there is something to take */
+	int told;	     /* that there is something to take */
+	uint64_t tell_at_ns; /* that there is; 0: there is nothing, or it was told */
 };
 
 static void free_receiver(struct tk_receiver *receiver)
@@ -178,6 +181,7 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 	receiver->came_count -= count;
 	memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
 	receiver->told = !!receiver->came_count;
+	receiver->tell_at_ns = 0;
 	*state = (struct tk_receiver_state){
 		.rooms = rooms_wanted(receiver),
 		.wanted_pages = receiver->wanted_pages,
@@ -194,10 +198,22 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 /* Under the lock. */
 static void tell(struct tk_receiver *receiver)
 {
+	receiver->tell_at_ns = 0;
 	if (receiver->told)
 		return;
 	receiver->told = 1;
 	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, tk_now_ns());
+}
+
+/* Under the lock. Who was promised more than that it is here waits for the application; else that is not woken for each
+ * block: it would take the core from the wire. */
+static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
+{
+	int is_awaited = came->durability > receiver->setup.landed_code;
+	if (is_awaited || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
+		tell(receiver);
+	else if (!receiver->told && !receiver->tell_at_ns)
+		receiver->tell_at_ns = tk_now_ns() + TOLD_NS;
 }
 
 static void break_off(struct tk_receiver *receiver, int status)
@@ -374,7 +390,7 @@ static int settle(struct tk_receiver *receiver)
 	pthread_mutex_lock(&receiver->lock);
 	if (reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came;
-		tell(receiver);
+		tell_of(receiver, &came);
 	} else {
 		receiver->rooms[receiver->rooms_count++] = reading->room;
 	}
@@ -424,6 +440,17 @@ static int go_on(struct tk_receiver *receiver, uint32_t *budget)
 	return busy;
 }
 
+static void tell_in_time(struct tk_fabric *fabric, struct tk_receiver *receiver)
+{
+	pthread_mutex_lock(&receiver->lock);
+	uint64_t at_ns = receiver->tell_at_ns;
+	if (at_ns && fabric->now_ns >= at_ns)
+		tell(receiver);
+	else if (at_ns && at_ns < fabric->next_deadline_ns)
+		fabric->next_deadline_ns = at_ns; /* it sleeps no longer than that */
+	pthread_mutex_unlock(&receiver->lock);
+}
+
 int poll_receivers(struct tk_fabric *fabric)
 {
 	int busy = 0;
@@ -434,6 +461,8 @@ int poll_receivers(struct tk_fabric *fabric)
 		scan(receiver);
 		if (receiver->queue_count || receiver->reading.is_open)
 			busy |= go_on(receiver, &budget);
+		if (receiver->tell_at_ns)
+			tell_in_time(fabric, receiver);
 	}
 	return busy;
 }

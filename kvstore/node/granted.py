@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, Overloaded, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, GRANTED_SLOTS, HEADER_BYTES, PAGE_BYTES, ROOMS_MAX, ROOMS_MIN
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    GRANTED_SLOTS,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    ROOMS_IDLE_TICKS,
+    ROOMS_MAX,
+    ROOMS_MIN,
+)
 from kvstore.node.landing import LandingLayout, Lease
 from kvstore.node.told import Told
 from kvstore.node.traced import End
@@ -83,6 +91,7 @@ class PutArea:
         self.rooms: dict[int, Piece] = {}  # by number
         self.unheard: list[Landed] = []  # of which the store has not heard
         self.target = ROOMS_MIN  # rooms that it should have
+        self.idle_ticks = 0
         self.area = self._area(self._region.address)
         acks = connection.acks
         self.receiver = Receiver(
@@ -189,6 +198,16 @@ class Granted:
         else:
             self._hungry.add(area)
 
+    def tick(self) -> None:
+        """Take rooms back from those who put nothing; give some to those who wait."""
+        for area in self._areas.values():
+            area.idle_ticks += 1
+            if area.idle_ticks == ROOMS_IDLE_TICKS:
+                area.target = ROOMS_MIN
+                for number in area.receiver.rooms():
+                    self._give_back(area, number)
+        self.feed_hungry()
+
     def feed_hungry(self) -> None:
         """Memory may have come free."""
         for area in list(self._hungry):
@@ -226,6 +245,7 @@ class Granted:
 
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
+        area.idle_ticks = 0
         now_ns = node.clock.monotonic_ns()
         leases: list[Lease] = []
         told: dict[bytes, list[Lease]] = {}

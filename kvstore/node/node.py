@@ -160,7 +160,7 @@ class Node:
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
         self.take_note()
         self.hot.pages.free_what_went()
-        self.granted.feed_hungry()
+        self.granted.tick()
         self.pins.expire()
         self.prefetches.pump()
         self.store.poll()
