@@ -190,6 +190,11 @@ class Drive(Handle):
         """Tell whether it takes writes."""
         return self._writes.stopped is None
 
+    @property
+    def writes(self) -> tuple[int, int]:
+        """Tell how many records the drive was given since the opening, and how many of these have ended."""
+        return self._writes.begun, self._writes.ended
+
     def has_synced(self, generation: int) -> bool:
         """Tell whether a block that is stored here survives power loss by now."""
         return self._puts.has_synced(generation)

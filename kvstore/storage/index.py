@@ -275,8 +275,9 @@ class Index:
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
+            offset, length, _, generation, _, _ = entry
             rows.append((name, checked(name, _ENTRY.pack(*entry))))
-            owners.append((_GENERATION.pack(entry.generation), _OWNER.pack(name, entry.offset, entry.length)))
+            owners.append((_GENERATION.pack(generation), _OWNER.pack(name, offset, length)))
         self.write(lambda transaction: self._put_all(transaction, rows, owners))
 
     def publish_newest(self, entries: Sequence[tuple[Name, Entry]]) -> None:

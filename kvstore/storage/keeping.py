@@ -156,21 +156,18 @@ class Keeping:
 
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
+        owner_of, digest = self.owner_numbers.get, self._digest if self.core.knows_names else _no_digest
         records = [
             Record(
-                entry.generation,
-                _pages(entry),
-                self._digest(*name),
-                entry.expires_ms,
-                owner=self.owner_numbers.get(name[0], 0),
+                entry.generation, _pages(entry), digest(*name), entry.expires_ms, 0, 0, owner_of(name[0], 0)
             )
             for name, entry in blocks
         ]
         now_ms = self._clock.wall_ms()
         refused = self.core.admitted(records, now_ms)
         assert not refused, "a generation is published once"
-        for name, entry in blocks:
-            self.ground.put(entry.offset // PAGE_BYTES, _pages(entry), entry.generation)
+        for (name, entry), record in zip(blocks, records, strict=True):
+            self.ground.put(entry.offset // PAGE_BYTES, record.pages, entry.generation)
             before = self._history.of(name)
             if name in self._places:
                 sessions, position = self._places.pop(name)
@@ -440,6 +437,10 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
         for keeping in of_drives:
             with suppress(StorageError):
                 keeping.joined(name, keys, 0)
+
+
+def _no_digest(*_: bytes) -> int:
+    return 0
 
 
 def _pages(entry: Entry) -> int:

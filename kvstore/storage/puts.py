@@ -20,7 +20,7 @@ It doesn't check payloads of puts: `crc32c` is the caller's word.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.durability import Durability
 from kvstore.errors import Expired, KeyTaken, StorageError
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["Puts"]
 
 _HeaderPage: Final = ctypes.c_char * HEADER_BYTES
+_NAME_SIZES: Final = (TENANT_BYTES, KEY_BYTES, FINGERPRINT_BYTES)
 
 
 class Puts:
@@ -100,13 +101,14 @@ class Puts:
                 self._report(item, done, error)
             return
         doubtful = self._doubtful([entry.generation for entry in stored if entry is not None])
+        now_ms = self._clock.wall_ms()
         for item, entry in zip(items, stored, strict=True):
-            refusal = _refusal(item, self._clock.wall_ms())
+            refusal = _refusal(item, now_ms)
             if refusal is not None:
                 self._report(item, done, refusal)
             elif (first := self._by_name.get((item.tenant, item.key))) is not None:
                 first.followers.append((item, done))
-            elif entry is None or self._is_over(entry):
+            elif entry is None or 0 < entry.expires_ms <= now_ms:
                 self._write(item, done, entry)
             elif entry.generation in doubtful:
                 self._check(item, done, entry)
@@ -178,9 +180,9 @@ class Puts:
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
         """Put blocks into the index; wipe and free what they replace."""
-        writes = [record for record in records if isinstance(record, _Write)]
+        writes = cast("Sequence[_Write]", records)
         replacing = [write for write in writes if write.replaces is not None]
-        before = self._index.lookup([write.name for write in replacing])
+        before = self._index.lookup([write.name for write in replacing]) if replacing else ()
         blocks = [(write.name, write.entry()) for write in writes]
         self._index.publish(blocks)
         for write, old in zip(replacing, before, strict=True):
@@ -193,7 +195,12 @@ class Puts:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
         self._queue.quotas.leave(record)
-        self._ended(record, list(record.items()), record.entry(), error)
+        item = record.item
+        if error is not None or item.durability is Durability.SYNCED:
+            self._ended(record, list(record.items()), record.entry(), error)
+            return
+        self._report(item, record.done, None)  # it is as it asked to be
+        self._ended(record, record.followers, record.entry() if record.followers else None, None)
 
     def settle_renewed(self) -> None:
         """Report the puts that waited for a longer life; where the block has gone meanwhile, put it."""
@@ -208,7 +215,8 @@ class Puts:
                     self._write(item, done, None)
                 else:
                     under_way.followers.append((item, done))
-            self._afterwards(renewal)
+            if renewal.afterwards:
+                self._afterwards(renewal)
 
     def _ended(
         self,
@@ -224,7 +232,8 @@ class Puts:
                 self._settle(item, done, entry)
             else:
                 self._report(item, done, error)
-        self._afterwards(work)
+        if work.afterwards:
+            self._afterwards(work)
 
     def _afterwards(self, work: _Write | Renewal) -> None:
         """Do what waited for the end of the puts of a name, when the last of them has ended."""
@@ -285,22 +294,19 @@ class Puts:
 class _Write(Charged):
     """One block on its way to the drive, and the later puts of its name."""
 
-    __slots__ = ("afterwards", "done", "expires_ms", "followers", "item", "replaces")
+    __slots__ = ("afterwards", "done", "expires_ms", "followers", "item", "name", "replaces")
 
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
     ) -> None:
         super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
         self.item = item
+        self.name = item.tenant, item.key
         self.done = done
         self.expires_ms = item.expires_ms
         self.replaces = replaces
         self.followers: list[tuple[PutItem, PutsDone]] = []
         self.afterwards: list[Callable[[], None]] = []
-
-    @property
-    def name(self) -> Name:
-        return self.item.tenant, self.item.key
 
     def items(self) -> Iterator[tuple[PutItem, PutsDone]]:
         yield self.item, self.done
@@ -343,6 +349,6 @@ def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
             f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."
         )
     sizes = (len(item.tenant), len(item.key), len(item.fingerprint))
-    if sizes != (TENANT_BYTES, KEY_BYTES, FINGERPRINT_BYTES):
+    if sizes != _NAME_SIZES:
         return StorageError(f"A tenant, a key or a fingerprint has the wrong size: {sizes}.")
     return None

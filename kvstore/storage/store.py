@@ -319,6 +319,12 @@ class Store(Handle):
         for drive in self.drives:
             drive.keeping.listener = listener
 
+    @property
+    def writes(self) -> tuple[int, int]:
+        """Tell how many records the drives were given since the opening, and how many of these have ended."""
+        begun, ended = zip(*(drive.writes for drive in self.drives), strict=True)
+        return sum(begun), sum(ended)
+
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
         if self._only is not None:

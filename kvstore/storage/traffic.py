@@ -3,7 +3,8 @@
 Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and of what is read no more than
 `DRIVE_INFLIGHT_READ_BYTES_MAX` (more would make convoys of completions, and the fabric would wait for them), but
 always two operations if there are two (less would leave the drive idle); the queue is served in order; the drive is
-given new work before the old work's results are looked at; a short transfer is an error.
+given new work before the old work's results are looked at; a short transfer is an error; `about_to_start` is called
+when work has begun, all that can begin now, and before the drive has any of it.
 
 It doesn't know what the work is for. The queue is bounded by those who fill it.
 """
@@ -22,6 +23,8 @@ from kvstore.limits import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.storage.disk import Disk, DiskOp
 
 __all__ = ["Traffic", "Work"]
@@ -58,6 +61,7 @@ class Traffic:
         self._in_flight: dict[int, Work] = {}
         self._refused: list[DiskOp] = []  # begun, but the drive had no room for them yet
         self._next_tag = 0
+        self.about_to_start: Callable[[], object] = lambda: None
         self.in_flight_bytes = 0
         self._reading_bytes = 0
 
@@ -82,11 +86,11 @@ class Traffic:
     def poll(self) -> None:
         """Collect what has ended, refill the drive, then hand out the results."""
         ended = []
-        for done in self._disk.reap():
-            work = self._in_flight.pop(done.tag)
-            self._count(work, -work.size_bytes)
-            whole = done.result < 0 or done.result == work.size_bytes
-            ended.append((work, done.result if whole else -errno.EIO))
+        for tag, result in self._disk.reap():
+            work = self._in_flight.pop(tag)
+            size_bytes = work.size_bytes
+            self._count(work, -size_bytes)
+            ended.append((work, result if result < 0 or result == size_bytes else -errno.EIO))
         self.pump()
         for work, result in ended:
             work.end(result)
@@ -104,6 +108,7 @@ class Traffic:
             self._count(work, work.size_bytes)
             ops.append(op)
         if ops:
+            self.about_to_start()
             accepted = self._disk.submit(ops)
             self._refused = ops[accepted:]
 

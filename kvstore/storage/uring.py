@@ -15,6 +15,7 @@ import mmap
 import os
 import stat
 import struct
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import StorageError
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["UringDisk"]
 
-_OP: Final = struct.Struct("=QQQQQ")  # struct store_op
+_OP_WORDS: Final = 5  # struct store_op
 _DONE: Final = struct.Struct("=Qq")  # struct store_done
 _BOUNCE_BYTES: Final = 1 << 20
 
-assert ffi.sizeof("struct store_op") == _OP.size
+assert ffi.sizeof("struct store_op") == _OP_WORDS * 8
 assert ffi.sizeof("struct store_done") == _DONE.size
 
 
@@ -72,10 +73,7 @@ class UringDisk:
     def submit(self, ops: Sequence[DiskOp]) -> int:
         """Start operations in one system call; tell how many were accepted."""
         count = min(len(ops), self._depth)
-        at = 0
-        for op in ops[:count]:
-            _OP.pack_into(self._ops_bytes, at, *op)
-            at += _OP.size
+        struct.pack_into(f"={_OP_WORDS * count}Q", self._ops_bytes, 0, *chain.from_iterable(ops[:count]))
         return _checked(lib.store_ring_submit(self._ring, self._ops, count), self._path, "starting I/O")
 
     def reap(self) -> list[DiskDone]:
@@ -83,7 +81,7 @@ class UringDisk:
         count = _checked(
             lib.store_ring_reap(self._ring, self._done, self._depth), self._path, "collecting finished I/O"
         )
-        return [DiskDone._make(done) for done in _DONE.iter_unpack(self._done_bytes[: count * _DONE.size])]
+        return list(starmap(DiskDone, _DONE.iter_unpack(self._done_bytes[: count * _DONE.size])))
 
     def fileno(self) -> int:
         """Give the ring's eventfd."""

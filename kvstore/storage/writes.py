@@ -78,7 +78,9 @@ class RecordWrite:
 
     def end(self, result: int) -> None:
         """Take the result."""
-        self._writes.written(self, result)
+        self.result = result
+        if result < 0:
+            self._writes.stop(write_error(result), self.generation)
 
 
 class Writes:
@@ -94,13 +96,15 @@ class Writes:
     ) -> None:
         """`note_synced` is told up to which generation all that was written survives power loss.
 
-        `note_begun` is told of each generation before a record has it.
+        `note_begun` is told of the last generation that was given before a record with it can be on the drive.
         """
         self._volume = volume
         self._note_synced = note_synced
         self._note_begun = note_begun
         self._extents = extents
         self._traffic = traffic
+        traffic.about_to_start = self._fill_in
+        self._bare: list[RecordWrite] = []  # begun, and without headers so far
         self._begun: deque[RecordWrite] = deque()  # given to the drive and not retired, by generation
         self._awaiting: list[AfterSync] = []
         self._unhurried: list[AfterSync] = []
@@ -108,6 +112,7 @@ class Writes:
         self._waiting: deque[RecordWrite] = deque()  # for room
         self._resumed: RecordWrite | None = None  # had waited, and is queued again
         self.queued_pages = 0  # of all that have no place yet
+        self.begun = self.ended = 0  # so many were given to the drive, and retired
         self._published_generation = self.synced_generation = volume.last_generation  # opening has synced
         note_synced(self.synced_generation)
         self._failed_generation = GENERATION_MAX + 1  # none at or above it will be reported as kept
@@ -157,6 +162,7 @@ class Writes:
         retired = []
         while self._begun and self._begun[0].result is not None:
             retired.append(self._begun.popleft())
+        self.ended += len(retired)
         self._publish([record for record in retired if record.generation < self._failed_generation])
         for record in retired:
             record.owner.finish(
@@ -198,21 +204,23 @@ class Writes:
                 return None
             record.offset = page * PAGE_BYTES
             record.generation = self._take_generation()
-            self._note_begun(record.generation)
         except StorageError as error:
             self._fail(record, error)
             return None
         self.queued_pages -= record.size_bytes // PAGE_BYTES
         self.resume()
-        record.fill_in(self._volume.codec)
+        self._bare.append(record)
         self._begun.append(record)
+        self.begun += 1
         return DiskOp(DiskOpKind.WRITE, record.address, record.size_bytes, record.offset, tag)
 
-    def written(self, record: RecordWrite, result: int) -> None:
-        """Take the result of a write."""
-        record.result = result
-        if result < 0:
-            self.stop(write_error(result), record.generation)
+    def _fill_in(self) -> None:
+        """Make the headers of what has begun, all of it before the drive has any."""
+        if self._bare:
+            self._note_begun(self._bare[-1].generation)
+            for record in self._bare:
+                record.fill_in(self._volume.codec)
+            self._bare.clear()
 
     def begin_sync(self, sync: _Sync) -> None:
         """Let a sync that starts now stand for all that has ended."""

@@ -122,22 +122,32 @@ class Evictor:
         """Note blocks that can be got from now on; give those refused: EXISTS as a whole, others their session."""
         refused = {}
         tick = self._tick(now_ms)
-        for record in records:
-            row = self._free_rows[-1] if self._free_rows else len(self._generations)
-            if not self._rows.add(record.generation, row):
-                refused[record.generation] = Refusal.EXISTS
+        free = self._free_rows
+        self._reach(len(records) - len(free))
+        add, policy_admitted = self._rows.add, self._policy.admitted
+        for generation, pages, name64, expires_ms, session, position, owner in records:
+            row = free[-1]
+            if not add(generation, row):
+                refused[generation] = Refusal.EXISTS
                 continue
-            if self._free_rows:
-                self._free_rows.pop()
-            else:
-                self._new_row()
-            self._fill_in(row, record, tick)
-            self._policy.admitted(row, record.pages, record.name64)
-            self.owners.take(row, record.owner, record.pages)
-            if record.session:
-                refusal = self._settle(row, record.session, record.position, now_ms)
+            assert pages > 0
+            assert session <= _WORD_MAX
+            del free[-1]
+            self._generations[row] = generation
+            self._names[row] = name64
+            self._pages[row] = pages
+            self._used[row] = tick
+            self._states[row] = 0
+            self._total_pages += pages
+            if expires_ms:
+                self._wheel.insert(row, expires_ms)
+            policy_admitted(row, pages, name64)
+            if owner:
+                self.owners.take(row, owner, pages)
+            if session:
+                refusal = self._settle(row, session, position, now_ms)
                 if refusal is not None:
-                    refused[record.generation] = refusal
+                    refused[generation] = refusal
         return refused
 
     def own(self, generations: Sequence[int], owner: int) -> None:
@@ -275,6 +285,11 @@ class Evictor:
         """Tell how many pages are of blocks that are protected."""
         return self._guards.protected_pages
 
+    @property
+    def knows_names(self) -> bool:
+        """Tell whether the names in records are of any use here."""
+        return self._policy.knows_names
+
     # What goes.
 
     def plan(
@@ -342,27 +357,16 @@ class Evictor:
     def _tick(self, now_ms: int) -> int:
         return max(0, now_ms - self._start_ms) // TIMER_TICK_MS
 
-    def _new_row(self) -> None:
-        row = len(self._generations)
-        self._generations.append(0)
-        self._names.append(0)
-        self._pages.append(0)
-        self._used.append(0)
-        self._states.append(0)
-        self._chains.reach(row)
-        self._guards.reach(row)
-
-    def _fill_in(self, row: int, record: Record, tick: int) -> None:
-        assert record.pages > 0
-        assert record.session <= _WORD_MAX
-        self._generations[row] = record.generation
-        self._names[row] = record.name64
-        self._pages[row] = record.pages
-        self._used[row] = tick
-        self._states[row] = 0
-        self._total_pages += record.pages
-        if record.expires_ms:
-            self._wheel.insert(row, record.expires_ms)
+    def _reach(self, missing: int) -> None:
+        """Make so many more rows, which are taken behind those that are free already, the lowest first."""
+        if missing > 0:
+            first = len(self._generations)
+            for column in (self._generations, self._names, self._pages, self._used):
+                column.frombytes(bytes(column.itemsize * missing))
+            self._states.extend(bytes(missing))
+            self._chains.reach(first + missing - 1)
+            self._guards.reach(first + missing - 1)
+            self._free_rows[:0] = array("I", range(first + missing - 1, first - 1, -1))
 
     def _settle(self, row: int, session: int, position: int, now_ms: int) -> Refusal | None:
         """Let a row stand at a place of a session, instead of whatever stood there."""

@@ -22,6 +22,7 @@ class Lru:
     __slots__ = ("_rings", "_uses", "_uses_by_node")
 
     name = "lru"
+    knows_names = False
 
     def __init__(self) -> None:
         self._rings = Rings(1)
@@ -38,7 +39,7 @@ class Lru:
     def readmitted(self, row: int, pages: int) -> None:
         """Take in a row as the one used last."""
         del pages
-        node = self._reach(row)
+        node = row + 1 if row + 1 < len(self._uses_by_node) else self._reach(row)
         self._rings.push(0, node)
         self._uses += 1
         self._uses_by_node[node] = self._uses

@@ -33,6 +33,11 @@ class Policy(Protocol):
         """What it is called in statistics."""
         ...
 
+    @property
+    def knows_names(self) -> bool:
+        """Whether it looks at names: else nobody has to make them."""
+        ...
+
     def admitted(self, row: int, pages: int, name64: int) -> None:
         """Take in a new block, which was never used yet."""
         ...

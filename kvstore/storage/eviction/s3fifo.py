@@ -44,6 +44,7 @@ class S3Fifo:
     __slots__ = ("_ghosts", "_pages", "_queue", "_queue_pages", "_rings", "_small_pages_max", "_uses")
 
     name = "s3fifo"
+    knows_names = True
 
     def __init__(self, capacity_pages: int) -> None:
         self._small_pages_max = max(1, capacity_pages // _SMALL_FRACTION)
