@@ -44,6 +44,7 @@ _PARTS = (
     "shelf",
     "siphash",
     "streams",
+    "tagged",
     "nic_flush",
     "watch",
     "wire",

@@ -212,6 +212,21 @@ uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed); /* wit
 int tk_crc32c_is_isal(void);
 uint64_t tk_siphash(const uint64_t secret[2], const void *data, size_t length);
 
+/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to `end`. */
+#define TK_TAGGED_PAGE 4096
+#define TK_TAGGED_KEY 32
+#define TK_TAGGED_NAME 16
+#define TK_TAGGED_FIXED 104
+#define TK_TAGGED_TAG 16
+
+struct tk_tagged {
+	uint64_t address, number;
+	uint32_t used, end; /* bytes from the address on */
+	uint8_t fixed[TK_TAGGED_FIXED];
+};
+
+void tk_write_tagged(const void *key, const void *name, const struct tk_tagged *rows, uint32_t count);
+
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
 /* What lies behind a set of flag words, in the same memory. A store to one rings it: if a thread sleeps, a byte is written

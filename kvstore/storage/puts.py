@@ -19,7 +19,6 @@ It doesn't check payloads of puts: `crc32c` is the caller's word.
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.durability import Durability
@@ -28,7 +27,6 @@ from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
     FINGERPRINT_BYTES,
-    HEADER_BYTES,
     KEY_BYTES,
     PAGE_BYTES,
     TENANT_BYTES,
@@ -52,14 +50,12 @@ if TYPE_CHECKING:
     from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes
-    from kvstore.wire.record import HeaderCodec
 
     Doubtful = Callable[[Sequence[int]], Collection[int]]
     TakesPuts = Callable[[Sequence[tuple[PutItem, PutsDone]]], None]
 
 __all__ = ["Puts"]
 
-_HeaderPage: Final = ctypes.c_char * HEADER_BYTES
 _NAME_SIZES: Final = (TENANT_BYTES, KEY_BYTES, FINGERPRINT_BYTES)
 
 
@@ -318,13 +314,13 @@ class _Write(Charged):
             self.offset, item.length, item.crc32c, self.generation, self.expires_ms, item.fingerprint
         )
 
-    def fill_in(self, codec: HeaderCodec) -> None:
+    def header(self) -> Header:
         item = self.item
         for other, _ in self.followers:  # which have come by now: the longest life costs no write of its own
             alike = other[2:5] == item[2:5]  # fingerprint, length and CRC
             if alike and not lives_as_long(self.expires_ms, other.expires_ms):
                 self.expires_ms = other.expires_ms
-        header = Header(
+        return Header(
             Kind.BLOCK,
             item.key,
             item.tenant,
@@ -334,10 +330,6 @@ class _Write(Charged):
             item.crc32c,
             self.expires_ms,
         )
-        codec.pack(_HeaderPage.from_address(self.address), 0, header, self.offset)
-        used_bytes = HEADER_BYTES + item.length
-        # What another tenant left in the slot must not reach the drive behind the payload.
-        ctypes.memset(self.address + used_bytes, 0, self.size_bytes - used_bytes)
 
 
 def _refusal(item: PutItem, now_ms: int) -> StorageError | None:

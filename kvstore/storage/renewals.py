@@ -17,7 +17,6 @@ It decides nothing about puts: `kvstore.storage.puts` does.
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import StorageError
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from kvstore.wire.record import HeaderCodec
 
 __all__ = ["Renewal", "Renewals", "lives_as_long"]
-
-_HeaderPage: Final = ctypes.c_char * HEADER_BYTES
 
 
 def lives_as_long(expires_ms: int, wanted_ms: int) -> bool:
@@ -115,7 +112,7 @@ class Renewals:
             self._finished(renewal)
             return None
         entry, header = renewal.entry, header_of(renewal.name, renewal.entry)
-        self._codec.pack(_HeaderPage.from_address(renewal.slot_address), 0, header, entry.offset)
+        self._codec.pack([(renewal.slot_address, HEADER_BYTES, entry.offset, header)])
         return DiskOp(DiskOpKind.WRITE, renewal.slot_address, PAGE_BYTES, entry.offset, tag)
 
     def ended(self, renewal: Renewal, result: int) -> None:

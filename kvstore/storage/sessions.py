@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
-    from kvstore.wire.record import HeaderCodec
 
 __all__ = ["Neighbour", "Sessions"]
 
@@ -435,8 +434,8 @@ class _Record(RecordWrite):
     def place(self) -> Place:
         return Place(self.offset, len(self.payload), self.crc32c, self.generation)
 
-    def fill_in(self, codec: HeaderCodec) -> None:
-        header = Header(
+    def header(self) -> Header:
+        return Header(
             self.kind,
             self.key,
             self.tenant,
@@ -446,8 +445,6 @@ class _Record(RecordWrite):
             self.crc32c,
             0,
         )
-        with memoryview(self._memory) as view:
-            codec.pack(view, 0, header, self.offset)
 
 
 def _nobody(_: Sequence[SessionDone]) -> None:

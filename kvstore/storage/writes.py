@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.storage.extents import Extents
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.volume import Volume
-    from kvstore.wire.record import HeaderCodec
+    from kvstore.wire.record import Header
 
     AfterSync = Callable[[StorageError | None], None]
 
@@ -68,9 +68,9 @@ class RecordWrite:
         self.offset = 0
         self.result: int | None = None
 
-    def fill_in(self, codec: HeaderCodec) -> None:
-        """Make the header, now that place and generation are known, and the padding."""
-        raise AssertionError(f"{codec} has nothing to pack: this record has no header")
+    def header(self) -> Header:
+        """Give the header, now that place and generation are known."""
+        raise NotImplementedError
 
     def begin(self, tag: int) -> DiskOp | None:
         """Take a place and a generation."""
@@ -218,8 +218,10 @@ class Writes:
         """Make the headers of what has begun, all of it before the drive has any."""
         if self._bare:
             self._note_begun(self._bare[-1].generation)
-            for record in self._bare:
-                record.fill_in(self._volume.codec)
+            # What another tenant left in a slot must not reach the drive behind the payload.
+            self._volume.codec.pack(
+                (record.address, record.size_bytes, record.offset, record.header()) for record in self._bare
+            )
             self._bare.clear()
 
     def begin_sync(self, sync: _Sync) -> None:

@@ -29,11 +29,10 @@ from kvstore.limits import (
     TENANT_BYTES,
 )
 from nic_offload.checksum import crc32c
+from nic_offload.tagged import FIXED_BYTES, row_of, write_tagged
 
 if TYPE_CHECKING:
-    import ctypes
-
-    WritableBuffer = bytearray | memoryview | ctypes.Array[ctypes.c_char]
+    from collections.abc import Iterable
 
 __all__ = [
     "FORMAT_VERSION",
@@ -66,14 +65,15 @@ _SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQIIQI")
 _CRC = struct.Struct("<I")
 _MAGIC_VERSION = struct.Struct("<8sI")
 _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
+_ROW = row_of(_FIXED.format[1:])
 _HEADER = struct.Struct(f"<{_FIXED.size}s{_TAG_BYTES}s")
 _OFFSET = struct.Struct("<Q")
 
 HEADER_USED_BYTES = _HEADER.size  # the rest of the page is zeros, and not looked at
-_HEADER_PAGE = struct.Struct(f"{_HEADER.format}{HEADER_BYTES - HEADER_USED_BYTES}x")
 
 assert struct.calcsize("<32s16s16s") == KEY_BYTES + TENANT_BYTES + FINGERPRINT_BYTES
 assert HEADER_USED_BYTES <= SECTOR_BYTES, "a header lies in one sector"
+assert _FIXED.size == FIXED_BYTES
 
 
 class Kind(enum.IntEnum):
@@ -197,27 +197,51 @@ def foreign_version(page: bytes) -> int | None:
 class HeaderCodec:
     """Packs and parses the record headers of one drive."""
 
-    __slots__ = ("_keyed",)
+    __slots__ = ("_drive_uuid", "_keyed", "_secret")
 
     def __init__(self, secret: bytes, drive_uuid: bytes) -> None:
+        self._secret, self._drive_uuid = secret, drive_uuid
         # The key block and the drive's name are hashed once; each tag starts from a copy of this state.
         self._keyed = blake2b(drive_uuid, key=secret, digest_size=_TAG_BYTES)
 
-    def pack(self, into: WritableBuffer, at: int, header: Header, offset: int) -> None:
-        """Write a whole header page into a buffer for a record that will stand at `offset` of the drive."""
-        fixed = _FIXED.pack(
-            RECORD_MAGIC,
-            FORMAT_VERSION,
-            header.kind,
-            header.length,
-            header.key,
-            header.tenant,
-            header.fingerprint,
-            header.generation,
-            header.expires_ms,
-            header.crc32c,
+    def pack(self, records: Iterable[tuple[int, int, int, Header]]) -> None:
+        """Write whole header pages, and zeros behind payloads.
+
+        Of each record: the address of its memory and how many bytes of it are written, none behind the header page to
+        leave them as they are; its offset on the drive; its header.
+        """
+        write_tagged(
+            self._secret,
+            self._drive_uuid,
+            [
+                _ROW.pack(
+                    address,
+                    offset,
+                    HEADER_BYTES + length,
+                    size_bytes,
+                    RECORD_MAGIC,
+                    FORMAT_VERSION,
+                    kind,
+                    length,
+                    key,
+                    tenant,
+                    fingerprint,
+                    generation,
+                    expires_ms,
+                    crc,
+                )
+                for address, size_bytes, offset, (
+                    kind,
+                    key,
+                    tenant,
+                    fingerprint,
+                    generation,
+                    length,
+                    crc,
+                    expires_ms,
+                ) in records
+            ],
         )
-        _HEADER_PAGE.pack_into(into, at, fixed, self._tag(fixed, offset))
 
     def parse(self, data: bytes, at: int, offset: int) -> Header | Flaw:
         """Read the header at `at` of `data`, which was read from `offset` of the drive."""

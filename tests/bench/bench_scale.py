@@ -7,6 +7,7 @@ runs, for one of ten million blocks takes a minute.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import resource
@@ -80,11 +81,12 @@ def _write_headers(data: Path) -> None:
         (drive,) = store.drives
         fd = os.open(data / "drive-0.kv", os.O_WRONLY)
         page = bytearray(HEADER_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         for (tenant, key), entry in drive._index.entries():
             header = Header(
                 Kind.BLOCK, key, tenant, _FINGERPRINT, entry.generation, entry.length, entry.crc32c, 0
             )
-            drive._volume.codec.pack(page, 0, header, entry.offset)
+            drive._volume.codec.pack([(address, HEADER_BYTES, entry.offset, header)])
             os.pwrite(fd, page, entry.offset)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

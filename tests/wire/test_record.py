@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def golden() -> tuple[bytes, ...]:
 
 def packed(header: Header, offset: int, codec: HeaderCodec = CODEC) -> bytes:
     page = bytearray(b"\xdd" * (HEADER_BYTES + 16))
-    codec.pack(page, 8, header, offset)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page)) + 8
+    codec.pack([(address, HEADER_BYTES, offset, header)])
     assert page[:8] == page[-8:] == b"\xdd" * 8, "nothing but its own page is touched"
     return bytes(page[8:-8])
 
