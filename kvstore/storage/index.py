@@ -454,6 +454,7 @@ class Index:
             meminit=True,  # else what the heap held before, KV among it, gets into the file with the ends of pages
         )
         try:
+            self._page_bytes = self._env.stat()["psize"]
             self._refuse_if_cut()
             self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
                 self._env.open_db(table, create=not self._readonly) for table in _TABLES
@@ -483,7 +484,7 @@ class Index:
             self._covered_bytes = used_bytes
 
     def _used_bytes(self) -> int:
-        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+        return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
 
     def _file_bytes(self) -> int:
         return (self._folder / "data.mdb").stat().st_size

@@ -61,6 +61,7 @@ __all__ = ["Evictor"]
 
 _SMALLEST_RECORD_PAGES = 2  # a header and one page
 _WORD_MAX = (1 << 64) - 1
+_ROWS_AT_ONCE = 64  # are made
 _FOR_ROOM = frozenset({Reason.SPACE, Reason.STRANDED, Reason.QUOTA})
 # The bits of a row's state:
 _ASIDE = 1  # the policy doesn't have it
@@ -358,8 +359,9 @@ class Evictor:
         return max(0, now_ms - self._start_ms) // TIMER_TICK_MS
 
     def _reach(self, missing: int) -> None:
-        """Make so many more rows, which are taken behind those that are free already, the lowest first."""
+        """Make so many more rows, or some in store; they are taken behind those that are free, the lowest first."""
         if missing > 0:
+            missing = max(missing, _ROWS_AT_ONCE)
             first = len(self._generations)
             for column in (self._generations, self._names, self._pages, self._used):
                 column.frombytes(bytes(column.itemsize * missing))

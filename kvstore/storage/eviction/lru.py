@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.storage.eviction.policy import NO_ROW
 from kvstore.storage.eviction.rings import Rings
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction.policy import Steps
 
 __all__ = ["Lru"]
+
+_NODES_AT_ONCE: Final = 63  # are made before they are needed
 
 
 class Lru:
@@ -99,6 +101,6 @@ class Lru:
         node = row + 1
         missing = node + 1 - len(self._uses_by_node)
         if missing > 0:
-            self._rings.reach(node)
-            self._uses_by_node.extend([0] * missing)
+            self._rings.reach(node + _NODES_AT_ONCE)
+            self._uses_by_node.extend([0] * (missing + _NODES_AT_ONCE))
         return node
