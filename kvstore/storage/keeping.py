@@ -198,7 +198,7 @@ class Keeping:
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
             instead = self._quarantine_pages(name, entry) if reason is Reason.QUARANTINED else None
-            self._leave_ground(entry, instead, wipe=wipe)
+            self._leave_ground([entry], instead, wipe=wipe)
 
     def evict(self, victims: Sequence[Eviction]) -> None:
         """Drop blocks that the core has forgotten already. If the index fails, the store has stopped."""
@@ -212,14 +212,13 @@ class Keeping:
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             return
-        for reason in {victim.reason for victim in victims}:
+        for reason in {victim.reason for victim in victims} if self.listener is not None else ():
             self._tell(
                 [name for name, one in zip(names, victims, strict=True) if one.reason is reason], reason
             )
-        for name, victim, entry in zip(names, victims, gone, strict=True):
-            assert entry is not None
+        for name, victim in zip(names, victims, strict=True):
             self._history.add(name, victim)
-            self._leave_ground(entry)
+        self._leave_ground([entry for entry in gone if entry is not None])
 
     def clear(self, generations: Sequence[int]) -> None:
         """Drop blocks that stand where room is needed, but for those that have got a guard meanwhile."""
@@ -294,11 +293,16 @@ class Keeping:
             raise
 
     def _leave_ground(
-        self, entry: Entry, instead: Callable[[int, int], None] | None = None, *, wipe: bool = True
+        self,
+        entries: Sequence[Entry],
+        instead: Callable[[int, int], None] | None = None,
+        *,
+        wipe: bool = True,
     ) -> None:
-        self.ground.take(entry.offset // PAGE_BYTES)
+        for entry in entries:
+            self.ground.take(entry.offset // PAGE_BYTES)
         if wipe:
-            self._wipes.free([(entry.offset, entry.length)], instead=instead)
+            self._wipes.free([(entry.offset, entry.length) for entry in entries], instead=instead)
 
     # Uses and guards.
 

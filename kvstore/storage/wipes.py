@@ -55,8 +55,9 @@ class Wipes:
 
         `instead` of being free, their pages are given to somebody: the first, and how many.
         """
+        freed = instead or self._extents.release
         for offset, length in records:
-            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES, instead or self._extents.release)
+            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES, freed)
             self._waiting.append(wipe)
             self._begin_or_park(wipe)
             self.pending += 1

@@ -198,6 +198,10 @@ class Chains:
             yield chain.session
             link = self._link_next[link]
 
+    def last_session(self, row: int) -> int:
+        """Give the session that a row joined last, of those it stands in; 0 if there is none."""
+        return next(self.sessions(row)) if self._first[row] != _NO_LINK else 0
+
     def position(self, row: int) -> int:
         """Tell the position of a row that stands in a session."""
         return self._positions[row]

@@ -457,8 +457,9 @@ class Evictor:
     def _forget(self, row: int, reason: Reason, now_ms: int) -> Eviction:
         eviction = self._describe(row, reason, now_ms)
         aside = self._states[row] & _ASIDE
-        was_free = self._may_go(row)
-        self._pass_on(row, self._chains.leave(row), now_ms, was_free=was_free)
+        if eviction.session:
+            was_free = self._may_go(row)
+            self._pass_on(row, self._chains.leave(row), now_ms, was_free=was_free)
         if reason in _FOR_ROOM:
             self._policy.evicted(row, self._names[row])
         elif not aside:
@@ -490,7 +491,7 @@ class Evictor:
                 self._use([tail], now_ms)
 
     def _describe(self, row: int, reason: Reason, now_ms: int) -> Eviction:
-        session = next(self._chains.sessions(row), 0)
+        session = self._chains.last_session(row)
         return Eviction(
             self._generations[row],
             self._pages[row],
