@@ -58,26 +58,26 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES: Final = 128
 _RETRY_S: Final = 0.001
+_GATHERED_PAGES_MAX: Final = 65  # of a block: larger ones keep a drive at work by themselves
 _WRITTEN: Final = Durability.WRITTEN
+_SYNCED: Final = Durability.SYNCED
+_DURABILITIES: Final = {int(one): one for one in Durability}
+_ACKS: Final = {int(one): AckCode(one) for one in Durability}
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
 
 class Landed:
     """A block that has landed and is not known to the store yet."""
 
-    __slots__ = ("came", "connection", "is_gone", "lease", "piece")
+    __slots__ = ("came", "connection", "is_gone", "lease", "name", "piece")
 
     def __init__(self, connection: Connection, came: Came, piece: Piece, lease: Lease) -> None:
         self.connection = connection
         self.came = came
         self.piece = piece
         self.lease = lease
+        self.name: Name = (connection.tenant, came.key)  # as the index would have it
         self.is_gone = False  # nobody is to read it any more
-
-    @property
-    def name(self) -> Name:
-        """As the index would have it."""
-        return self.connection.tenant, self.came.key
 
 
 class PutArea:
@@ -91,6 +91,7 @@ class PutArea:
         self.rooms: dict[int, Piece] = {}  # by number
         self.unheard: list[Landed] = []  # of which the store has not heard
         self.target = ROOMS_MIN  # rooms that it should have
+        self.block_pages = 0  # of what came last
         self.idle_ticks = 0
         self.area = self._area(self._region.address)
         acks = connection.acks
@@ -140,6 +141,8 @@ class Granted:
         self._landed: dict[Name, Landed] = {}
         self._by_tag: dict[int, Landed] = {}  # that the store has
         self._hungry: set[PutArea] = set()  # those that wait for room
+        self._gathering: set[int] = set()  # numbers of those whose small blocks are taken together
+        self._take_at = 0  # as soon as so many writes have ended
 
     def __len__(self) -> int:
         return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
@@ -215,13 +218,31 @@ class Granted:
 
     # --- what has come
 
+    def told(self, number: int) -> None:
+        """A receiver has something. Of small blocks, those that come while half of a drive's writes end go together."""
+        area, (begun, ended) = self._areas.get(number), self._node.store.writes
+        if area is None or area.block_pages > _GATHERED_PAGES_MAX or begun == ended:
+            self.came(number)
+            return
+        if not self._gathering:
+            self._take_at = (begun + ended + 1) // 2
+        self._gathering.add(number)  # and says no more until it is taken from
+
+    def take_gathered(self) -> None:
+        """A drive has ended something."""
+        if self._gathering and self._node.store.writes[1] >= self._take_at:
+            gathering, self._gathering = self._gathering, set()
+            for number in gathering:
+                self.came(number)
+
     def came(self, number: int) -> None:
-        """A receiver has something."""
+        """Take what a receiver has."""
         area = self._areas.get(number)
         if area is None:
             return
         state = self._take(area)
         self._store(area)
+        area.block_pages = state.wanted_pages
         if state.broken:
             log.warning(
                 "What came into a slot was no put. The connection is closed.", extra=area.connection.about()
@@ -256,7 +277,7 @@ class Granted:
                 one.key,
                 one.fingerprint,
                 one.length,
-                Durability(min(one.durability, Durability.SYNCED)),
+                _DURABILITIES[min(one.durability, _SYNCED)],
                 one.ack_word,
                 one.expires_unix_ms,
                 leased_ns=came[0].landed_ns,
@@ -307,15 +328,15 @@ class Granted:
     def _item(one: Landed) -> PutItem:
         came = one.came
         return PutItem(
-            tenant=one.connection.tenant,
-            key=came.key,
-            fingerprint=came.fingerprint,
-            length=came.length,
-            crc32c=came.crc32c,
-            slot_address=came.address,
-            expires_ms=came.expires_unix_ms,
-            durability=max(one.lease.durability, Durability.WRITTEN),
-            tag=came.id,
+            one.connection.tenant,
+            came.key,
+            came.fingerprint,
+            came.length,
+            came.crc32c,
+            came.address,
+            came.expires_unix_ms,
+            max(one.lease.durability, _WRITTEN),
+            came.id,
         )
 
     # --- how it ended
@@ -328,11 +349,11 @@ class Granted:
             ends = [End.FAILED if done.error else End.KEPT for done in batch]
             node.spans.ended(((one.lease, end) for one, end in zip(landed, ends, strict=True)), now_ns)
         words: list[WordPut] = []
-        kept: dict[tuple[bytes, Durability], list[Lease]] = {}
+        kept: dict[tuple[bytes, int], list[Lease]] = {}
         for one, done in zip(landed, batch, strict=True):
             lease, connection = one.lease, one.connection
             if done.error is None:
-                kept.setdefault((connection.tenant, done.durability), []).append(lease)
+                kept.setdefault((connection.tenant, +done.durability), []).append(lease)
             code = self._code(one, done)
             if code is not None and not connection.closed:
                 words.append(connection.word_put(lease.ack_word, lease.generation, code))
@@ -343,14 +364,15 @@ class Granted:
         if words:
             put_words(node.fabric, words)
         self._settle(landed)
-        for (tenant, durability), leases in kept.items():
+        for (tenant, number), leases in kept.items():
+            durability = _DURABILITIES[number]
             node.timings.leases_kept(tenant, durability, leases)
             node.traces.saw(Step.KEPT, leases, durability.name.lower())
 
     def _code(self, one: Landed, done: PutDone) -> AckCode | None:
         lease, connection = one.lease, one.connection
         if done.error is None:
-            return AckCode(done.durability) if lease.durability > Durability.LANDED else None
+            return _ACKS[+done.durability] if lease.durability > Durability.LANDED else None
         self._note_failure(lease, connection, done.error)
         return None if lease.durability is Durability.LANDED else code_of_error(done.error)
 

@@ -134,7 +134,7 @@ class Node:
         self.lookups = Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
-        self._loop.add_reader(store.fileno(), store.poll)
+        self._loop.add_reader(store.fileno(), self._drive_events)
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
 
     def __len__(self) -> int:
@@ -390,6 +390,10 @@ class Node:
             self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), now_ns)
         return len(released), over
 
+    def _drive_events(self) -> None:
+        self.store.poll()
+        self.granted.take_gathered()
+
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, Event]] = []
         calls: list[Event] = []
@@ -421,7 +425,7 @@ class Node:
             case EventKind.LANDED:
                 self._landed(event, landed)
             case EventKind.CAME:
-                self.granted.came(event.tag)
+                self.granted.told(event.tag)
             case EventKind.WATCH_FAILED:
                 self._lease_over(event)
             case _:
