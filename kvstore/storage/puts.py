@@ -91,7 +91,7 @@ class Puts:
         """Take puts on; each is reported through the outbox, later or at once."""
         self.outbox.promised += len(items)
         try:
-            stored = self._index.lookup([(item.tenant, item.key) for item in items])
+            stored = self._index.lookup([item[:2] for item in items])
         except StorageError as error:
             for item in items:
                 self._report(item, done, error)
@@ -102,7 +102,7 @@ class Puts:
             refusal = _refusal(item, now_ms)
             if refusal is not None:
                 self._report(item, done, refusal)
-            elif (first := self._by_name.get((item.tenant, item.key))) is not None:
+            elif (first := self._by_name.get(item[:2])) is not None:  # tenant and key
                 first.followers.append((item, done))
             elif entry is None or 0 < entry.expires_ms <= now_ms:
                 self._write(item, done, entry)
@@ -190,7 +190,8 @@ class Puts:
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
-        self._queue.quotas.leave(record)
+        if record.charged_pages:
+            self._queue.quotas.leave(record)
         item = record.item
         if error is not None or item.durability is Durability.SYNCED:
             self._ended(record, list(record.items()), record.entry(), error)
@@ -297,7 +298,7 @@ class _Write(Charged):
     ) -> None:
         super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
         self.item = item
-        self.name = item.tenant, item.key
+        self.name = item[:2]  # tenant and key
         self.done = done
         self.expires_ms = item.expires_ms
         self.replaces = replaces

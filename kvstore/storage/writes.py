@@ -208,7 +208,8 @@ class Writes:
             self._fail(record, error)
             return None
         self.queued_pages -= record.size_bytes // PAGE_BYTES
-        self.resume()
+        if self._waiting:
+            self.resume()
         self._bare.append(record)
         self._begun.append(record)
         self.begun += 1

@@ -1,0 +1,68 @@
+"""Blocks that come by grants while a drive is at work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.durability import Durability
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kvstore.node.node import Node
+    from kvstore.storage.items import PutItem, PutsDone
+    from tests.conftest import Rig
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node") as process:
+        yield process
+
+
+class HeldWrites:
+    """A drive whose writes don't end until `let_go`, as far as the node knows; and no timer to help."""
+
+    def __init__(self, node: NodeInProcess) -> None:
+        self._node = node
+        self.put: list[int] = []  # blocks, of each call
+        node.call(self._hold)
+
+    def _hold(self, node: Node) -> None:
+        put: Any = node.store.put
+
+        def noted(items: Sequence[PutItem], done: PutsDone) -> None:
+            self.put.append(len(items))
+            put(items, done)
+
+        node._timer.cancel()
+        node._loop.remove_reader(node.store.fileno())
+        vars(node.store)["put"] = noted
+
+    def let_go(self) -> None:
+        self._node.call(lambda node: node._loop.add_reader(node.store.fileno(), node._drive_events))
+
+
+@pytest.mark.parametrize(("length", "calls"), [(10_000, [1, 8]), (600_000, [1] * 9)])
+def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_together(
+    node: NodeInProcess, rig: Rig, length: int, calls: list[int]
+) -> None:
+    blocks = [rig.block(number, length) for number in range(10)]
+    assert rig.client.put(blocks[:1])[0].durability is Durability.WRITTEN
+    drive = HeldWrites(node)
+    puts = []
+    for count, block in enumerate(blocks[1:], 1):
+        puts.append(rig.client.arm([block]))
+        assert puts[-1].wait_landed(WAIT_S)
+        together = calls[1] > 1 and count > 1
+        wait_until(lambda: sum(drive.put) == (1 if together else count), "what is not gathered goes at once")  # noqa: B023
+    drive.let_go()
+    assert all(one.durability is Durability.WRITTEN for put in puts for one in put.wait(WAIT_S))
+    assert drive.put == calls
