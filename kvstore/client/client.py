@@ -268,7 +268,8 @@ class Client(Handle):
                 f"A put may wait 1 to {LEASE_TIMEOUT_MS_MAX} ms for its flag, not {lease_ms}."
             )
         link = self._attached(self.reach.call_timeout_s)
-        if link.sender is None:  # the node wants to be asked
+        by_nic = flag is not None and self.fabric.deferred_work  # which has to know the slot beforehand
+        if link.sender is None or by_nic:
             return self.reserve(
                 blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
             ).arm(flag)
