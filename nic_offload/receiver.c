@@ -22,6 +22,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
@@ -60,6 +61,7 @@ struct tk_receiver {
 	struct tk_came *came;
 	uint32_t came_count, came_capacity;
 	uint32_t wanted_pages, starved;
+	uint32_t differed, taken, expired;
 	int broken;
 	int told;	     /* that there is something to take */
 	uint64_t tell_at_ns; /* that there is; 0: there is nothing, or it was told */
@@ -186,9 +188,12 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 		.rooms = rooms_wanted(receiver),
 		.wanted_pages = receiver->wanted_pages,
 		.starved = receiver->starved,
+		.differed = receiver->differed,
+		.taken = receiver->taken,
+		.expired = receiver->expired,
 		.broken = receiver->broken,
 	};
-	receiver->starved = 0;
+	receiver->starved = receiver->differed = receiver->taken = receiver->expired = 0;
 	pthread_mutex_unlock(&receiver->lock);
 	return (int)count;
 }
@@ -358,12 +363,31 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	return is_other && came->durability == setup->landed_code ? setup->taken_code : setup->landed_code;
 }
 
+/* Who is told `landed` and no more could not be told afterwards that it was too late. */
+static int is_expired(const struct tk_receiver *receiver, const struct tk_put_head *head)
+{
+	if (!head->expires_unix_ms || head->durability != receiver->setup.landed_code)
+		return 0;
+	struct timespec now;
+	clock_gettime(CLOCK_REALTIME, &now);
+	return head->expires_unix_ms <= (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+static uint32_t code_of(struct tk_receiver *receiver, struct tk_came *came)
+{
+	const struct tk_put_head *head = &receiver->reading.head;
+	if (head->flags & TK_PUT_HAS_CRC && receiver->reading.crc != head->crc32c)
+		return receiver->setup.differs_code;
+	if (is_expired(receiver, head))
+		return receiver->setup.expired_code;
+	return list(receiver, came);
+}
+
 /* It has been read to its end: keep it, or the room. */
 static int settle(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
 	const struct tk_put_head *head = &reading->head;
-	int differs = head->flags & TK_PUT_HAS_CRC && reading->crc != head->crc32c;
 	struct tk_came came = {
 		.address = reading->room.address,
 		.ack_generation = head->ack_generation,
@@ -386,13 +410,16 @@ static int settle(struct tk_receiver *receiver)
 	pthread_mutex_unlock(&receiver->lock);
 	if (status)
 		return status; /* once more in the next round */
-	reading->code = differs ? receiver->setup.differs_code : list(receiver, &came);
+	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
 	if (reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came;
 		tell_of(receiver, &came);
 	} else {
 		receiver->rooms[receiver->rooms_count++] = reading->room;
+		receiver->differed += reading->code == receiver->setup.differs_code;
+		receiver->taken += reading->code == receiver->setup.taken_code;
+		receiver->expired += reading->code == receiver->setup.expired_code;
 	}
 	pthread_mutex_unlock(&receiver->lock);
 	reading->is_whole = 1;

@@ -78,6 +78,12 @@ class Heads:
         """Where the head of one of them is."""
         return self._first + number * self._stride
 
+    def name(self, number: int, key: bytes, durability: int) -> None:
+        """Say late which block it is, of one whose durability was 0: until then it can't be sent."""
+        head = ffi.cast("struct tk_put_head *", self.address(number))
+        ffi.memmove(head.key, key, len(key))
+        head.durability = durability
+
 
 class GrantedPut(NamedTuple):
     """Put a piece of a registered region. Without a `trigger` it fires at once."""

@@ -19,7 +19,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_SLOTS,
@@ -59,16 +59,20 @@ log = logging.getLogger(__name__)
 _HEAD_BYTES: Final = 128
 _RETRY_S: Final = 0.001
 _WRITTEN: Final = Durability.WRITTEN
+_TAKEN: Final = "Another block is in the memory under the key."
+_DIFFERED: Final = "Other bytes came than were sent."
+_EXPIRED: Final = "The block's time to live was over before it came."
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
 
 class Landed:
     """A block that has landed and is not known to the store yet."""
 
-    __slots__ = ("came", "connection", "is_gone", "lease", "piece")
+    __slots__ = ("area", "came", "connection", "is_gone", "lease", "piece")
 
-    def __init__(self, connection: Connection, came: Came, piece: Piece, lease: Lease) -> None:
-        self.connection = connection
+    def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
+        self.area = area  # which holds the piece's memory
+        self.connection = area.connection
         self.came = came
         self.piece = piece
         self.lease = lease
@@ -104,7 +108,7 @@ class PutArea:
             self.layout.block_bytes_max,
             connection.tenant,
             (acks.base, acks.key, acks.words),
-            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN),
+            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED),
         )
 
     def _area(self, base: int, first_generation: int = 0) -> Area:
@@ -172,7 +176,7 @@ class Granted:
 
     def _give_back(self, area: PutArea, number: int) -> None:
         piece = area.rooms.pop(number)
-        self._memory.shares.release(area.connection.number, piece.pages * PAGE_BYTES)
+        self._memory.shares.release(area, piece.pages * PAGE_BYTES)
         self._memory.pages.release(piece)
 
     def _feed(self, area: PutArea, state: State) -> None:
@@ -182,13 +186,13 @@ class Granted:
         if not state.wanted_pages or state.rooms > area.target // 2:
             return
         given: list[Room] = []
-        pages, shares, flow = self._memory.pages, self._memory.shares, area.connection.number
+        pages, shares = self._memory.pages, self._memory.shares
         size_bytes = state.wanted_pages * PAGE_BYTES
-        while len(given) < area.target - state.rooms and shares.may_hold(flow, size_bytes):
+        while len(given) < area.target - state.rooms and shares.may_hold(area, size_bytes):
             piece = pages.take_unasked(state.wanted_pages)
             if piece is None:
                 break
-            shares.hold(flow, size_bytes)
+            shares.hold(area, size_bytes)
             area.rooms[piece.start] = piece
             given.append(Room(self._memory.address(piece), piece.pages, piece.start))
         if given:
@@ -207,6 +211,7 @@ class Granted:
                 for number in area.receiver.rooms():
                     self._give_back(area, number)
         self.feed_hungry()
+        self._node.fetches.pump()
 
     def feed_hungry(self) -> None:
         """Memory may have come free."""
@@ -240,8 +245,16 @@ class Granted:
             came, state = area.receiver.take()
             if came:
                 self._note(area, came)
+            self._count_refused(state)
             if len(came) < BATCH_BLOCKS_MAX // 4:
                 return state
+
+    def _count_refused(self, state: State) -> None:
+        refused: list[StorageError] = [KeyTaken(_TAKEN)] * state.taken
+        refused += [Corrupt(_DIFFERED)] * state.differed
+        refused += [Expired(_EXPIRED)] * state.expired
+        if refused:
+            self._node.counters.kept((), refused)
 
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
@@ -262,7 +275,7 @@ class Granted:
                 leased_ns=came[0].landed_ns,
                 landed_ns=now_ns,
             )
-            landed = Landed(connection, one, area.rooms.pop(one.room), lease)
+            landed = Landed(area, one, area.rooms.pop(one.room), lease)
             self._landed[landed.name] = landed
             area.unheard.append(landed)
             leases.append(lease)
@@ -369,7 +382,7 @@ class Granted:
         entries = self._node.store.lookup([one.name for one in landed])
         hot: list[tuple[bytes, bytes, Entry | None]] = []
         for one, entry in zip(landed, entries, strict=True):
-            came, piece, flow = one.came, one.piece, one.connection.number
+            came, piece = one.came, one.piece
             if self._landed.get(one.name) is one:
                 del self._landed[one.name]
             if entry is not None and not one.is_gone and self._stays(came, entry):
@@ -378,10 +391,12 @@ class Granted:
             else:
                 pages.retire(piece, came.id)
             pages.release(piece)
-            memory.shares.release(flow, piece.pages * PAGE_BYTES)
+            memory.shares.release(one.area, piece.pages * PAGE_BYTES)
         memory.shelve(hot)
         self._node.note_freed()
         self.feed_hungry()
+        if self._node.fetches.waiting:  # the memory was held against them
+            self._node.later(0, self._node.fetches.pump)
 
     def _stays(self, came: Came, entry: Entry) -> bool:
         """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""

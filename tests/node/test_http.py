@@ -133,7 +133,7 @@ def guarded(audit: Path) -> Iterator[NodeProcess]:
 def test_what_is_done_is_in_the_metrics_and_in_the_state(node: NodeProcess) -> None:
     rig, url = Rig(node), http_url(node)
     blocks = [rig.block(number) for number in range(4)]
-    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(4)
     assert all(result.error is None for result in puts.wait(WAIT_S))
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_a_put_of_a_session_is_shown_from_its_flag_on(node: NodeProcess) -> None
     rig = Rig(node)
     chat = rig.client.session("ada", "chat")
     blocks = [rig.block(number) for number in range(2)]
-    puts = chat.reserve(blocks).arm(rig.flags[0])
+    puts = chat.arm(blocks, rig.flags[0])
     rig.flags[0].store(2)
     assert all(result.error is None for result in puts.wait(WAIT_S))
     chat.append([block.key for block in blocks], 32)

@@ -91,7 +91,7 @@ def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is
 ) -> None:
     same = [rig.block(0, LENGTH), rig.block(0, LENGTH)]
     other = rig.block(0, LENGTH, offset=5 * LENGTH)
-    puts = [rig.client.reserve([block], durability=durability).arm(rig.flags[0]) for block in (*same, other)]
+    puts = [rig.client.arm([block], rig.flags[0], durability=durability) for block in (*same, other)]
     rig.flags[0].store(1)
     results = [result for one in puts for result in one.wait(WAIT_S)]
     taken = [result for result in results if isinstance(result.error, KeyTaken)]
@@ -104,7 +104,7 @@ def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is
 
 def _put_landed(rig: Rig, block: Block) -> PutResult:
     rig.flags[0].store(0)
-    puts = rig.client.reserve([block], durability=Durability.LANDED).arm(rig.flags[0])
+    puts = rig.client.arm([block], rig.flags[0], durability=Durability.LANDED)
     rig.flags[0].store(block.threshold)
     (result,) = puts.wait(WAIT_S)
     return result
