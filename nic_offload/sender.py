@@ -58,6 +58,7 @@ class Heads:
         expires_unix_ms: int = 0,
         metadata: bytes = b"",
     ) -> None:
+        """A block without a key is named later."""
         metadata += bytes(-len(metadata) % 8)
         if len(metadata) > METADATA_BYTES_MAX:
             raise ValueError(
@@ -68,7 +69,8 @@ class Heads:
         self._memory: Any = ffi.new("char[]", self._stride * len(keys))
         ffi.buffer(self._memory)[:] = b"".join(
             [
-                metadata + pack(0, size, 0, 0, expires_unix_ms, 0, 0, 0, 0, durability, key, fingerprint)
+                metadata
+                + pack(0, size, 0, 0, expires_unix_ms, 0, 0, 0, 0, durability if key else 0, key, fingerprint)
                 for key in keys
             ]
         )
