@@ -423,7 +423,7 @@ class Granted:
         return None if is_over or not is_same else one
 
     def forget(self, names: Iterable[Name]) -> None:
-        """Nobody is to read these here any more: they are being deleted, or are not what they were."""
+        """Nobody is to read these here any more: their bytes are not what they were."""
         for name in names:
             one = self._landed.get(name)
             if one is not None:
@@ -433,7 +433,6 @@ class Granted:
     def delete(self, names: Iterable[Name]) -> None:
         """These are being deleted. What the store has not heard of, it never will: it was put, and is gone again."""
         gone = set(names)
-        self.forget(gone)
         for area in self._areas.values():
             over = [one for one in area.unheard if one.name in gone]
             if over:

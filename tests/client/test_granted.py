@@ -12,7 +12,7 @@ from kvstore.client import Block, Client
 from kvstore.client.block_calls import Stored
 from kvstore.client.blocks import Hit
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, ProtocolError
+from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -204,3 +204,28 @@ def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> 
     assert all(isinstance(one.error, KvError) for one in results)
     assert puts.has_ended
     rig.close()
+
+
+def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise Overloaded("The drive has as many puts to do as it accepts.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.node.store, "put", full)
+        kept, gone = rig.block(0, LENGTH), rig.block(1, LENGTH)
+        assert rig.client.put([kept], durability=LANDED)[0].error is None
+        waiting = rig.client.arm([gone])
+        assert waiting.wait_landed(WAIT_S)
+        wanted = [rig.wanted(kept), rig.wanted(gone)]
+        assert rig.client.get(wanted, timeout_s=WAIT_S) == [Hit(kept.key), Hit(gone.key)]
+        rig.client.delete([gone.key])
+        assert waiting.wait(WAIT_S)[0].error is None, "it was put, and is gone again"
+        here, missed = rig.client.get(wanted, timeout_s=WAIT_S)
+        assert here == Hit(kept.key)
+        assert isinstance(missed, Miss)
+    wait_until(lambda: is_settled(node), "the drive takes puts again")
+    here, missed = rig.client.get(wanted, timeout_s=WAIT_S)
+    assert here == Hit(kept.key)
+    assert isinstance(missed, Miss)
