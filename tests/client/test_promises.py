@@ -39,8 +39,9 @@ def node(home: Path) -> Iterator[NodeProcess]:
 
 
 def put(rig: Rig, blocks: list[Block]) -> None:
+    """Put them so that only the drive has them: what comes into a reserved slot is not kept in the node's memory."""
     rig.flags[0].store(0)
-    puts = rig.client.arm(blocks, rig.flags[0])
+    puts = rig.client.reserve(blocks).arm(rig.flags[0])
     rig.flags[0].store(max(block.threshold for block in blocks))
     assert all(result.error is None for result in puts.wait(WAIT_S))
 
