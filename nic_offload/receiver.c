@@ -28,7 +28,8 @@
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 #define LANDED_ID (UINT64_C(1) << 63)
 #define TOLD_COUNT 64u /* blocks that the application is told of together, */
-#define TOLD_NS 1000000u /* or after so long, where nobody waits for its word */
+#define TOLD_NS 1000000u /* or after so long, where nobody waits for a word, */
+#define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time */
 
 /* A put that is being read. */
 struct reading {
@@ -64,7 +65,8 @@ struct tk_receiver {
 	uint32_t differed, taken, expired;
 	int broken;
 	int told;	     /* that there is something to take */
-	uint64_t tell_at_ns; /* that there is; 0: there is nothing, or it was told */
+	uint64_t told_ns;    /* when it last was */
+	uint64_t tell_at_ns; /* when it is to be, atomic: it is looked at without the lock; 0: there is nothing, or it was */
 };
 
 static void free_receiver(struct tk_receiver *receiver)
@@ -175,15 +177,22 @@ static uint32_t rooms_wanted(const struct tk_receiver *receiver)
 	return count;
 }
 
+static void set_time(struct tk_receiver *receiver, uint64_t at_ns)
+{
+	__atomic_store_n(&receiver->tell_at_ns, at_ns, __ATOMIC_RELAXED);
+}
+
 int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state)
 {
 	pthread_mutex_lock(&receiver->lock);
 	uint32_t count = receiver->came_count < (uint32_t)out_max ? receiver->came_count : (uint32_t)out_max;
-	memcpy(out, receiver->came, count * sizeof *out);
-	receiver->came_count -= count;
-	memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
+	if (count) {
+		memcpy(out, receiver->came, count * sizeof *out);
+		receiver->came_count -= count;
+		memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
+	}
 	receiver->told = !!receiver->came_count;
-	receiver->tell_at_ns = 0;
+	set_time(receiver, 0);
 	*state = (struct tk_receiver_state){
 		.rooms = rooms_wanted(receiver),
 		.wanted_pages = receiver->wanted_pages,
@@ -203,22 +212,25 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 /* Under the lock. */
 static void tell(struct tk_receiver *receiver)
 {
-	receiver->tell_at_ns = 0;
+	set_time(receiver, 0);
 	if (receiver->told)
 		return;
 	receiver->told = 1;
-	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, tk_now_ns());
+	receiver->told_ns = tk_now_ns();
+	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->told_ns);
 }
 
-/* Under the lock. Who was promised more than that it is here waits for the application; else that is not woken for each
- * block: it would take the core from the wire. */
+/* Under the lock. The application is not woken for each block: it would take the core from the wire, and does many with
+ * little more than one. After a quiet time it is told at once of a block whose peer waits for more than that it is here. */
 static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 {
-	int is_awaited = came->durability > receiver->setup.landed_code;
-	if (is_awaited || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
+	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
+	if (came->durability > receiver->setup.landed_code)
+		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
+	if (at_ns <= now_ns || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
 		tell(receiver);
-	else if (!receiver->told && !receiver->tell_at_ns)
-		receiver->tell_at_ns = tk_now_ns() + TOLD_NS;
+	else if (!receiver->told && (!receiver->tell_at_ns || at_ns < receiver->tell_at_ns))
+		set_time(receiver, at_ns);
 }
 
 static void break_off(struct tk_receiver *receiver, int status)
@@ -488,7 +500,7 @@ int poll_receivers(struct tk_fabric *fabric)
 		scan(receiver);
 		if (receiver->queue_count || receiver->reading.is_open)
 			busy |= go_on(receiver, &budget);
-		if (receiver->tell_at_ns)
+		if (__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED))
 			tell_in_time(fabric, receiver);
 	}
 	return busy;

@@ -168,8 +168,7 @@ class Granted:
         self._store(area)
         del self._areas[connection.number]
         self._hungry.discard(area)
-        for number in area.receiver.rooms():
-            self._give_back(area, number)
+        self._empty(area)
         area.close()
 
     # --- rooms
@@ -179,10 +178,17 @@ class Granted:
         self._memory.shares.release(area, piece.pages * PAGE_BYTES)
         self._memory.pages.release(piece)
 
+    def _empty(self, area: PutArea) -> None:
+        """Take back what a receiver has no use for now."""
+        for number in area.receiver.rooms():
+            self._give_back(area, number)
+
     def _feed(self, area: PutArea, state: State) -> None:
         """Give a receiver rooms of the size that it wants, as far as its client may hold memory."""
         if state.starved:
+            area.idle_ticks = 0
             area.target = min(ROOMS_MAX, area.target * 2)
+            self._empty(area)  # of rooms that were too small for what has come
         if not state.wanted_pages or state.rooms > area.target // 2:
             return
         given: list[Room] = []
@@ -208,8 +214,8 @@ class Granted:
             area.idle_ticks += 1
             if area.idle_ticks == ROOMS_IDLE_TICKS:
                 area.target = ROOMS_MIN
-                for number in area.receiver.rooms():
-                    self._give_back(area, number)
+                self._hungry.discard(area)
+                self._empty(area)
         self.feed_hungry()
         self._node.fetches.pump()
 

@@ -19,7 +19,7 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.conftest import MIB, Rig
-from tests.nic_offload.rig import wait_until
+from tests.nic_offload.rig import PAGE, wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
@@ -169,6 +169,10 @@ def test_puts_wait_for_memory_and_for_nothing_else(tmp_path: Path) -> None:
             rig.close()
 
 
+def rooms(node: NodeInProcess) -> int:
+    return int(node.call(lambda inside: sum(len(area.rooms) for area in inside.granted._areas.values())))
+
+
 def connections(node: NodeInProcess) -> int:
     return int(node.call(len))
 
@@ -229,3 +233,17 @@ def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
     here, missed = rig.client.get(wanted, timeout_s=WAIT_S)
     assert here == Hit(kept.key)
     assert isinstance(missed, Miss)
+
+
+def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_client_may_hold(
+    node: NodeInProcess, rig: Rig
+) -> None:
+    """Whatever was given for one size and is not used is taken back for the other."""
+    for length in (MIB - PAGE, 2 * PAGE, MIB, 3 * PAGE, MIB // 2, MIB):
+        block = rig.block(length % 997, length, offset=0)
+        assert rig.client.put([block, rig.block(length % 991, 2 * PAGE)], timeout_s=WAIT_S)[0].error is None
+        wait_until(lambda: rooms(node) == 0, "an idle client holds nothing")
+        (first, second) = rig.client.put(
+            [rig.block(length % 983, length // 2 + 1, offset=0), rig.block(length % 977, MIB, offset=0)]
+        )
+        assert (first.error, second.error) == (None, None)
