@@ -445,9 +445,9 @@ static int answer(struct tk_receiver *receiver)
 	const struct tk_put_head *head = &reading->head;
 	receiver->generations[reading->slot] = receiver->due[reading->slot] = head->generation + 1;
 	uint64_t word = head->ack_generation << ACK_CODE_BITS | reading->code;
-	ssize_t status = fi_inject_write(receiver->endpoint->fid, &word, sizeof word, receiver->setup.peer,
-					 receiver->setup.ack_base + (uint64_t)head->ack_word * 8,
-					 receiver->setup.ack_key);
+	uint64_t target = receiver->setup.ack_base + (uint64_t)head->ack_word * 8;
+	int status = post_word(receiver->fabric, receiver->endpoint, word, receiver->setup.peer, target,
+			       receiver->setup.ack_key);
 	if (status == -FI_EAGAIN)
 		return 0;
 	reading->is_open = 0;
