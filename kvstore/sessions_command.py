@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.client import ListedSession
-    from kvstore.client.client import HasFingerprint
+    from kvstore.client.blocks import HasFingerprint
     from kvstore.reach import Reach
 
 __all__ = ["Asked", "export_one", "import_one", "list_all"]

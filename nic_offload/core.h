@@ -418,7 +418,11 @@ struct tk_receiver_setup {
 	uint64_t first_generation;
 	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */
 	uint32_t ack_words, slots_count, length_max;
-	uint32_t landed_code, differs_code, taken_code; /* what a word says: it is here; other bytes came; the key is taken */
+	uint32_t landed_code;  /* what a word says: it is here; */
+	uint32_t differs_code; /* other bytes came than were sent; */
+	uint32_t taken_code;   /* another block has the key; */
+	uint32_t expired_code; /* its life was over before it came */
+	uint32_t zero;
 	uint8_t owner[TK_OWNER_BYTES];
 };
 /* Memory for one block: pages, the first for a header. */
@@ -439,7 +443,8 @@ struct tk_came {
 struct tk_receiver_state {
 	uint32_t rooms;	       /* of the size that was wanted last */
 	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
-	uint32_t starved;      /* how often there was no room, since this was last asked */
+	uint32_t starved;      /* how often there was no room; since this was last asked, like */
+	uint32_t differed, taken, expired; /* how many were answered so */
 	int32_t broken;	       /* the peer has put what is no put: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);

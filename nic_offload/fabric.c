@@ -118,6 +118,7 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	if (deferred && !library_defers_work(fabric->info->fabric_attr->prov_name))
 		return refused(message, "asking for deferred work", -FI_ENOSYS);
 	fabric->ordered = library_is_ordered(fabric->info->fabric_attr->prov_name);
+	fabric->loses_context = library_loses_context(fabric->info->fabric_attr->prov_name);
 	fabric->confirms = library_confirms(fabric->info->fabric_attr->prov_name);
 
 	if ((status = lib->fabric(fabric->info->fabric_attr, &fabric->fid, NULL)))

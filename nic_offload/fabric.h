@@ -204,6 +204,8 @@ struct tk_fabric {
 	struct fid_av *av;
 	struct fid_cq *cq;
 	int ordered;
+	int loses_context; /* of what is written without one, see library.h; then words are written with this: */
+	struct fi_context2 word_context;
 	int confirms; /* that a write has come has to be asked for: without that, its end says that it was sent */
 	int wake_fd, event_fd;
 	int sleep_fd; /* what the thread sleeps on: `wake_fd`, bells, and the sockets that it knows of */

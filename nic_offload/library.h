@@ -32,6 +32,9 @@ int library_defers_work(const char *provider_name);
 /* Whether FI_DELIVERY_COMPLETE makes a difference. */
 int library_confirms(const char *provider_name);
 
+/* Whether the failure of a write without a context of its own crashes it. */
+int library_loses_context(const char *provider_name);
+
 /* Whether writes to one peer arrive in the order posted, the bytes of one message in order too. */
 int library_is_ordered(const char *provider_name);
 

@@ -76,6 +76,8 @@ void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uin
 
 /* wire.c: what is posted, what has completed */
 int status_of_provider(int error);
+int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
+	      uint64_t key); /* nobody hears of its end */
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);

@@ -22,12 +22,14 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 #define LANDED_ID (UINT64_C(1) << 63)
 #define TOLD_COUNT 64u /* blocks that the application is told of together, */
-#define TOLD_NS 1000000u /* or after so long, where nobody waits for its word */
+#define TOLD_NS 1000000u /* or after so long, where nobody waits for a word, */
+#define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time */
 
 /* A put that is being read. */
 struct reading {
@@ -60,9 +62,11 @@ struct tk_receiver {
 	struct tk_came *came;
 	uint32_t came_count, came_capacity;
 	uint32_t wanted_pages, starved;
+	uint32_t differed, taken, expired;
 	int broken;
 	int told;	     /* that there is something to take */
-	uint64_t tell_at_ns; /* that there is; 0: there is nothing, or it was told */
+	uint64_t told_ns;    /* when it last was */
+	uint64_t tell_at_ns; /* when it is to be, atomic: it is looked at without the lock; 0: there is nothing, or it was */
 };
 
 static void free_receiver(struct tk_receiver *receiver)
@@ -173,22 +177,32 @@ static uint32_t rooms_wanted(const struct tk_receiver *receiver)
 	return count;
 }
 
+static void set_time(struct tk_receiver *receiver, uint64_t at_ns)
+{
+	__atomic_store_n(&receiver->tell_at_ns, at_ns, __ATOMIC_RELAXED);
+}
+
 int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state)
 {
 	pthread_mutex_lock(&receiver->lock);
 	uint32_t count = receiver->came_count < (uint32_t)out_max ? receiver->came_count : (uint32_t)out_max;
-	memcpy(out, receiver->came, count * sizeof *out);
-	receiver->came_count -= count;
-	memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
+	if (count) {
+		memcpy(out, receiver->came, count * sizeof *out);
+		receiver->came_count -= count;
+		memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
+	}
 	receiver->told = !!receiver->came_count;
-	receiver->tell_at_ns = 0;
+	set_time(receiver, 0);
 	*state = (struct tk_receiver_state){
 		.rooms = rooms_wanted(receiver),
 		.wanted_pages = receiver->wanted_pages,
 		.starved = receiver->starved,
+		.differed = receiver->differed,
+		.taken = receiver->taken,
+		.expired = receiver->expired,
 		.broken = receiver->broken,
 	};
-	receiver->starved = 0;
+	receiver->starved = receiver->differed = receiver->taken = receiver->expired = 0;
 	pthread_mutex_unlock(&receiver->lock);
 	return (int)count;
 }
@@ -198,22 +212,25 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 /* Under the lock. */
 static void tell(struct tk_receiver *receiver)
 {
-	receiver->tell_at_ns = 0;
+	set_time(receiver, 0);
 	if (receiver->told)
 		return;
 	receiver->told = 1;
-	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, tk_now_ns());
+	receiver->told_ns = tk_now_ns();
+	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->told_ns);
 }
 
-/* Under the lock. Who was promised more than that it is here waits for the application; else that is not woken for each
- * block: it would take the core from the wire. */
+/* Under the lock. The application is not woken for each block: it would take the core from the wire, and does many with
+ * little more than one. After a quiet time it is told at once of a block whose peer waits for more than that it is here. */
 static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 {
-	int is_awaited = came->durability > receiver->setup.landed_code;
-	if (is_awaited || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
+	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
+	if (came->durability > receiver->setup.landed_code)
+		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
+	if (at_ns <= now_ns || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
 		tell(receiver);
-	else if (!receiver->told && !receiver->tell_at_ns)
-		receiver->tell_at_ns = tk_now_ns() + TOLD_NS;
+	else if (!receiver->told && (!receiver->tell_at_ns || at_ns < receiver->tell_at_ns))
+		set_time(receiver, at_ns);
 }
 
 static void break_off(struct tk_receiver *receiver, int status)
@@ -358,12 +375,31 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	return is_other && came->durability == setup->landed_code ? setup->taken_code : setup->landed_code;
 }
 
+/* Who is told `landed` and no more could not be told afterwards that it was too late. */
+static int is_expired(const struct tk_receiver *receiver, const struct tk_put_head *head)
+{
+	if (!head->expires_unix_ms || head->durability != receiver->setup.landed_code)
+		return 0;
+	struct timespec now;
+	clock_gettime(CLOCK_REALTIME, &now);
+	return head->expires_unix_ms <= (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+static uint32_t code_of(struct tk_receiver *receiver, struct tk_came *came)
+{
+	const struct tk_put_head *head = &receiver->reading.head;
+	if (head->flags & TK_PUT_HAS_CRC && receiver->reading.crc != head->crc32c)
+		return receiver->setup.differs_code;
+	if (is_expired(receiver, head))
+		return receiver->setup.expired_code;
+	return list(receiver, came);
+}
+
 /* It has been read to its end: keep it, or the room. */
 static int settle(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
 	const struct tk_put_head *head = &reading->head;
-	int differs = head->flags & TK_PUT_HAS_CRC && reading->crc != head->crc32c;
 	struct tk_came came = {
 		.address = reading->room.address,
 		.ack_generation = head->ack_generation,
@@ -386,13 +422,16 @@ static int settle(struct tk_receiver *receiver)
 	pthread_mutex_unlock(&receiver->lock);
 	if (status)
 		return status; /* once more in the next round */
-	reading->code = differs ? receiver->setup.differs_code : list(receiver, &came);
+	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
 	if (reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came;
 		tell_of(receiver, &came);
 	} else {
 		receiver->rooms[receiver->rooms_count++] = reading->room;
+		receiver->differed += reading->code == receiver->setup.differs_code;
+		receiver->taken += reading->code == receiver->setup.taken_code;
+		receiver->expired += reading->code == receiver->setup.expired_code;
 	}
 	pthread_mutex_unlock(&receiver->lock);
 	reading->is_whole = 1;
@@ -406,9 +445,9 @@ static int answer(struct tk_receiver *receiver)
 	const struct tk_put_head *head = &reading->head;
 	receiver->generations[reading->slot] = receiver->due[reading->slot] = head->generation + 1;
 	uint64_t word = head->ack_generation << ACK_CODE_BITS | reading->code;
-	ssize_t status = fi_inject_write(receiver->endpoint->fid, &word, sizeof word, receiver->setup.peer,
-					 receiver->setup.ack_base + (uint64_t)head->ack_word * 8,
-					 receiver->setup.ack_key);
+	uint64_t target = receiver->setup.ack_base + (uint64_t)head->ack_word * 8;
+	int status = post_word(receiver->fabric, receiver->endpoint, word, receiver->setup.peer, target,
+			       receiver->setup.ack_key);
 	if (status == -FI_EAGAIN)
 		return 0;
 	reading->is_open = 0;
@@ -461,7 +500,7 @@ int poll_receivers(struct tk_fabric *fabric)
 		scan(receiver);
 		if (receiver->queue_count || receiver->reading.is_open)
 			busy |= go_on(receiver, &budget);
-		if (receiver->tell_at_ns)
+		if (__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED))
 			tell_in_time(fabric, receiver);
 	}
 	return busy;

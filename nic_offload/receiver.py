@@ -25,9 +25,11 @@ __all__ = ["Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
 _CAME = struct.Struct("=5Q5IBB2x32s16s")
+_STATE = struct.Struct("=6Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
 assert _CAME.size == ffi.sizeof("struct tk_came")
+assert _STATE.size == ffi.sizeof("struct tk_receiver_state")
 
 
 class Room(NamedTuple):
@@ -63,6 +65,9 @@ class State(NamedTuple):
     rooms: int  # of the size that was wanted last
     wanted_pages: int  # that size; 0: nothing has come yet
     starved: int  # how often there was none since this was last asked
+    differed: int  # how many were refused since then: other bytes came than were sent;
+    taken: int  # another block has the key;
+    expired: int  # its life was over before it came
     broken: int  # a code: what came was no put, and nothing more is taken
 
 
@@ -80,11 +85,11 @@ class Receiver:
         length_max: int,
         owner: bytes,
         acks: tuple[int, int, int],
-        codes: tuple[int, int, int],
+        codes: tuple[int, int, int, int],
     ) -> None:
         """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` what they say.
 
-        That is: landed; other bytes came than were sent; another block has the key.
+        That is: landed; other bytes came than were sent; another block has the key; its life was over.
         """
         setup = ffi.new("struct tk_receiver_setup *")
         setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
@@ -92,7 +97,7 @@ class Receiver:
         setup.first_generation, setup.slots_count = area.first_generation, area.slots_count
         setup.length_max = length_max
         setup.ack_base, setup.ack_key, setup.ack_words = acks
-        setup.landed_code, setup.differs_code, setup.taken_code = codes
+        setup.landed_code, setup.differs_code, setup.taken_code, setup.expired_code = codes
         ffi.memmove(setup.owner, owner, len(owner))
         out = ffi.new("struct tk_receiver **")
         code = lib.tk_receiver_open(shelf.handle, setup, out)
@@ -114,11 +119,7 @@ class Receiver:
         """Take some of what has come; with a full list there may be more."""
         count = lib.tk_receiver_take(self._handle, self._out, _TAKEN_MAX, self._state)
         rows = _CAME.iter_unpack(ffi.buffer(self._out, count * _CAME.size))
-        state = self._state
-        return (
-            list(map(Came._make, rows)),
-            State(state.rooms, state.wanted_pages, state.starved, state.broken),
-        )
+        return list(map(Came._make, rows)), State._make(_STATE.unpack(ffi.buffer(self._state)))
 
     def rooms(self) -> list[int]:
         """Take back what is unused; the rooms' numbers."""

@@ -179,7 +179,8 @@ static void make_head(struct work *work)
 static int may_be_sent(const struct tk_operation *op)
 {
 	uint32_t metadata_bytes = op->head->metadata_bytes;
-	return metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
+	int is_named = __atomic_load_n(&op->head->durability, __ATOMIC_ACQUIRE);
+	return is_named && metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
 }
 
 /* Gives the put a slot and a word, if there are any. */

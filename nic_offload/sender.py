@@ -14,6 +14,7 @@ a `Heads` that its puts' owner keeps.
 from __future__ import annotations
 
 import struct
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
@@ -56,20 +57,24 @@ class Heads:
         fingerprint: bytes,
         durability: int,
         expires_unix_ms: int = 0,
-        metadata: bytes = b"",
+        metadata: tuple[bytes, bytes] = (b"", b""),
     ) -> None:
-        metadata += bytes(-len(metadata) % 8)
-        if len(metadata) > METADATA_BYTES_MAX:
-            raise ValueError(
-                f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {len(metadata)}."
-            )
-        size, pack = len(metadata), _HEAD.pack
+        """A block without a key is named later. `metadata`: of the first block, and of each of the others."""
+        first, others = (one + bytes(-len(one) % 8) for one in metadata)
+        size, pack = max(len(first), len(others)), _HEAD.pack
+        if size > METADATA_BYTES_MAX:
+            raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {size}.")
         self._stride = size + _HEAD.size
         self._memory: Any = ffi.new("char[]", self._stride * len(keys))
         ffi.buffer(self._memory)[:] = b"".join(
             [
-                metadata + pack(0, size, 0, 0, expires_unix_ms, 0, 0, 0, 0, durability, key, fingerprint)
-                for key in keys
+                bytes(size - len(said))
+                + said
+                + pack(
+                    *(0, len(said), 0, 0, expires_unix_ms, 0, 0, 0, 0),
+                    *(durability if key else 0, key, fingerprint),
+                )
+                for key, said in zip(keys, chain((first,), repeat(others)), strict=False)
             ]
         )
         self._first = int(ffi.cast("uintptr_t", self._memory)) + size
@@ -77,6 +82,12 @@ class Heads:
     def address(self, number: int) -> int:
         """Where the head of one of them is."""
         return self._first + number * self._stride
+
+    def name(self, number: int, key: bytes, durability: int) -> None:
+        """Say late which block it is, of one whose durability was 0: until then it can't be sent."""
+        head = ffi.cast("struct tk_put_head *", self.address(number))
+        ffi.memmove(head.key, key, len(key))
+        head.durability = durability
 
 
 class GrantedPut(NamedTuple):

@@ -40,6 +40,24 @@ static int post_confirmed_flag(struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_INJECT | FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
+int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
+	      uint64_t key)
+{
+	if (!fabric->loses_context)
+		return (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key);
+	struct iovec local = {&word, sizeof word};
+	struct fi_rma_iov remote = {target, sizeof word, key};
+	struct fi_msg_rma message = {
+		.msg_iov = &local,
+		.iov_count = 1,
+		.addr = peer,
+		.rma_iov = &remote,
+		.rma_iov_count = 1,
+		.context = &fabric->word_context,
+	};
+	return (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION);
+}
+
 /* 1: it is out, and no completion follows. */
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
@@ -47,8 +65,7 @@ static int post_flag(struct tk_fabric *fabric, struct work *work)
 	if (is_to_be_confirmed(fabric, op))
 		return post_confirmed_flag(work);
 	if (op->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
-		int status = (int)fi_inject_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, op->peer,
-						  op->flag_target, op->flag_key);
+		int status = post_word(fabric, op->endpoint, op->flag_value, op->peer, op->flag_target, op->flag_key);
 		return status ? status : 1;
 	}
 	return (int)fi_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, NULL, op->peer,
@@ -107,8 +124,8 @@ int post_landed(struct tk_fabric *fabric, struct work *work)
 	const struct tk_landing *landing = &work->landing;
 	if (work->acked || landing->quiet)
 		return 0;
-	ssize_t status = fi_inject_write(landing->endpoint->fid, &landing->ack_value, sizeof landing->ack_value,
-					 landing->peer, landing->ack_target, landing->ack_key);
+	int status = post_word(fabric, landing->endpoint, landing->ack_value, landing->peer, landing->ack_target,
+			       landing->ack_key);
 	if (status == -FI_EAGAIN)
 		return -FI_EAGAIN;
 	work->acked = 1;
@@ -217,7 +234,7 @@ static void moved(struct tk_fabric *fabric, struct work *work)
 
 static void completed(struct tk_fabric *fabric, void *context, int status)
 {
-	if (nic_completed(fabric, context, status))
+	if (context == &fabric->word_context || nic_completed(fabric, context, status))
 		return;
 	struct work *work = context;
 	if (work->state == WORK_STRANDED) {

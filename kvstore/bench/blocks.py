@@ -59,7 +59,7 @@ class PathBlocks:
         """Put so many blocks by one flag store."""
         self._flag.store(0)
         blocks = self._fresh(count)
-        puts = self._client.reserve(blocks).arm(self._flag)
+        puts = self._client.arm(blocks, self._flag)
         start_ns = time.monotonic_ns()
         self._flag.store(1)
         results = puts.wait(_WAIT_S)

@@ -74,10 +74,17 @@ class Asking:
 
     # --- puts
 
-    def said_of_puts(self, watch: Watch | None, span: PutSpan | None) -> bytes:
-        """What goes along with puts that nobody asked for: nothing, if there is no room for it in front of a block."""
-        said = header_bytes((*metadata_of(watch), *self._traced(span)))
-        return said if len(said) <= METADATA_BYTES_MAX - 8 else b""
+    def said_of_puts(self, watch: Watch | None, span: PutSpan | None) -> tuple[bytes, bytes]:
+        """What goes along with the first of some puts, which tells what was seen, and with each of the others.
+
+        That is nothing, if there is no room for it in front of a block.
+        """
+
+        def said() -> bytes:
+            headers = header_bytes((*metadata_of(watch), *self._traced(span)))
+            return headers if len(headers) <= METADATA_BYTES_MAX - 8 else b""
+
+        return said(), said()
 
     def reserve(self, link: Link, wanted: Reserving, span: PutSpan | None) -> Sequence[Leased]:
         """Lease a slot for each block; one typed error if that can't be."""

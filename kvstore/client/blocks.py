@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvstore.errors import KeyTaken, ProtocolError
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
+from kvstore.names import layout_fingerprint
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import KvError
     from nic_offload.fabric import Region
 
-__all__ = ["Block", "Hit", "PutResult"]
+__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A block and the registered memory where its bytes are, or shall be."""
 
-    key: bytes  # 32 bytes, see `kvstore.names.block_key`
+    key: bytes  # 32 bytes, see `kvstore.names.block_key`; none: it is armed now and named later, by `ArmedPuts.name`
     region: Region
     offset: int
     length: int
@@ -28,7 +29,7 @@ class Block:
 
     def __post_init__(self) -> None:
         """Refuse what no node would take, before anything is sent."""
-        if len(self.key) != KEY_BYTES:
+        if self.key and len(self.key) != KEY_BYTES:
             raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
             raise ProtocolError(
@@ -64,3 +65,17 @@ class PutResult:
     def has_block(self) -> bool:
         """Whether a block is stored under the key, be it one with other bytes (KeyTaken), put by somebody before."""
         return self.error is None or isinstance(self.error, KeyTaken)
+
+
+class HasFingerprint(Protocol):
+    """What stands for how the bytes of a block are laid out: a `Layout`, or what is known of one."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Its digest."""
+        ...
+
+
+def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:
+    """The digest of what decides how the bytes are laid out."""
+    return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint

@@ -25,18 +25,19 @@ import select
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
 from kvstore.client.asking import Asking, Reserving
 from kvstore.client.block_calls import BlockCalls
+from kvstore.client.blocks import fingerprint_of
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
 from kvstore.client.contact import broken_step
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.inline import InlineCalls
-from kvstore.client.link import TAGS_OF_ONE, Link
+from kvstore.client.link import ARMED_BLOCKS_MAX, TAGS_OF_ONE, Link
 from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.own_side import OwnSide, say_first_word
@@ -62,7 +63,6 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
-from kvstore.names import layout_fingerprint
 from kvstore.reach import Reach
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
 
-    from kvstore.client.blocks import Block, Hit, PutResult
+    from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
     from kvstore.client.gets import Ended
     from kvstore.client.spans import ClientSpans, PutSpan
     from kvstore.client.watch import Watch
@@ -87,20 +87,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric, Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["Client", "HasFingerprint"]
-
-
-class HasFingerprint(Protocol):
-    """What stands for how the bytes of a block are laid out: a `Layout`, or what is known of one."""
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Its digest."""
-        ...
-
-
-def _fingerprint(layout: HasFingerprint | bytes) -> bytes:
-    return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
+__all__ = ["Client"]
 
 
 def _spans(provider: TracerProvider, target: str) -> ClientSpans:
@@ -167,7 +154,7 @@ class Client(Handle):
         self._own_side = OwnSide(self.reach)
         self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
-        self.fingerprint = _fingerprint(layout)
+        self.fingerprint = fingerprint_of(layout)
         self._slots = slots
         self._block_bytes_max = block_bytes_max
         self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
@@ -260,36 +247,29 @@ class Client(Handle):
 
         Nothing is asked of the node, and any number may be armed. What `reserve` would have said beforehand the results
         say: a block that is stored already is put all the same, and costs the drive nothing. A put that has not gone
-        out within `lease_ms` never does.
+        out within `lease_ms` never does. A block that has no key yet is named later, by `ArmedPuts.name`.
         """
-        self._check_batch(blocks)
+        self._check_puts(blocks)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(
                 f"A put may wait 1 to {LEASE_TIMEOUT_MS_MAX} ms for its flag, not {lease_ms}."
             )
         link = self._attached(self.reach.call_timeout_s)
-        if link.sender is None:  # the node wants to be asked
+        by_nic = flag is not None and self.fabric.deferred_work  # which has to know the slot beforehand
+        if link.sender is None or by_nic:
             return self.reserve(
                 blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
             ).arm(flag)
         span = None if self.spans is None else self.spans.put(blocks, durability)
+        said = self._asking.said_of_puts(watch, span)
         deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
         try:
-            heads = Heads(
-                [block.key for block in blocks],
-                self.fingerprint,
-                durability,
-                expires_unix_ms,
-                self._asking.said_of_puts(watch, span),
-            )
-            puts = ArmedPuts(self, link, blocks, durability, flag, deadline_ns, watch, span, heads)
+            heads = Heads([one.key for one in blocks], self.fingerprint, durability, expires_unix_ms, said)
+            return ArmedPuts.armed(self, link, blocks, durability, flag, deadline_ns, watch, span, heads)
         except KvError as error:
             if span is not None:
                 span.failed(error)
             raise
-        if watch is not None:
-            watch.armed(blocks, puts)
-        return puts
 
     def put(
         self,
@@ -552,6 +532,18 @@ class Client(Handle):
     def _check_batch(self, blocks: Sequence[Block]) -> None:
         if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
             raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        if not all(block.key for block in blocks):
+            raise ProtocolError("A block without a key can only be armed, and is named before it fires.")
+        self.check_memory(blocks)
+
+    def _check_puts(self, blocks: Sequence[Block]) -> None:
+        if not 1 <= len(blocks) <= ARMED_BLOCKS_MAX:
+            raise ProtocolError(f"A batch of puts has 1 to {ARMED_BLOCKS_MAX} blocks, not {len(blocks)}.")
+        largest = max(block.length for block in blocks)
+        if largest > self._block_bytes_max:
+            raise ProtocolError(
+                f"The client was opened for blocks of up to {self._block_bytes_max} bytes, and one has {largest}."
+            )
         self.check_memory(blocks)
 
     def check_memory(self, blocks: Sequence[Block]) -> None:

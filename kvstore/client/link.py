@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric
 
-__all__ = ["TAGS_OF_ONE", "Host", "Link", "Operation"]
+__all__ = ["ARMED_BLOCKS_MAX", "TAGS_OF_ONE", "Host", "Link", "Operation"]
 
 TAGS_OF_ONE = 1 << 16  # an operation's tags; the first is its name
+ARMED_BLOCKS_MAX = TAGS_OF_ONE // 2  # in one batch of puts
 _WORD_BYTES = 8
 _WORDS_BYTES = (ACK_WORDS + GRANTED_PUTS) * _WORD_BYTES  # those of puts by grants come last
 _HEADS_BYTES = GRANTED_SLOTS * HEAD_PAGE_BYTES

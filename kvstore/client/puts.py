@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import errno
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvstore.client.blocks import PutResult
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, ProtocolError
+from kvstore.limits import KEY_BYTES
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWord
@@ -67,6 +68,7 @@ class ArmedPuts:
         self._blocks = blocks
         self._durability = durability
         self._heads = heads
+        self._keys: dict[int, bytes] = {i: b"" for i, one in enumerate(blocks) if not one.key}  # named later
         self._failures: dict[int, KvError] = {}  # by their codes; they end when the node has said more
         self._errors: dict[int, KvError] = {}  # of those that have ended so
         self._results: list[PutResult] | None = None
@@ -77,6 +79,25 @@ class ArmedPuts:
             self._tag = client.next_tags()
             self._group = Group(client.fabric, self._tag, len(blocks))
             self._start(flag, deadline_ns)
+
+    @classmethod
+    def armed(
+        cls,
+        client: Host,
+        link: Link,
+        blocks: Sequence[Block],
+        durability: Durability,
+        flag: FlagWord | Counter | None,
+        deadline_ns: int,
+        watch: Watch | None,
+        span: PutSpan | None,
+        heads: Heads,
+    ) -> Self:
+        """Arm, and tell who watches."""
+        puts = cls(client, link, blocks, durability, flag, deadline_ns, watch, span, heads)
+        if watch is not None:
+            watch.armed(blocks, puts)
+        return puts
 
     def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
         sender, heads = self._link.sender, self._heads
@@ -154,8 +175,12 @@ class ArmedPuts:
             self._end(i, error)
 
     def _put_failed(self, i: int, status: int) -> None:
+        if status == -errno.EINVAL and self._keys.get(i) == b"":
+            error: KvError = ProtocolError("The put fired before its block was named, and was not sent.")
+            self._end(i, error)
+            return
         if status == -errno.ETIMEDOUT:
-            error: KvError = DeadlineExceeded(
+            error = DeadlineExceeded(
                 "The flag did not reach the put's threshold in time, and it was not sent."
             )
         else:
@@ -206,7 +231,7 @@ class ArmedPuts:
         return [self._result(i, row, late) for i, row in enumerate(self._group.rows())]
 
     def _result(self, i: int, row: Row, late: KvError | None) -> PutResult:
-        key = self._blocks[i].key
+        key = self._keys.get(i) or self._blocks[i].key
         if self._is_stored(i):
             return PutResult(key, self._durability, None, already_stored=True)
         error = self._errors.get(i) if row.over else late
@@ -220,6 +245,15 @@ class ArmedPuts:
         )
 
     # --- for the application
+
+    def name(self, number: int, key: bytes) -> None:
+        """Say which block it is, of one that was armed without a key: before its put fires, which fails otherwise."""
+        if self._keys.get(number) != b"" or len(key) != KEY_BYTES:
+            raise ProtocolError(f"A put that has no key yet gets one of {KEY_BYTES} bytes, once.")
+        with self._client.lock:
+            self._keys[number] = key
+            if self._heads is not None:
+                self._heads.name(number, key, self._durability)
 
     def progress(self) -> tuple[int, int, int]:
         """How many blocks have fired, have landed, and have ended."""

@@ -48,10 +48,13 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
+    from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.resuming import Resumed
     from kvstore.client.trace import Follower, Trace
     from kvstore.layout import Layout
+    from nic_offload.counter import Counter
+    from nic_offload.flags import FlagWord
 
 __all__ = ["ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
 
@@ -368,6 +371,27 @@ class Session:
             self.notes.registered(blocks[0].region)
         return self._calls.client.reserve(
             blocks,
+            durability=durability,
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+            watch=self.notes,
+        )
+
+    def arm(
+        self,
+        blocks: Sequence[Block],
+        flag: FlagWord | Counter | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> ArmedPuts:
+        """Arm puts of blocks that will be this session's, as `Client.arm` does, and say so to the node."""
+        if blocks:
+            self.notes.registered(blocks[0].region)
+        return self._calls.client.arm(
+            blocks,
+            flag,
             durability=durability,
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,

@@ -94,7 +94,7 @@ def _blocks(region: Region, run_id: bytes, name: str) -> list[Block]:
 def _token_by_token(
     client: Client, kv: _SharedBuffer, blocks: Sequence[Block], flags: FlagWords, figures: _Figures
 ) -> list[str]:
-    puts = client.reserve(blocks).arm(flags[0])
+    puts = client.arm(blocks, flags[0])
     before = client.calls
     command = [sys.executable, "-m", "kvstore.demo.tokens", flags.path, kv.path]
     command += [str(number) for number in (_BLOCKS, _BLOCK_BYTES, _TOKEN_MS)]
@@ -121,7 +121,7 @@ def _token_by_token(
 
 def _all_at_once(client: Client, blocks: Sequence[Block], flags: FlagWords, figures: _Figures) -> None:
     flags[0].store(0)
-    puts = client.reserve(blocks).arm(flags[0])
+    puts = client.arm(blocks, flags[0])
     start_ns = time.monotonic_ns()
     flags[0].store(_BLOCKS)
     results = puts.wait(_WAIT_S)

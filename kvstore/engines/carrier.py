@@ -22,7 +22,6 @@ from kvstore.clock import SystemClock
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
-from nic_offload.flags import FlagWords
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -89,8 +88,6 @@ class Carrier(Handle):
         )
         self._clock = SystemClock()
         self._areas: list[_Area] = []
-        self._flags = FlagWords.create(1)
-        self._flags[0].store(1)  # what is put is there already
         self._putting = threading.Lock()  # the node has so many slots for this client and no more
 
     def register(self, address: int, length: int) -> bool:
@@ -208,7 +205,7 @@ class Carrier(Handle):
                 _failed(some, done)
                 continue
             try:
-                armed = self._client.reserve([block for _, block in some]).arm(self._flags[0])
+                armed = self._client.arm([block for _, block in some])
                 results = armed.wait(self._left_s(until_ns))
                 armed.abandon()  # whatever has not landed by now: the caller goes on to use its memory
             except KvError as error:
@@ -278,7 +275,6 @@ class Carrier(Handle):
         self._client.close()  # first: it ends whatever still uses the memory
         for area in areas:
             area.region.close()
-        self._flags.close()
 
 
 def _sized(key: bytes, length: int) -> Iterable[tuple[bytes, int]]:

@@ -19,7 +19,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_SLOTS,
@@ -63,20 +63,24 @@ _WRITTEN: Final = Durability.WRITTEN
 _SYNCED: Final = Durability.SYNCED
 _DURABILITIES: Final = {int(one): one for one in Durability}
 _ACKS: Final = {int(one): AckCode(one) for one in Durability}
+_TAKEN: Final = "Another block is in the memory under the key."
+_DIFFERED: Final = "Other bytes came than were sent."
+_EXPIRED: Final = "The block's time to live was over before it came."
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
 
 class Landed:
     """A block that has landed and is not known to the store yet."""
 
-    __slots__ = ("came", "connection", "is_gone", "lease", "name", "piece")
+    __slots__ = ("area", "came", "connection", "is_gone", "lease", "name", "piece")
 
-    def __init__(self, connection: Connection, came: Came, piece: Piece, lease: Lease) -> None:
-        self.connection = connection
+    def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
+        self.area = area  # which holds the piece's memory
+        self.connection = area.connection
         self.came = came
         self.piece = piece
         self.lease = lease
-        self.name: Name = (connection.tenant, came.key)  # as the index would have it
+        self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
         self.is_gone = False  # nobody is to read it any more
 
 
@@ -91,7 +95,6 @@ class PutArea:
         self.rooms: dict[int, Piece] = {}  # by number
         self.unheard: list[Landed] = []  # of which the store has not heard
         self.target = ROOMS_MIN  # rooms that it should have
-        self.block_pages = 0  # of what came last
         self.idle_ticks = 0
         self.area = self._area(self._region.address)
         acks = connection.acks
@@ -105,7 +108,7 @@ class PutArea:
             self.layout.block_bytes_max,
             connection.tenant,
             (acks.base, acks.key, acks.words),
-            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN),
+            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED),
         )
 
     def _area(self, base: int, first_generation: int = 0) -> Area:
@@ -141,8 +144,8 @@ class Granted:
         self._landed: dict[Name, Landed] = {}
         self._by_tag: dict[int, Landed] = {}  # that the store has
         self._hungry: set[PutArea] = set()  # those that wait for room
-        self._gathering: set[int] = set()  # numbers of those whose small blocks are taken together
-        self._take_at = 0  # as soon as so many writes have ended
+        self._gathering: set[PutArea] = set()  # whose small blocks wait for each other
+        self._store_at = 0  # as soon as so many writes have ended
 
     def __len__(self) -> int:
         return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
@@ -167,31 +170,38 @@ class Granted:
         self._store(area)
         del self._areas[connection.number]
         self._hungry.discard(area)
-        for number in area.receiver.rooms():
-            self._give_back(area, number)
+        self._gathering.discard(area)
+        self._empty(area)
         area.close()
 
     # --- rooms
 
     def _give_back(self, area: PutArea, number: int) -> None:
         piece = area.rooms.pop(number)
-        self._memory.shares.release(area.connection.number, piece.pages * PAGE_BYTES)
+        self._memory.shares.release(area, piece.pages * PAGE_BYTES)
         self._memory.pages.release(piece)
+
+    def _empty(self, area: PutArea) -> None:
+        """Take back what a receiver has no use for now."""
+        for number in area.receiver.rooms():
+            self._give_back(area, number)
 
     def _feed(self, area: PutArea, state: State) -> None:
         """Give a receiver rooms of the size that it wants, as far as its client may hold memory."""
         if state.starved:
+            area.idle_ticks = 0
             area.target = min(ROOMS_MAX, area.target * 2)
+            self._empty(area)  # of rooms that were too small for what has come
         if not state.wanted_pages or state.rooms > area.target // 2:
             return
         given: list[Room] = []
-        pages, shares, flow = self._memory.pages, self._memory.shares, area.connection.number
+        pages, shares = self._memory.pages, self._memory.shares
         size_bytes = state.wanted_pages * PAGE_BYTES
-        while len(given) < area.target - state.rooms and shares.may_hold(flow, size_bytes):
+        while len(given) < area.target - state.rooms and shares.may_hold(area, size_bytes):
             piece = pages.take_unasked(state.wanted_pages)
             if piece is None:
                 break
-            shares.hold(flow, size_bytes)
+            shares.hold(area, size_bytes)
             area.rooms[piece.start] = piece
             given.append(Room(self._memory.address(piece), piece.pages, piece.start))
         if given:
@@ -207,9 +217,10 @@ class Granted:
             area.idle_ticks += 1
             if area.idle_ticks == ROOMS_IDLE_TICKS:
                 area.target = ROOMS_MIN
-                for number in area.receiver.rooms():
-                    self._give_back(area, number)
+                self._hungry.discard(area)
+                self._empty(area)
         self.feed_hungry()
+        self._node.fetches.pump()
 
     def feed_hungry(self) -> None:
         """Memory may have come free."""
@@ -219,30 +230,37 @@ class Granted:
     # --- what has come
 
     def told(self, number: int) -> None:
-        """A receiver has something. Of small blocks, those that come while half of a drive's writes end go together."""
-        area, (begun, ended) = self._areas.get(number), self._node.store.writes
-        if area is None or area.block_pages > _GATHERED_PAGES_MAX or begun == ended:
-            self.came(number)
+        """A receiver has something. Small blocks that come while a drive is at work go to it together."""
+        area = self._areas.get(number)
+        if area is None:
             return
-        if not self._gathering:
-            self._take_at = (begun + ended + 1) // 2
-        self._gathering.add(number)  # and says no more until it is taken from
+        state = self._take(area)
+        begun, ended = self._node.store.writes
+        if begun == ended or state.wanted_pages > _GATHERED_PAGES_MAX:
+            self._store(area)
+        else:
+            if not self._gathering:
+                self._store_at = (begun + ended + 1) // 2
+            self._gathering.add(area)
+        self._taken(area, state)
 
-    def take_gathered(self) -> None:
-        """A drive has ended something."""
-        if self._gathering and self._node.store.writes[1] >= self._take_at:
+    def store_gathered(self) -> None:
+        """A drive has ended something: with half of what it had to do, it gets what has come meanwhile."""
+        if self._gathering and self._node.store.writes[1] >= self._store_at:
             gathering, self._gathering = self._gathering, set()
-            for number in gathering:
-                self.came(number)
+            for area in gathering:
+                self._store(area)
 
     def came(self, number: int) -> None:
-        """Take what a receiver has."""
+        """Take what a receiver has, and let the store hear of it."""
         area = self._areas.get(number)
         if area is None:
             return
         state = self._take(area)
         self._store(area)
-        area.block_pages = state.wanted_pages
+        self._taken(area, state)
+
+    def _taken(self, area: PutArea, state: State) -> None:
         if state.broken:
             log.warning(
                 "What came into a slot was no put. The connection is closed.", extra=area.connection.about()
@@ -261,8 +279,16 @@ class Granted:
             came, state = area.receiver.take()
             if came:
                 self._note(area, came)
+            self._count_refused(state)
             if len(came) < BATCH_BLOCKS_MAX // 4:
                 return state
+
+    def _count_refused(self, state: State) -> None:
+        refused: list[StorageError] = [KeyTaken(_TAKEN)] * state.taken
+        refused += [Corrupt(_DIFFERED)] * state.differed
+        refused += [Expired(_EXPIRED)] * state.expired
+        if refused:
+            self._node.counters.kept((), refused)
 
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
@@ -283,7 +309,7 @@ class Granted:
                 leased_ns=came[0].landed_ns,
                 landed_ns=now_ns,
             )
-            landed = Landed(connection, one, area.rooms.pop(one.room), lease)
+            landed = Landed(area, one, area.rooms.pop(one.room), lease)
             self._landed[landed.name] = landed
             area.unheard.append(landed)
             leases.append(lease)
@@ -391,7 +417,7 @@ class Granted:
         entries = self._node.store.lookup([one.name for one in landed])
         hot: list[tuple[bytes, bytes, Entry | None]] = []
         for one, entry in zip(landed, entries, strict=True):
-            came, piece, flow = one.came, one.piece, one.connection.number
+            came, piece = one.came, one.piece
             if self._landed.get(one.name) is one:
                 del self._landed[one.name]
             if entry is not None and not one.is_gone and self._stays(came, entry):
@@ -400,10 +426,12 @@ class Granted:
             else:
                 pages.retire(piece, came.id)
             pages.release(piece)
-            memory.shares.release(flow, piece.pages * PAGE_BYTES)
+            memory.shares.release(one.area, piece.pages * PAGE_BYTES)
         memory.shelve(hot)
         self._node.note_freed()
         self.feed_hungry()
+        if self._node.fetches.waiting:  # the memory was held against them
+            self._node.later(0, self._node.fetches.pump)
 
     def _stays(self, came: Came, entry: Entry) -> bool:
         """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""
@@ -430,7 +458,7 @@ class Granted:
         return None if is_over or not is_same else one
 
     def forget(self, names: Iterable[Name]) -> None:
-        """Nobody is to read these here any more: they are being deleted, or are not what they were."""
+        """Nobody is to read these here any more: their bytes are not what they were."""
         for name in names:
             one = self._landed.get(name)
             if one is not None:
@@ -440,7 +468,6 @@ class Granted:
     def delete(self, names: Iterable[Name]) -> None:
         """These are being deleted. What the store has not heard of, it never will: it was put, and is gone again."""
         gone = set(names)
-        self.forget(gone)
         for area in self._areas.values():
             over = [one for one in area.unheard if one.name in gone]
             if over:

@@ -392,7 +392,7 @@ class Node:
 
     def _drive_events(self) -> None:
         self.store.poll()
-        self.granted.take_gathered()
+        self.granted.store_gathered()
 
     def _fabric_events(self) -> None:
         landed: list[tuple[Connection, Lease, Event]] = []

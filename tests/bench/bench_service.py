@@ -171,7 +171,7 @@ class _Small:
         """One after the other, each by a store of its own."""
         self._flag.store(0)
         self._stored = self._fresh(_ROUNDS)
-        puts = self._client.reserve(self._stored).arm(self._flag)
+        puts = self._client.arm(self._stored, self._flag)
         begun_ns = []
         for i in range(_ROUNDS):
             if idle_us:
@@ -204,7 +204,7 @@ class _Small:
         blocks = self._fresh(_BATCH, together=True)
         start_ns = time.monotonic_ns()
         self._flag.store(0)
-        puts = self._client.reserve(blocks).arm(self._flag)
+        puts = self._client.arm(blocks, self._flag)
         self._flag.store(1)
         results = puts.wait(_WAIT_S)
         self._stored = blocks
@@ -327,7 +327,7 @@ def _resumed(form: Form, home: Path) -> None:
                 Block(block_key(salt, number, bytes([i])), source, i * _MIB, _MIB) for i in range(count)
             ]
             flags[0].store(0)
-            puts = client.reserve(blocks).arm(flags[0])
+            puts = client.arm(blocks, flags[0])
             flags[0].store(1)
             for result in puts.wait(_WAIT_S):
                 if result.error is not None:

@@ -219,7 +219,7 @@ def test_the_catalogue_follows_every_transfer(rig: Rig) -> None:
     chat = rig.arrivals.session("ada", "chat")
     blocks = [rig.place(number, key("ada", number)) for number in range(4)]
     with FlagWords.create(1) as flags:
-        puts = chat.reserve(blocks).arm(flags[0])
+        puts = chat.arm(blocks, flags[0])
         assert rig.arrivals.known("ada") == (), "what is not acknowledged is not known"
         flags[0].store(1)
         assert all(result.error is None for result in puts.wait(WAIT_S))
@@ -232,7 +232,7 @@ def test_the_catalogue_follows_every_transfer(rig: Rig) -> None:
         assert (back.usable_blocks, back.miss is not None) == (2, True)
         assert {one.key for one in rig.arrivals.known("ada")} == {blocks[at].key for at in (0, 1, 3)}
         flags[0].store(0)
-        again = chat.reserve([blocks[2]]).arm(flags[0])
+        again = chat.arm([blocks[2]], flags[0])
         flags[0].store(1)
         assert again.wait(WAIT_S)[0].error is None
         new = {one.key: one.generation for one in rig.arrivals.known("ada")}

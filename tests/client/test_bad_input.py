@@ -23,7 +23,7 @@ from kvstore.errors import (
     ProtocolError,
     RegionBusy,
 )
-from kvstore.limits import ACK_WORDS, BATCH_BLOCKS_MAX, LEASE_TIMEOUT_MS_MAX
+from kvstore.limits import ACK_WORDS, BATCH_BLOCKS_MAX, GRANTED_PUTS, LEASE_TIMEOUT_MS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -155,7 +155,7 @@ BAD_RESERVES = [  # of a connection that is there, where none is named
         "was attached for",
     ),
     (
-        pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(), ack_word=ACK_WORDS)]),
+        pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(), ack_word=ACK_WORDS + GRANTED_PUTS)]),
         "not one of the client's",
     ),
     (
@@ -190,7 +190,7 @@ def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(
     rig: Rig, stub: kvstore_pb2_grpc.KvStoreStub
 ) -> None:
     request = pb.FetchRequest(
-        connection=number_of(rig), blocks=[pb.FetchBlock(name=name(), ack_word=ACK_WORDS)]
+        connection=number_of(rig), blocks=[pb.FetchBlock(name=name(), ack_word=ACK_WORDS + GRANTED_PUTS)]
     )
     with pytest.raises(grpc.RpcError, match="not one of the client's"):
         stub.Fetch(request, timeout=WAIT_S)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def test_a_put_has_landed_before_it_has_ended(rig: Rig) -> None:
     blocks = [rig.block(number) for number in range(4)]
-    armed = rig.client.reserve(blocks).arm(rig.flags[0])
+    armed = rig.client.arm(blocks, rig.flags[0])
     assert not armed.wait_landed(0.05)
     assert not armed.has_ended
     rig.flags[0].store(4)
@@ -30,7 +30,7 @@ def test_a_put_has_landed_before_it_has_ended(rig: Rig) -> None:
 
 def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: Rig) -> None:
     blocks = [rig.block(number) for number in range(16)]
-    armed = rig.client.reserve(blocks).arm(rig.flags[0])
+    armed = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(8)
     while armed.progress()[1] < 8:
         armed.wait_landed(0.01)

@@ -84,7 +84,7 @@ def test_a_lost_node_costs_its_own_users_a_miss_and_the_others_nothing(pair: lis
             kv = everywhere.at(client)
             blocks[number] = Block(block_key(bytes([number])), kv, number * PAGE, PAGE)
             flags[0].store(0)
-            puts = client.reserve([blocks[number]]).arm(flags[0])
+            puts = client.arm([blocks[number]], flags[0])
             flags[0].store(1)
             assert [result.error for result in puts.wait(WAIT_S)] == [None]
         lost = {number for number in blocks if nodes.home(f"user {number}") == pair[0].target}

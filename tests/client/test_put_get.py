@@ -31,7 +31,7 @@ def node(shared_node: NodeProcess) -> NodeProcess:
 def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WRITTEN) -> list[object]:
     blocks = [rig.block(i, length) for i, length in enumerate(lengths)]
     rig.flags[0].store(0)
-    puts = rig.client.reserve(blocks, durability=durability).arm(rig.flags[0])
+    puts = rig.client.arm(blocks, rig.flags[0], durability=durability)
     rig.flags[0].store(len(blocks))
     for result in puts.wait(WAIT_S):
         assert result.error is None
@@ -65,7 +65,7 @@ def test_a_get_writes_inside_its_block_and_nowhere_else(rig: Rig) -> None:
 
 def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Rig) -> None:
     block = rig.block(0)
-    puts = rig.client.reserve([block]).arm(rig.flags[0])
+    puts = rig.client.arm([block], rig.flags[0])
     before = rig.client.calls
     store = (
         "import sys\nfrom nic_offload.flags import FlagWords\n"
@@ -80,7 +80,7 @@ def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Ri
 
 def test_nothing_goes_out_before_its_threshold(rig: Rig) -> None:
     blocks = [rig.block(i) for i in range(3)]
-    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(2)
     while puts.progress()[2] < 2:
         assert puts.progress()[0] <= 2
@@ -104,7 +104,7 @@ def test_a_block_that_is_stored_is_not_sent_again(rig: Rig) -> None:
 def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodeProcess) -> None:
     rig = Rig(node, slots=1)
     for _ in range(3):  # more rounds than there are slots
-        puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
+        puts = rig.client.arm([rig.block(0)], rig.flags[0])
         assert puts.cancel() == 1
         (result,) = puts.wait(WAIT_S)
         assert isinstance(result.error, FabricError)
@@ -132,7 +132,7 @@ def test_a_reservation_given_back_frees_its_slots(node: NodeProcess) -> None:
 
 
 def test_a_flag_that_comes_too_late_fires_nothing(rig: Rig) -> None:
-    puts = rig.client.reserve([rig.block(0)], lease_ms=200).arm(rig.flags[0])
+    puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=200)
     (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, DeadlineExceeded)
     rig.flags[0].store(1)
@@ -183,7 +183,7 @@ def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
         into = bytearray(length)
         source = client.register(data)
         block = Block(rig.key(0), source, 0, length, threshold=1)
-        puts = client.reserve([block]).arm(rig.flags[0])
+        puts = client.arm([block], rig.flags[0])
         rig.flags[0].store(1)
         assert puts.wait(WAIT_S)[0].error is None
         target = client.register(into)
@@ -201,7 +201,7 @@ def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> N
         with Client(node.target, provider=provider, slots=8, block_bytes_max=MIB) as client:
             source, target = client.register(rig.source), client.register(rig.target)
             blocks = [Block(rig.key(i), source, i * MIB, MIB, threshold=1) for i in range(8)]
-            puts = client.reserve(blocks).arm(rig.flags[0])
+            puts = client.arm(blocks, rig.flags[0])
             rig.flags[0].store(1)
             assert all(result.error is None for result in puts.wait(WAIT_S))
             wanted = [Block(block.key, target, block.offset, MIB) for block in blocks]

@@ -83,7 +83,7 @@ def test_a_quota_takes_the_tenants_own_blocks_and_says_so(node: NodeProcess) -> 
 def test_a_put_over_the_fabric_that_can_not_fit_says_why(node: NodeProcess) -> None:
     with small_client(node.target, token="small") as small, FlagWords.create(1) as flags:
         kv = small.register(allocate(64 * PAGE_BYTES))
-        puts = small.reserve([Block(block_key(b"large"), kv, 0, 64 * PAGE_BYTES)]).arm(flags[0])
+        puts = small.arm([Block(block_key(b"large"), kv, 0, 64 * PAGE_BYTES)], flags[0])
         flags[0].store(1)
         (result,) = puts.wait(timeout_s=WAIT_S)
         assert isinstance(result.error, QuotaExceeded)

@@ -61,7 +61,7 @@ def put_shards(
                 at = block * mine.block_bytes
                 source[at : at + mine.block_bytes] = content(mine, block)
                 blocks.append(Block(mine.key(chained(block)), kv, at, mine.block_bytes))
-            puts = client.reserve(blocks).arm(flags[0])
+            puts = client.arm(blocks, flags[0])
             flags[0].store(1)
             assert all(result.error is None for result in puts.wait(WAIT_S))
 

@@ -113,7 +113,7 @@ def main(target: str, user: str, context: str, slot_path: str, turn: str, first_
             said["whole"], said["tokens"] = back.is_whole, back.usable_tokens
         said["exact"] = slot.has(user, first)
         new = blocks[len(blocks) - len(pieces(first)) :]
-        puts = chat.reserve(new).arm(flags[0])
+        puts = chat.arm(new, flags[0])
         for token in range(first, first + TOKENS):  # only the new tokens are computed
             slot.write(user, token)
             flags[0].store(token + 1)

@@ -23,7 +23,7 @@ WAIT_S = 30.0
 
 def put(rig: Rig, blocks: list[Block]) -> None:
     rig.flags[0].store(0)
-    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(BLOCKS)
     assert all(result.error is None for result in puts.wait(WAIT_S))
 

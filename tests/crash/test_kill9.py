@@ -78,8 +78,8 @@ def one_round(
         for i in range(BLOCKS)
     ]
     rig.flags[0].store(0)
-    puts = rig.client.reserve(blocks, durability=rng.choice([Durability.WRITTEN, Durability.SYNCED])).arm(
-        rig.flags[0]
+    puts = rig.client.arm(
+        blocks, rig.flags[0], durability=rng.choice([Durability.WRITTEN, Durability.SYNCED])
     )
     killer = threading.Timer(rng.choice([0.002, 0.01, 0.02, 0.04, 0.06]) * rng.random(), node.kill)
     killer.start()
@@ -112,7 +112,7 @@ def test_a_node_killed_during_a_get_costs_a_miss_and_nothing_else(tmp_path: Path
     try:
         rig = Rig(node)
         blocks = [rig.block(i) for i in range(16)]
-        puts = rig.client.reserve(blocks).arm(rig.flags[0])
+        puts = rig.client.arm(blocks, rig.flags[0])
         rig.flags[0].store(16)
         assert all(result.error is None for result in puts.wait(WAIT_S))
         for delay_ms in (0, 1, 2, 4, 8, 16):

@@ -110,7 +110,7 @@ class Rig:
     def put(self, durability: Durability = Durability.WRITTEN) -> list[PutResult]:
         self.fill()
         self.flags[0].store(0)
-        puts = self.chat.reserve(self.blocks(), durability=durability).arm(self.flags[0])
+        puts = self.chat.arm(self.blocks(), self.flags[0], durability=durability)
         self.flags[0].store(BLOCKS)
         return puts.wait(WAIT_S)
 
@@ -154,14 +154,14 @@ def with_slots_leased(rig: Rig) -> None:
 
 
 def with_puts_armed(rig: Rig) -> None:
-    puts = rig.chat.reserve(rig.blocks()).arm(rig.flags[0])
+    puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     rig.node.kill()
     rig.flags[0].store(BLOCKS)
     ends(rig, lambda: puts)
 
 
 def with_some_fired(rig: Rig) -> None:
-    puts = rig.chat.reserve(rig.blocks()).arm(rig.flags[0])
+    puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     with rig.dying():
         rig.flags[0].store(BLOCKS // 2)
     rig.flags[0].store(BLOCKS)
@@ -169,7 +169,7 @@ def with_some_fired(rig: Rig) -> None:
 
 
 def with_some_landed(rig: Rig) -> None:
-    puts = rig.chat.reserve(rig.blocks()).arm(rig.flags[0])
+    puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     rig.flags[0].store(BLOCKS // 2)
     wait_until(lambda: puts.progress()[1] > 0, "a block has landed")
     rig.node.kill()
@@ -178,7 +178,7 @@ def with_some_landed(rig: Rig) -> None:
 
 
 def with_some_written(rig: Rig) -> None:
-    puts = rig.chat.reserve(rig.blocks()).arm(rig.flags[0])
+    puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     rig.flags[0].store(1)
     wait_until(lambda: puts.progress()[2] > 0, "a block is on the drive")
     rig.node.kill()
@@ -188,7 +188,7 @@ def with_some_written(rig: Rig) -> None:
 
 
 def while_syncing(rig: Rig) -> None:
-    puts = rig.chat.reserve(rig.blocks(), durability=Durability.SYNCED).arm(rig.flags[0])
+    puts = rig.chat.arm(rig.blocks(), rig.flags[0], durability=Durability.SYNCED)
     rig.flags[0].store(BLOCKS)
     wait_until(lambda: puts.progress()[1] > 0, "a block has landed")
     rig.node.kill()

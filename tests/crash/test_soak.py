@@ -67,7 +67,7 @@ def some_block(rig: Rig, rng: random.Random, number: int) -> Block:
 
 def put(rig: Rig, blocks: list[Block]) -> None:
     rig.flags[0].store(0)
-    puts = rig.client.reserve(blocks).arm(rig.flags[0])
+    puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(1)
     assert [result.error for result in puts.wait(WAIT_S)] == [None] * len(blocks)
 

@@ -22,7 +22,6 @@ from transformers import (  # noqa: E402
 )
 
 from kvstore.client import Client  # noqa: E402
-from kvstore.client.reserved import Reservation  # noqa: E402
 from kvstore.demo.node_process import NodeProcess  # noqa: E402
 from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
 from kvstore.engines.transformers.pieces import Piece, pieces  # noqa: E402
@@ -238,21 +237,22 @@ def test_a_node_that_stands_still_in_a_put_never_stores_what_came_into_the_memor
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moving, "_TIMEOUT_S", 1.0)
-    arm = Reservation.arm
+    arm = Client.arm
     size, count = 1 << 20, 32  # more than sockets hold
     with (
         NodeProcess(tmp_path / "node") as node,
         Client(node.target, slots=count, block_bytes_max=size) as client,
     ):
 
-        def arm_of_a_still_node(reservation: Reservation, flag: Any) -> Any:
+        def arm_of_a_still_node(client: Client, blocks: Any) -> Any:
+            client.attach()
             os.kill(node.pid, signal.SIGSTOP)
-            return arm(reservation, flag)
+            return arm(client, blocks)
 
         mover = moving.Mover(client, size, count)
         mover.memory.fill_(1)
         some = [Piece(block_key(bytes([number])), 0, 1, (), size) for number in range(count)]
-        monkeypatch.setattr(Reservation, "arm", arm_of_a_still_node)
+        monkeypatch.setattr(Client, "arm", arm_of_a_still_node)
         try:
             with pytest.raises(KvError):
                 mover.put(some)

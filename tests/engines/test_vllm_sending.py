@@ -38,11 +38,11 @@ class FakeClient:
         self.room, self.lands = room, lands
         self.puts: list[FakePuts] = []
 
-    def reserve(self, blocks: list[Any]) -> Any:
+    def arm(self, blocks: list[Any]) -> Any:
         if sum(not one.has_ended for one in self.puts) >= self.room:
             raise Overloaded("There are no slots.")
         self.puts.append(FakePuts(len(blocks), lands=self.lands))
-        return SimpleNamespace(arm=lambda _: self.puts[-1])
+        return self.puts[-1]
 
 
 def sender(client: FakeClient) -> FabricSender:

@@ -55,7 +55,7 @@ class Caller:
         """Put blocks by the flag, and wait until they are written; for each WRITTEN, or the kind of error."""
         self._memory[: count * self._length] = b"".join(self._expected(name, count))
         self._flags[0].store(0)
-        puts = self._client.reserve(self._blocks(name, count)).arm(self._flags[0])
+        puts = self._client.arm(self._blocks(name, count), self._flags[0])
         self._flags[0].store(1)
         return [
             str(result.durability and result.durability.name)

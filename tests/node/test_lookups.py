@@ -182,7 +182,9 @@ def test_a_resume_is_one_request_of_its_session(node: NodeInProcess, client: Cli
     assert back.usable_blocks == 150
     again = told(node, user="ada", session="chat")[4:]
     assert found[0].request_id not in {one.request_id for one in again}
-    assert outcomes(again[2]) == [(22, Outcome.MEMORY), (1, Outcome.DELETED), (105, Outcome.MEMORY)]
+    # Several gets are under way, and one may end before another.
+    whole = [(22, Outcome.MEMORY), (1, Outcome.DELETED), (105, Outcome.MEMORY)]
+    assert whole in [outcomes(one) for one in again]
     nothing = client.session("ada", "no such").resume(lambda _, key: Block(key, kv, 0, PAGE))
     assert nothing.miss is not None
     (lookup,) = told(node, user="ada", session="no such")

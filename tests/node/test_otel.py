@@ -87,7 +87,7 @@ def put_and_get(client: Client, number: int = 0) -> None:
     region = client.register(bytearray(SIZE))
     block = Block(block_key(b"otel", number.to_bytes(4)), region, 0, SIZE)
     with FlagWords.create(1) as flags:
-        puts = client.reserve([block]).arm(flags[0])
+        puts = client.arm([block], flags[0])
         flags[0].store(1)
         assert puts.wait(WAIT_S)[0].error is None
     assert client.get([block], timeout_s=WAIT_S) == [Hit(block.key)]

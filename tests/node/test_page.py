@@ -81,7 +81,7 @@ def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, tmp_path:
     evil = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
     chat = rig.client.session("ada", evil)
     blocks = [rig.block(number) for number in range(3)]
-    puts = chat.reserve(blocks).arm(rig.flags[0])
+    puts = chat.arm(blocks, rig.flags[0])
     rig.flags[0].store(3)
     assert all(result.error is None for result in puts.wait(WAIT_S))
     chat.append([block.key for block in blocks], 48)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TypeAlias
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.wire import fabric_call as wire
 from kvstore.wire.ack import AckCode
+from nic_offload.sender import Heads
 from tests.wire.calls import call_bytes
 
 Table: TypeAlias = list[tuple[str, int, int]]  # what it is, where, and how many bytes
@@ -44,8 +46,24 @@ def test_each_table_has_no_gap() -> None:
         assert [at for _, at, _ in table] == [sum(sizes[:i]) for i in range(len(table))]
 
 
+def test_the_head_of_a_put_is_as_the_page_says() -> None:
+    head, *_ = tables()
+    heads = Heads([b"k" * 32], b"f" * 16, 3, 10, (b"metadata", b""))
+    data = ctypes.string_at(heads.address(0), 128)
+    said = {"bytes of metadata": 8, "when the block expires": 10, "durability": 3}
+    for what, value in said.items():
+        assert number(data, head, what) == value
+    assert field(data, head, "key") == b"k" * 32
+    assert field(data, head, "fingerprint") == b"f" * 16
+    (start, size) = next((at, size) for what, at, size in head[::-1])
+    assert start + size == 128
+    # What the sender fills in is where the receiver's C reads it; see `tests/nic_offload/test_granted.py`.
+    of_sender = ("the slot's generation", "the generation of its", "the number of its", "bytes of payload")
+    assert [field(data, head, what) for what in of_sender] == [bytes(8), bytes(8), bytes(4), bytes(4)]
+
+
 def test_a_call_is_as_the_page_says() -> None:
-    head, block, _ = tables()
+    _, head, block, _ = tables()
     call = wire.Call(7, wire.CallKind.FETCH, 8, b"f" * 16, (("name", b"value"),), wire.TELLS, 3, 9, 10)
     row = wire.FetchRow(b"k" * 32, 11, 12, 13, 14, 15)
     data = call_bytes(call, 1, wire.rows_of_fetch([row]))
@@ -75,7 +93,7 @@ def test_a_call_is_as_the_page_says() -> None:
 
 
 def test_a_reserve_and_its_answer_are_as_the_page_says() -> None:
-    _, block, answer = tables()
+    _, _, block, answer = tables()
     row = wire.rows_of_reserve([wire.ReserveRow(b"k" * 32, 11, 12)])
     assert len(row) == 40
     assert row == wire.rows_of_fetch([wire.FetchRow(b"k" * 32, 11, 12, 0, 0, 0)])[:40]
@@ -95,4 +113,4 @@ def test_the_numbers_in_the_text_are_the_codes() -> None:
     assert f"1 to {BATCH_BLOCKS_MAX:,}" in PAGE
     assert f"Of a get `{AckCode.SERVED:#x}`" in PAGE
     assert (wire.AnswerCode.DONE, wire.AnswerCode.BYTES) == (1, 2)
-    assert f"`{AckCode.LEASE_EXPIRED:#x}` to `{AckCode.EXPIRED:#x}`" in PAGE
+    assert f"`{AckCode.LEASE_EXPIRED:#x}` to `{AckCode.DIFFERS:#x}`" in PAGE

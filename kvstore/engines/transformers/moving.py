@@ -16,7 +16,6 @@ from kvstore.client import Block, Client, Hit
 from kvstore.errors import FabricError
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.miss import Miss
-from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ class Mover:
         self._slots = slots
         self._memory: mmap.mmap = allocate(max(MEMORY_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._flags = FlagWords.create(1)
         self._region: Region | None = None
         try:
             self._region = client.register(self._memory)
@@ -85,9 +83,7 @@ class Mover:
             blocks.append(Block(piece.key, self._region, at, piece.length))
             at += piece.length
         for first in range(0, len(blocks), self._slots):
-            self._flags[0].store(0)
-            puts = self.client.reserve(blocks[first : first + self._slots]).arm(self._flags[0])
-            self._flags[0].store(1)
+            puts = self.client.arm(blocks[first : first + self._slots])
             results = puts.wait(_TIMEOUT_S)
             puts.abandon()  # whatever has not landed by now: the memory is used for others next
             for result in results:
@@ -119,4 +115,3 @@ class Mover:
         self.client.close()  # first: it ends whatever still uses the memory
         if self._region is not None:
             self._region.close()
-        self._flags.close()

@@ -22,7 +22,6 @@ from kvstore.client import Block, Client, Hit
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import LEASE_TIMEOUT_MS, SLOTS_PER_CLIENT_MAX
-from nic_offload.flags import FlagWords
 
 if TYPE_CHECKING:
     import mmap
@@ -77,8 +76,6 @@ class HostMemory:
                 if transport == "fabric":
                     raise
                 log.warning("There is no fabric here (%s); chunks are sent inside gRPC.", error)
-        self._flags = FlagWords.create(1)
-        self._flags[0].store(1)  # what is put is there already
         self._lock = threading.Condition()
         self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # the one used longest ago first
         self._free = list(range(len(memory) // slot_bytes))
@@ -240,8 +237,7 @@ class HostMemory:
                 return
             part = SLOTS_PER_CLIENT_MAX
             for first in range(0, len(keys), part):
-                puts = self._client.reserve([self._block(key) for key in keys[first : first + part]])
-                armed = puts.arm(self._flags[0])
+                armed = self._client.arm([self._block(key) for key in keys[first : first + part]])
                 armed.wait(LEASE_TIMEOUT_MS / 1000)
                 armed.abandon()  # whatever has not landed by now: its slot is to be used again
         except KvError as error:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvstore.client import Block, Client
 from kvstore.clock import SystemClock
 from kvstore.errors import KeyTaken, KvError, Overloaded
-from nic_offload.flags import FlagWords
 
 if TYPE_CHECKING:
     import mmap
@@ -65,8 +64,6 @@ class FabricSender:
         self._client, self._region = client, region
         self._part = max(1, slots // 2)
         self._timeout_s = timeout_s
-        self._flags = FlagWords.create(1)
-        self._flags[0].store(1)  # what is sent is there already
         self._last: list[ArmedPuts] = []  # what may still have slots on the node
         self._clock = SystemClock()
 
@@ -96,7 +93,7 @@ class FabricSender:
         while True:
             self._last = [armed for armed in self._last if not armed.has_ended]
             try:
-                armed = self._client.reserve(blocks).arm(self._flags[0])
+                armed = self._client.arm(blocks)
             except Overloaded:
                 # If puts of ours have the slots, each that ends gives one back.
                 if not self._last or not left_s():

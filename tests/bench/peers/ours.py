@@ -9,7 +9,7 @@ And these, which Redis has no counterpart for:
     keep NAME OTHER         know the same blocks by another name as well
     ready                   wait until the node, restarted, answers a get from its fabric again
 
-Times are the caller's: from calling `reserve`, or from the flag's store where puts were armed ahead, until `wait` has
+Times are the caller's: from calling `arm`, or from the flag's store where puts were armed ahead, until `wait` has
 returned. A put `landed` or `written` asks for that durability and no more.
 """
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import Block, Client, Hit
 from kvstore.durability import Durability
-from kvstore.errors import KvError, Overloaded
+from kvstore.errors import KvError
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
@@ -35,7 +35,7 @@ from tests.bench.peers.worker import WorkerFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.client import ArmedPuts, Reservation
+    from kvstore.client import ArmedPuts
 
 __all__ = ["main", "store_at_cadence"]
 
@@ -126,7 +126,7 @@ class _Ours:
         return " ".join(map(str, (start_ns, end_ns, _cpu_ns() - start_cpu_ns, *calls_ns)))
 
     def put(self, name: str, how: str, batch: str, window: str, calls: str) -> str:
-        """Fresh blocks, each call a reservation, a store to the flag word, and the wait until it was told."""
+        """Fresh blocks, each call arms, stores to the flag word, and the wait until it was told."""
         client, flag, durability, width = self._client, self._flags[0], _HOW[how], int(batch)
         assert client is not None
         keys = self._sets[name] = self._fresh(width * int(calls))
@@ -137,23 +137,11 @@ class _Ours:
         ]
 
         def begin(call: int) -> Callable[[], None]:
-            puts = self._reserved(client, blocks[call], durability).arm(flag)
+            puts = client.arm(blocks[call], flag, durability=durability)
             flag.store(before + call + 1)
             return lambda: _told(puts)
 
         return self._calls(begin, int(calls), int(window))
-
-    @staticmethod
-    def _reserved(client: Client, blocks: Sequence[Block], durability: Durability) -> Reservation:
-        """As an application does it that is told that its slots are taken: it waits, and its clock goes on."""
-        until = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                return client.reserve(blocks, durability=durability)
-            except Overloaded:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(_NO_SLOT_S)
 
     def get(self, name: str, batch: str, window: str) -> str:
         """What was put under the name; every call is one get."""
@@ -180,9 +168,11 @@ class _Ours:
         keys = self._sets["armed"] = self._fresh(int(count))
         with FlagWords.create(1) as flags:
             puts = [
-                self._reserved(
-                    self._client, self._blocks([key], i, put=True, threshold=i + 1), Durability.LANDED
-                ).arm(flags[0])
+                self._client.arm(
+                    self._blocks([key], i, put=True, threshold=i + 1),
+                    flags[0],
+                    durability=Durability.LANDED,
+                )
                 for i, key in enumerate(keys)
             ]
             cpu_ns = _cpu_ns()

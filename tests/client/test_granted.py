@@ -1,0 +1,249 @@
+"""Puts that ask nothing: `Client.arm` and `Client.put`, from the flag to the drive and back."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Client
+from kvstore.client.block_calls import Stored
+from kvstore.client.blocks import Hit
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ProtocolError
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from nic_offload.trigger import TriggeredNotify, arm
+from tests.conftest import MIB, Rig
+from tests.nic_offload.rig import PAGE, wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.node.node import Node
+
+WAIT_S = 20.0
+LENGTH = 50_000
+LANDED = Durability.LANDED
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node") as node:
+        yield node
+
+
+def is_settled(node: NodeInProcess) -> bool:
+    return bool(node.call(lambda inside: len(inside.granted) == 0))
+
+
+def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: Rig) -> None:
+    dice = random.Random(17)
+    for number in range(150):
+        block = rig.block(number, dice.randrange(1, 200_000), offset=dice.randrange(MIB))
+        (result,) = rig.client.put([block], durability=LANDED)
+        assert (result.error, result.durability) == (None, LANDED)
+        if number % 2:
+            assert isinstance(rig.client.exists([block.key])[0], Stored)
+        assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+        assert rig.is_exact(block)
+    wait_until(lambda: is_settled(node), "all of it is on the drive")
+    assert rig.client.calls <= 4 + 75, "puts and gets need no call"
+
+
+def test_any_number_is_armed_over_a_few_slots_and_with_one_flag(node: NodeInProcess) -> None:
+    count, length = 5000, 4000
+    with Client(node.target, slots=4) as client, FlagWords.create(1) as flags:
+        kv = client.register(memory := allocate(count * 4096))
+        memory[:] = random.Random(5).randbytes(count * 4096)
+        blocks = [
+            Block(block_key(number.to_bytes(4)), kv, number * 4096, length, threshold=number + 1)
+            for number in range(count)
+        ]
+        puts = client.arm(blocks, flags[0])
+        flags[0].store(1000)
+        wait_until(lambda: puts.progress()[2] == 1000, "those that were due")
+        time.sleep(0.05)
+        assert puts.progress() == (1000, 1000, 1000)
+        flags[0].store(count)
+        assert {(one.error, one.durability) for one in puts.wait(60)} == {(None, Durability.WRITTEN)}
+        back = client.register(found := allocate(count * 4096))
+        for first in range(0, count, 1000):
+            wanted = [Block(one.key, back, one.offset, length) for one in blocks[first : first + 1000]]
+            assert all(isinstance(one, Hit) for one in client.get(wanted, timeout_s=WAIT_S))
+        for block in blocks:
+            piece = slice(block.offset, block.offset + length)
+            assert found[piece] == memory[piece]
+
+
+def test_a_put_is_armed_before_its_block_has_a_name(rig: Rig) -> None:
+    blocks = [Block(b"", rig.from_region, number * LENGTH, LENGTH, threshold=1) for number in range(3)]
+    puts = rig.client.arm(blocks, rig.flags[0])
+    puts.name(0, rig.key(0))
+    puts.name(2, rig.key(2))
+    rig.flags[0].store(1)
+    first, second, third = puts.wait(WAIT_S)
+    assert [(one.key, one.error) for one in (first, third)] == [(rig.key(0), None), (rig.key(2), None)]
+    assert isinstance(second.error, ProtocolError)
+    wanted = [Block(rig.key(n), rig.to_region, n * LENGTH, LENGTH) for n in (0, 2)]
+    assert rig.client.get(wanted) == [Hit(rig.key(0)), Hit(rig.key(2))]
+    assert rig.target[2 * LENGTH : 3 * LENGTH] == rig.source[2 * LENGTH : 3 * LENGTH]
+    with pytest.raises(ProtocolError, match="once"):
+        puts.name(0, rig.key(5))
+    with pytest.raises(ProtocolError, match="without a key"):
+        rig.client.get(blocks)
+
+
+def test_a_block_that_is_larger_than_was_agreed_is_refused_here(rig: Rig) -> None:
+    with pytest.raises(ProtocolError, match="up to 1048576 bytes"):
+        rig.client.put([rig.block(0, MIB + 1)])
+    assert rig.client.put([rig.block(0)])[0].error is None
+
+
+def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(node: NodeInProcess, rig: Rig) -> None:
+    puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=30)
+    (result,) = puts.wait(WAIT_S)
+    assert isinstance(result.error, DeadlineExceeded)
+    rig.flags[0].store(1)
+    (outcome,) = rig.client.get([rig.wanted(rig.block(0))])
+    assert isinstance(outcome, Miss)
+    assert outcome.reason is MissReason.UNKNOWN
+    assert rig.client.put([rig.block(number) for number in range(16)])[15].error is None
+    assert connections(node) == 1, "the link is the same"
+
+
+def test_what_is_deleted_right_after_it_landed_is_gone_and_stays_gone(node: NodeInProcess, rig: Rig) -> None:
+    for number in range(60):
+        block = rig.block(number, LENGTH)
+        assert rig.client.put([block], durability=LANDED)[0].error is None
+        rig.client.delete([block.key])
+        (outcome,) = rig.client.get([rig.wanted(block)])
+        assert isinstance(outcome, Miss), number
+    wait_until(lambda: is_settled(node), "the drive has done what it was given")
+    for number in range(60):
+        (outcome,) = rig.client.get([rig.wanted(rig.block(number, LENGTH))])
+        assert isinstance(outcome, Miss), number
+
+
+def test_what_landed_stays_as_the_hot_copy(node: NodeInProcess, rig: Rig) -> None:
+    blocks = [rig.block(number, LENGTH) for number in range(16)]
+    assert all(one.error is None for one in rig.client.put(blocks))
+    before = rig.client.statistics()
+    assert rig.client.get([rig.wanted(block) for block in blocks]) == [Hit(block.key) for block in blocks]
+    after = rig.client.statistics()
+    assert (after.hits_memory - before.hits_memory, after.hits_drive) == (16, before.hits_drive)
+    rig.client.delete([block.key for block in blocks])
+    wait_until(
+        lambda: node.call(lambda inside: inside.hot.pages.statistics().kept_bytes) == 0,
+        "what dies gives its memory back",
+    )
+
+
+def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(node: NodeInProcess, rig: Rig) -> None:
+    rig.client.put([rig.block(0, LENGTH)])
+    assert node.call(lambda inside: inside.hot.shares.total_bytes) > 0
+    wait_until(lambda: node.call(lambda inside: inside.hot.shares.total_bytes) == 0, "it is given back")
+    assert rig.client.put([rig.block(1, LENGTH)])[0].error is None
+
+
+def test_puts_wait_for_memory_and_for_nothing_else(tmp_path: Path) -> None:
+    """The hot memory has room for six such blocks; forty go through it, one client's beside another's."""
+    with NodeInProcess(tmp_path / "node", hot_bytes=6 * MIB + MIB // 2) as node:
+        rigs = Rig(node), Rig(node)
+        for rig in rigs:
+            rig.flags[0].store(1000)
+        puts = [rig.client.arm([rig.block(n) for n in range(20)], rig.flags[0]) for rig in rigs]
+        for one in puts:
+            assert {result.error for result in one.wait(60)} == {None}
+        for rig in rigs:
+            for number in range(0, 20, 5):
+                block = rig.block(number)
+                assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+                assert rig.is_exact(block)
+            rig.close()
+
+
+def rooms(node: NodeInProcess) -> int:
+    return int(node.call(lambda inside: sum(len(area.rooms) for area in inside.granted._areas.values())))
+
+
+def connections(node: NodeInProcess) -> int:
+    return int(node.call(len))
+
+
+def test_what_comes_into_a_slot_and_is_no_put_ends_that_connection_alone(node: NodeInProcess) -> None:
+    bad, good = Rig(node), Rig(node)
+    good.client.put([good.block(0, LENGTH)])
+    bad.client.put([bad.block(0, LENGTH)])
+    link = bad.client._link
+    assert link is not None
+
+    def slot_of(inside: Node) -> tuple[int, int]:
+        area = inside.granted._areas[link.number]
+        return area.told.flags + 8, area.told.key
+
+    target, key = node.call(slot_of)
+    due = node.call(lambda inside: inside.granted._areas[link.number].area.first_generation)
+    arm(bad.client.fabric, [TriggeredNotify(7, link.endpoint, link.peer, target, key, due)])
+    wait_until(lambda: connections(node) == 1, "that connection is closed")
+    assert good.client.put([good.block(1, LENGTH)])[0].error is None
+    wait_until(lambda: not bad.client.is_attached, "its client knows")
+    assert bad.client.put([bad.block(1, LENGTH)])[0].error is None, "a new connection serves"
+    for rig in (bad, good):
+        rig.close()
+
+
+def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> None:
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = Rig(node)
+        rig.client.put([rig.block(0, LENGTH)])
+        puts = rig.client.arm([rig.block(number, LENGTH) for number in range(1, 16)], rig.flags[0])
+    results = puts.wait(WAIT_S)
+    assert all(isinstance(one.error, KvError) for one in results)
+    assert puts.has_ended
+    rig.close()
+
+
+def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise Overloaded("The drive has as many puts to do as it accepts.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.node.store, "put", full)
+        kept, gone = rig.block(0, LENGTH), rig.block(1, LENGTH)
+        assert rig.client.put([kept], durability=LANDED)[0].error is None
+        waiting = rig.client.arm([gone])
+        assert waiting.wait_landed(WAIT_S)
+        wanted = [rig.wanted(kept), rig.wanted(gone)]
+        assert rig.client.get(wanted, timeout_s=WAIT_S) == [Hit(kept.key), Hit(gone.key)]
+        rig.client.delete([gone.key])
+        assert waiting.wait(WAIT_S)[0].error is None, "it was put, and is gone again"
+        here, missed = rig.client.get(wanted, timeout_s=WAIT_S)
+        assert here == Hit(kept.key)
+        assert isinstance(missed, Miss)
+    wait_until(lambda: is_settled(node), "the drive takes puts again")
+    here, missed = rig.client.get(wanted, timeout_s=WAIT_S)
+    assert here == Hit(kept.key)
+    assert isinstance(missed, Miss)
+
+
+def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_client_may_hold(
+    node: NodeInProcess, rig: Rig
+) -> None:
+    """Whatever was given for one size and is not used is taken back for the other."""
+    for length in (MIB - PAGE, 2 * PAGE, MIB, 3 * PAGE, MIB // 2, MIB):
+        block = rig.block(length % 997, length, offset=0)
+        assert rig.client.put([block, rig.block(length % 991, 2 * PAGE)], timeout_s=WAIT_S)[0].error is None
+        wait_until(lambda: rooms(node) == 0, "an idle client holds nothing")
+        (first, second) = rig.client.put(
+            [rig.block(length % 983, length // 2 + 1, offset=0), rig.block(length % 977, MIB, offset=0)]
+        )
+        assert (first.error, second.error) == (None, None)

@@ -1,0 +1,460 @@
+"""Puts by grants: the sender here, the receiver there, and peers who keep to nothing.
+
+Where a peer is played heads are packed from what `proto/kvstore/v1/kvstore.proto` says of them, and by no code of ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.checksum import crc32c
+from nic_offload.group import Group
+from nic_offload.receiver import Receiver, Room
+from nic_offload.sender import METADATA_BYTES_MAX, Area, GrantedPut, Heads, Sender, send
+from nic_offload.shelf import Shelf
+from nic_offload.trigger import TriggeredNotify, arm
+from tests.nic_offload.rig import PAGE, WAIT_S, Pair, after_ms, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nic_offload.receiver import Came, State
+
+PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
+MIB = 1 << 20
+LENGTH_MAX = 256 << 10
+SLOTS = 4
+SLOT = PAGE + LENGTH_MAX
+ROOMS = PAGE + SLOTS * SLOT  # in the far memory, behind flags and slots
+HEADS = 0  # in the near memory
+DATA = SLOTS * PAGE
+OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
+FIRST, FIRST_ACK = 1 << 40, 1 << 20
+LANDED, WRITTEN = 1, 2
+DIFFERS, TAKEN, EXPIRED = 0x47, 0x45, 0x46
+RECEIVER = 77
+WORDS = 64
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+class Rig:
+    """The near side is a client, the far side its node."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.shelf = Shelf(pair.far.fabric, pair.far.region)
+        here = pair.far.region.address
+        self.receiver = Receiver(
+            pair.far.fabric,
+            self.shelf,
+            pair.far.endpoint,
+            RECEIVER,
+            pair.back.peer,
+            Area(here, here + PAGE, SLOT, 0, SLOTS, FIRST),
+            LENGTH_MAX,
+            OWNER,
+            (pair.back.word_target(0), pair.back.key, WORDS),
+            (LANDED, DIFFERS, TAKEN, EXPIRED),
+        )
+        there = pair.there
+        self.sender = Sender(
+            pair.near.endpoint,
+            pair.near.region,
+            there.peer,
+            Area(there.base, there.base + PAGE, SLOT, there.key, SLOTS, FIRST),
+            pair.near.word(0).address,
+            WORDS,
+            0,
+            pair.near.region.address + HEADS,
+            FIRST_ACK,
+            10_000_000_000,
+            3,
+        )
+        self.came: list[Came] = []
+        self._rooms = 0
+        self._tags = itertools.count(1 << 20, 1 << 10)
+        self._heads: list[Heads] = []
+        pair.near.fill(DATA, os.urandom(MIB))
+
+    def feed(self, count: int, pages: int = 1 + LENGTH_MAX // PAGE) -> None:
+        base, rooms = self.pair.far.region.address + ROOMS, []
+        for _ in range(count):
+            rooms.append(Room(base + self._rooms, pages, self._rooms))
+            self._rooms += pages * PAGE
+        assert ROOMS + self._rooms <= self.pair.far.length
+        self.receiver.feed(rooms)
+
+    def put(
+        self,
+        numbers: list[int],
+        length: int = 5000,
+        *,
+        durability: int = LANDED,
+        expires_unix_ms: int = 0,
+        metadata: bytes = b"",
+        deadline_ns: int = 0,
+        threshold: int = 0,
+    ) -> tuple[int, Group]:
+        """Put pieces of our data, each from an offset of its own; with a threshold when word 100 reaches it."""
+        near, tag = self.pair.near, next(self._tags)
+        group = Group(near.fabric, tag, len(numbers))
+        heads = Heads(
+            [key_of(one) for one in numbers], FINGERPRINT, durability, expires_unix_ms, (metadata, b"")
+        )
+        self._heads.append(heads)
+        trigger = near.counter(near.word(100)) if threshold else None
+        puts = [
+            GrantedPut(
+                tag + 2 * i,
+                near.region,
+                near.region.address + DATA + number * 64,
+                length,
+                heads.address(i),
+                trigger,
+                threshold,
+                deadline_ns,
+                group,
+                i,
+            )
+            for i, number in enumerate(numbers)
+        ]
+        send(near.fabric, self.sender, puts)
+        return tag, group
+
+    def data(self, number: int, length: int) -> bytes:
+        return self.pair.near.bytes_at(DATA + number * 64, length)
+
+    def take(self) -> State:
+        came, state = self.receiver.take()
+        self.came += came
+        return state
+
+    def wait_came(self, count: int) -> None:
+        def enough() -> bool:
+            self.take()
+            return len(self.came) >= count
+
+        wait_until(enough, f"{count} blocks")
+
+    def payload(self, came: Came) -> bytes:
+        return self.pair.far.bytes_at(came.address + PAGE - self.pair.far.region.address, came.length)
+
+    def codes(self, group: Group, count: int) -> list[int]:
+        assert group.wait(count, WAIT_S)
+        return [row.code for row in group.rows()]
+
+    def refusal(self, tag: int) -> int:
+        """The code that the node has answered to a put, which is no good one."""
+        near = self.pair.near
+        near.wait(lambda: bool(near.of(tag + 1)), "an answer")
+        (event,) = near.of(tag + 1)
+        return event.value & 0xFF
+
+    # --- a peer of its own making
+
+    def forge(self, slot: int, head: bytes, payload: bytes = b"", *, flag: int = FIRST) -> None:
+        """What a peer may write: the bytes end where the payload would, then the flag."""
+        pair, at, tag = self.pair, DATA + MIB, next(self._tags)
+        data = head + payload
+        pair.near.fill(at, data)
+        target = PAGE + slot * SLOT + PAGE - len(head)
+        pair.there.arm(pair.there.put(tag, len(data), source=at, target=target))
+        pair.near.final(tag)
+        self.flag(slot, flag)
+
+    def flag(self, slot: int, value: int) -> None:
+        near, there, tag = self.pair.near, self.pair.there, next(self._tags)
+        target = there.base + slot * 8
+        arm(near.fabric, [TriggeredNotify(tag, near.endpoint, there.peer, target, there.key, value)])
+        near.final(tag)
+
+
+def head_of(
+    payload: bytes,
+    *,
+    generation: int = FIRST,
+    ack_generation: int = 9,
+    ack_word: int = 3,
+    length: int | None = None,
+    metadata: bytes = b"",
+    metadata_bytes: int | None = None,
+    flags: int = 1,
+    durability: int = LANDED,
+    payload_crc: int | None = None,
+    head_crc: int | None = None,
+) -> bytes:
+    """Metadata and head, as the proto's page has them."""
+    rest = struct.pack(
+        "<IQQQIIIBB2x32s16s32x",
+        len(metadata) if metadata_bytes is None else metadata_bytes,
+        generation,
+        ack_generation,
+        0,
+        ack_word,
+        len(payload) if length is None else length,
+        crc32c(payload) if payload_crc is None else payload_crc,
+        flags,
+        durability,
+        key_of(1),
+        FINGERPRINT,
+    )
+    summed = crc32c(metadata + rest) if head_crc is None else head_crc
+    return metadata + struct.pack("<I", summed) + rest
+
+
+def open_rig(provider: str) -> Iterator[Rig]:
+    with Pair(provider, 16 * MIB) as pair:
+        pair.there.fence()
+        yield Rig(pair)
+
+
+@pytest.fixture(params=PROVIDERS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    yield from open_rig(request.param)
+
+
+@pytest.fixture
+def net() -> Iterator[Rig]:
+    yield from open_rig("net")
+
+
+@pytest.mark.parametrize("length", [1, 4096, 5000, 16_384, 100_001, LENGTH_MAX])
+def test_a_block_comes_whole_with_what_is_said_of_it(rig: Rig, length: int) -> None:
+    rig.feed(1)
+    _, group = rig.put([7], length, durability=LANDED, metadata=b"who wants it")
+    assert rig.codes(group, 1) == [LANDED]
+    rig.wait_came(1)
+    (came,) = rig.came
+    assert (came.key, came.fingerprint, came.length) == (key_of(7), FINGERPRINT, length)
+    assert (came.durability, came.ack_word, came.ack_generation, came.listed) == (LANDED, 0, FIRST_ACK, 1)
+    assert rig.payload(came) == rig.data(7, length)
+    assert came.crc32c == crc32c(rig.data(7, length))
+    far, start = rig.pair.far, came.address - rig.pair.far.region.address
+    assert came.metadata_bytes == 16
+    assert far.bytes_at(start + PAGE - 128 - 16, 16) == b"who wants it\0\0\0\0"
+    assert len(rig.shelf) == 1
+
+
+def test_more_puts_than_slots_take_turns(rig: Rig) -> None:
+    rig.feed(40, pages=3)
+    numbers = list(range(40))
+    _, group = rig.put(numbers)
+    assert rig.codes(group, 40) == [LANDED] * 40
+    rig.wait_came(40)
+    assert sorted(came.key for came in rig.came) == sorted(map(key_of, numbers))
+    for came in rig.came:
+        assert rig.payload(came) == rig.data(int.from_bytes(came.key, "little"), 5000)
+
+
+def test_what_is_written_into_a_slot_after_its_flag_counts_for_nothing(net: Rig) -> None:
+    net.feed(1)
+    _, group = net.put([3])
+    assert net.codes(group, 1) == [LANDED]
+    net.wait_came(1)
+    net.pair.far.fill(PAGE, b"\xff" * SLOTS * SLOT)
+    assert net.payload(net.came[0]) == net.data(3, 5000)
+
+
+def test_bytes_that_are_not_those_that_were_sent_are_refused(net: Rig) -> None:
+    net.feed(2, pages=4)
+    payload = os.urandom(9000)
+    net.forge(1, head_of(payload, payload_crc=crc32c(payload) ^ 1), payload)
+    word = net.pair.near.word(3)
+    wait_until(lambda: word.load() == 9 << 8 | DIFFERS, "the answer")
+    state = net.take()
+    assert (net.came, state.differed, state.rooms, len(net.shelf)) == ([], 1, 2, 0)
+    net.forge(1, head_of(payload, generation=FIRST + 1, ack_generation=10), payload, flag=FIRST + 1)
+    wait_until(lambda: word.load() == 10 << 8 | LANDED, "the slot serves again")
+    net.wait_came(1)
+    assert net.payload(net.came[0]) == payload
+
+
+def test_a_flag_whose_bytes_have_not_come_is_no_put(net: Rig) -> None:
+    """As a NIC does it that fires at errors: the head in the slot is not of this generation."""
+    net.feed(1)
+    net.flag(0, FIRST)
+    wait_until(lambda: net.take().broken == -errno.EPROTO, "the end")
+    assert net.came == []
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        {"generation": FIRST + 1},
+        {"generation": FIRST - 1},
+        {"length": 0},
+        {"length": LENGTH_MAX + 1},
+        {"length": 0xFFFFFFFF},
+        {"metadata_bytes": 4},
+        {"metadata_bytes": METADATA_BYTES_MAX + 8},
+        {"metadata_bytes": 0xFFFFFFF8},
+        {"ack_word": WORDS},
+        {"ack_generation": 0},
+        {"ack_generation": 1 << 56},
+        {"durability": 0},
+        {"flags": 3},
+        {"head_crc": 5},
+    ],
+    ids=str,
+)
+def test_what_is_no_put_ends_all_and_says_nothing(net: Rig, slip: dict[str, int]) -> None:
+    net.feed(1)
+    payload = os.urandom(500)
+    net.forge(2, head_of(payload, **slip), payload)  # type: ignore[arg-type]
+    wait_until(lambda: net.take().broken == -errno.EPROTO, "the end")
+    assert net.receiver.rooms() == [0], "its room is unused"
+    net.forge(0, head_of(payload), payload)
+    time.sleep(0.05)
+    assert net.take().broken == -errno.EPROTO
+    assert (net.came, len(net.shelf), net.pair.near.word(3).load()) == ([], 0, 0)
+
+
+def test_without_a_room_a_put_waits_and_is_told_of_once(net: Rig) -> None:
+    _, group = net.put([1, 2])
+    net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
+    assert not group.wait(1, 0.05)
+    state = net.take()
+    assert (state.wanted_pages, state.rooms, state.starved) == (3, 0, 1)
+    net.feed(2, pages=3)
+    assert net.codes(group, 2) == [LANDED] * 2
+    net.wait_came(2)
+    assert [net.payload(came) for came in net.came] == [net.data(1, 5000), net.data(2, 5000)]
+
+
+def test_a_room_of_the_right_size_is_taken_before_a_larger_one(net: Rig) -> None:
+    net.feed(1, pages=9)
+    net.feed(1, pages=3)
+    net.feed(1, pages=5)
+    for number in (1, 2):
+        _, group = net.put([number])
+        assert net.codes(group, 1) == [LANDED]
+    net.wait_came(2)
+    assert [came.room // PAGE for came in net.came] == [9, 12]
+
+
+def test_what_was_taken_back_before_it_fired_uses_up_no_slot(net: Rig) -> None:
+    net.feed(8, pages=3)
+    near = net.pair.near
+    tag, group = net.put(list(range(50)), threshold=5)
+    assert near.fabric.cancel([tag + 2 * i for i in range(50)]) == 50
+    near.all_final([tag + 2 * i for i in range(50)])
+    assert {near.finals()[tag + 2 * i].status for i in range(50)} == {-errno.ECANCELED}
+    assert group.open_rows == 50, "their rows are for their owner to end"
+    _, group = net.put(list(range(8)))
+    assert net.codes(group, 8) == [LANDED] * 8
+
+
+def test_a_deadline_ends_what_waits_for_its_flag_or_for_a_slot(net: Rig) -> None:
+    near = net.pair.near
+    tag, _ = net.put(list(range(3)), threshold=1000, deadline_ns=after_ms(30))
+    assert near.final(tag + 4).status == -errno.ETIMEDOUT
+    # Without rooms four fill the slots, and the others wait for these.
+    tag, group = net.put(list(range(10)), deadline_ns=after_ms(100))
+    ended = near.all_final([tag + 2 * i for i in range(4, 10)])
+    assert {ended[tag + 2 * i].status for i in range(4, 10)} == {-errno.ETIMEDOUT}
+    net.feed(8, pages=3)
+    wait_until(lambda: [row.code for row in group.rows()][:4] == [LANDED] * 4, "what had gone out")
+    _, group = net.put(list(range(20, 24)))
+    assert net.codes(group, 4) == [LANDED] * 4
+
+
+def test_closing_the_endpoint_ends_all_of_it(rig: Rig) -> None:
+    rig.feed(2, pages=3)
+    _, group = rig.put(list(range(30)))  # some land, some fill slots, some wait for a slot,
+    rig.put(list(range(30)), threshold=9)  # and some for their flag
+    assert group.wait(2, WAIT_S)
+    rig.pair.near.endpoint.close()
+    rig.sender.close()
+    rig.wait_came(2)
+    rig.pair.far.endpoint.close()
+    assert rig.receiver.rooms() == []
+    rig.receiver.close()
+
+
+def test_what_had_come_when_the_endpoint_is_closed_is_taken_as_far_as_there_is_room(net: Rig) -> None:
+    _, group = net.put([1, 2, 3])
+    net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
+    wait_until(lambda: net.pair.far.bytes_at(0, 24) == FIRST.to_bytes(8, "little") * 3, "all flags")
+    # Rooms that come in the same moment as the end.
+    net.pair.near.endpoint.close()
+    net.feed(2, pages=3)
+    net.pair.far.endpoint.close()
+    net.take()
+    assert [net.payload(came) for came in net.came] == [net.data(1, 5000), net.data(2, 5000)]
+    assert group.open_rows >= 1
+
+
+def test_another_block_of_the_name_is_refused_where_nobody_could_be_told_later(net: Rig) -> None:
+    net.feed(6, pages=3)
+    assert net.codes(net.put([1])[1], 1) == [LANDED]
+    other = net.data(1, 4999)
+    tag, group = net.put([1], 4999)
+    assert net.refusal(tag) == TAKEN
+    group.end(0)
+    tag, group = net.put([1], 4999, durability=WRITTEN)  # the application decides, and says so
+    assert group.wait_landed(WAIT_S)
+    assert net.codes(net.put([1])[1], 1) == [LANDED], "the same block once more"
+    net.wait_came(3)
+    state = net.take()
+    assert [came.listed for came in net.came] == [1, 0, 0]
+    assert net.payload(net.came[1]) == other
+    assert (state.taken, len(net.shelf)) == (0, 1)
+
+
+def test_a_block_whose_life_is_counted_is_not_listed_and_not_acknowledged_too_late(net: Rig) -> None:
+    net.feed(3, pages=3)
+    now_ms = int(time.time() * 1000)
+    assert net.codes(net.put([1], expires_unix_ms=now_ms + 60_000)[1], 1) == [LANDED]
+    tag, group = net.put([2], expires_unix_ms=now_ms - 1)
+    assert net.refusal(tag) == EXPIRED
+    group.end(0)
+    net.wait_came(1)
+    assert (net.came[0].listed, net.came[0].expires_unix_ms, len(net.shelf)) == (0, now_ms + 60_000, 0)
+
+
+def test_a_name_that_fires_before_it_is_known_is_not_sent(net: Rig) -> None:
+    net.feed(2, pages=3)
+    near = net.pair.near
+    tag, group = net.put([1], durability=0)
+    assert near.final(tag).status == -errno.EINVAL
+    group.end(0)
+    tag, group = net.put([0], durability=0, threshold=5)
+    net._heads[-1].name(0, key_of(42), LANDED)
+    near.word(100).store(5)
+    assert net.codes(group, 1) == [LANDED]
+    net.wait_came(1)
+    assert net.came[0].key == key_of(42)
+
+
+def test_nobody_is_woken_for_each_block_that_nobody_waits_for(net: Rig) -> None:
+    net.feed(40, pages=3)
+    for number in range(20):
+        assert net.codes(net.put([number])[1], 1) == [LANDED]
+    time.sleep(0.05)
+    net.pair.far.reap()
+    told = len(net.pair.far.of(RECEIVER))
+    assert told < 20
+    net.wait_came(20)
+    _, group = net.put([30], durability=WRITTEN)
+    net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) > told, "who waits is told of at once")
+    assert group.wait_landed(WAIT_S)
+
+
+def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: Rig) -> None:
+    net.feed(1, pages=3)
+    assert net.codes(net.put([1])[1], 1) == [LANDED]
+    net.wait_came(1)
+    assert net.shelf.rename(net.came[0].id, 5)
+    assert not net.shelf.rename(net.came[0].id, 6)
+    assert net.shelf.take(5)
+    assert len(net.shelf) == 0
