@@ -70,7 +70,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="*.jsonl (Mooncake's format) or *.csv (BurstGPT's)")
+    parser.add_argument("trace", metavar="TRACE", help="*.jsonl (Mooncake's) or *.csv (BurstGPT's, Azure's)")
     parser.add_argument(
         "--path",
         action="append",
@@ -85,6 +85,10 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         help="an answer's KV goes out every so many (%(default)s)",
     )
     parser.add_argument("--always-get", action="store_true", help="fetch even where computing is faster")
+    parser.add_argument("--overlap", action="store_true", help="compute a layer while later ones are fetched")
+    parser.add_argument(
+        "--block-tokens", type=int, default=512, help="tokens of a block of the trace (%(default)s)"
+    )
     parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
     _cluster(parser)
     _forms(parser, csv=False)
@@ -99,7 +103,15 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--break-even", action="store_true", help="fetch or compute again, for every model")
-    parser.add_argument("--path", choices=("cpu", "triggered"), default="triggered")
+    parser.add_argument(
+        "--way",
+        action="append",
+        choices=("recompute", "cpu", "triggered", "triggered+dram"),
+        help="of serving; may be repeated (default: all four)",
+    )
+    parser.add_argument(
+        "--highest-rate", action="store_true", help="the most users that the given cluster holds, instead"
+    )
     for name, kind, default, what in (
         ("users", int, 1000, "active at a time"),
         ("think-s", float, 60.0, "between an answer and the next question, mean seconds"),
@@ -112,9 +124,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         ("seed", int, 1, "of the trial"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
-    parser.add_argument("--trial", action="store_true", help="send the users through the event model")
+    parser.add_argument(
+        "--trial", action="store_true", help="try each plan once more, at random numbers of its own"
+    )
     _cluster(parser)
-    _forms(parser, csv=False)
+    _forms(parser)
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +184,12 @@ _COMMANDS = {
     "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
     "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
     "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
-    "plan": ("sim.replay.show_plan", "run_plan", _plan, "how many drives, nodes and links; fetch or compute"),
+    "plan": (
+        "sim.replay.show_plan",
+        "run_plan",
+        _plan,
+        "the cheapest cluster that keeps a deadline; or do not offload",
+    ),
     "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
     "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),
     "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),

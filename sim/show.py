@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["as_csv", "as_json", "bar", "save", "table"]
+__all__ = ["as_csv", "as_json", "bar", "save", "spinner", "table"]
 
 _BAR_CELLS = 40
 
@@ -77,3 +77,17 @@ def bar(what: str) -> Callable[[float], None]:
         sys.stderr.flush()
 
     return progress
+
+
+def spinner(what: str) -> Callable[[], None]:
+    """Give what has to be told of each step of something whose steps nobody can count beforehand."""
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{what}: trial {steps}\r")
+            sys.stderr.flush()
+
+    return step

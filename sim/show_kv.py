@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["figure_1", "run"]
 
-_WEIGHT_BYTES = 2
-
 
 def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
     """Each model's footprint and the bytes of its weights (0: not known)."""
@@ -31,7 +29,7 @@ def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
         entry = models.model(name)
         kept = models.relaid(entry, arguments.layout) if arguments.layout else None
         row = models.footprint(entry, arguments.tokens, arguments.batch, arguments.dtype or "fp16", kept)
-        found.append((row, entry.parameters * _WEIGHT_BYTES))
+        found.append((row, entry.parameters * models.WEIGHT_BYTES))
     for path in arguments.config or ():
         name, kept, dtype = hf_config.read_config(Path(path))
         if arguments.layout:

@@ -41,12 +41,14 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[Result]:
     """Each path over the same requests; each on a thread of its own, the core lets others run."""
-    requests = read_trace(Path(arguments.trace))
+    requests = read_trace(Path(arguments.trace), arguments.block_tokens)
     entry, cluster = model(arguments.model), cluster_of(arguments)
     terms = Terms(
         decode_put_tokens=arguments.decode_put_tokens,
         policy=arguments.policy,
         always_get=arguments.always_get,
+        overlap=arguments.overlap,
+        block_tokens=arguments.block_tokens,
     )
     with ThreadPoolExecutor(len(paths)) as threads:
         running = [

@@ -90,15 +90,60 @@ def test_the_page_needs_nothing_else(trace: Path, tmp_path: Path, capsys: pytest
         assert f"<td>{cell}</td>" in text
 
 
+SMALL_PLAN = ["plan", "--model", "llama-3-8b", "--users", "50", "--history-tokens", "2048"]
+
+
 def test_a_plan_says_why_and_tries_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--users", "100", "--trial"]) == 0
+    ways = ["--way", "recompute", "--way", "triggered"]
+    assert main([*SMALL_PLAN, *ways, "--trial"]) == 0
     text = capsys.readouterr().out
-    assert "because" in text
-    assert re.search(r"Tried with [\d,]+ turns: TTFT p50 .*, p99 .* of 1 s: kept", text)
-    assert main(["plan", "--users", "100", "--trial", "--json"]) == 0
+    assert re.search(r"^triggered +[\d.,]+ .* 1 engines of 8 GPUs; 1 nodes of", text, re.MULTILINE)
+    assert re.search(r"^engines +1 +1 +", text, re.MULTILINE)
+    # One engine can compute all again, and nodes cost something.
+    assert "Recommended: do not offload, compute every prompt again;" in text
+    assert len(re.findall(r"tried with [\d,]+ turns: TTFT p50 .*, p99 .* of 1 s: kept", text)) == 2
+    assert main([*SMALL_PLAN, *ways, "--trial", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["trial"]["paths"]["triggered"]["ttft_p99_s"] <= 1.0
-    assert [need["what"] for need in document["needs"]] == ["engines", "drives", "node links", "nodes"]
+    assert document["recommended"] == "recompute"
+    recompute, triggered = document["plans"]
+    assert triggered["trial"]["paths"]["triggered"]["ttft_p99_s"] <= 1.0
+    assert [need["what"] for need in triggered["least"]["needs"]] == [
+        "engines",
+        "drives",
+        "node links",
+        "nodes",
+    ]
+    assert recompute["usd_per_hour"] < triggered["usd_per_hour"]
+    assert main([*SMALL_PLAN, *ways, "--csv"]) == 0
+    head, first, _ = capsys.readouterr().out.splitlines()
+    assert head.split(",")[:3] == ["way", "users", "usd_per_hour"]
+    assert first.split(",")[2] == str(recompute["usd_per_hour"])
+
+
+def test_where_no_cluster_keeps_the_deadline_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "--model", "llama-3.1-405b", "--history-tokens", "100000", "--way", "triggered"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "none: a turn whose history was not found takes" in text
+    assert "No cluster within the bounds keeps the deadline" in text
+
+
+def test_the_highest_rate_of_a_given_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "--set",
+        "engines=1",
+        "--set",
+        "gpus_per_engine=1",
+        "--set",
+        "gpus_per_root=1",
+        "--set",
+        "nodes=1",
+    ]
+    assert main([*SMALL_PLAN, *small, "--highest-rate", "--way", "recompute", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["users"] > 10
+    assert row["turns_per_s"] == pytest.approx(row["users"] / 69)
 
 
 def test_break_even_lists_every_model(capsys: pytest.CaptureFixture[str]) -> None:
