@@ -33,6 +33,9 @@ def _curve(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", metavar="NAME=VALUE", help="change a parameter of the preset"
     )
     parser.add_argument("--parameters", action="store_true", help="list all parameters, units and ranges")
+    parser.add_argument(
+        "--ranges", action="store_true", help="fair: what each speed decides, within what it may be"
+    )
     parser.add_argument("--stages", action="store_true", help="show what each stage costs")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw Figs. 5, 6 and 7")
     _forms(parser)

@@ -13,19 +13,20 @@ every other stop a message has arrived as a whole before it goes on.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from sim.hardware import HARDWARE, accepted, changed
 from sim.replay.events import Step
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     from sim.replay.events import Events
 
-__all__ = ["PATHS", "Cluster", "PathName", "Plant", "changed", "read_cluster"]
+__all__ = ["PATHS", "Cluster", "PathName", "Plant", "read_cluster"]
 
 PathName = Literal["cpu", "triggered", "recompute"]
 PATHS: tuple[PathName, ...] = ("cpu", "triggered", "recompute")
@@ -33,7 +34,7 @@ PATHS: tuple[PathName, ...] = ("cpu", "triggered", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Counts, speeds and prices. Defaults: H100-like GPUs at PCIe 5, 100 Gb/s, the paper's drive at its intercepts."""
+    """Counts, speeds and prices. Defaults: H100-like GPUs, and the speeds of `sim.hardware`."""
 
     engines: int = 2
     gpus_per_engine: int = 8
@@ -46,22 +47,22 @@ class Cluster:
     gpu_mfu: float = 0.5  # share of them that a prefill reaches
     gpu_memory_bytes: float = 80e9
     decode_token_s: float = 0.03
-    pcie_bytes_per_s: float = 55e9  # each direction, by root
-    pcie_latency_s: float = 1e-6
-    trigger_message_s: float = 1e-6
-    nic_message_s: float = 5e-7
-    link_bits_per_s: float = 100e9
-    link_latency_s: float = 2e-6
-    cpu_message_s: float = 1e-5  # CPU path: the software of one message
-    host_copy_bytes_per_s: float = 10e9  # CPU path: one thread's copy
+    pcie_bytes_per_s: float = HARDWARE.pcie_bytes_per_s  # each direction, by root
+    pcie_latency_s: float = HARDWARE.pcie_latency_s
+    trigger_message_s: float = HARDWARE.trigger_message_s
+    nic_message_s: float = HARDWARE.nic_message_s
+    link_bits_per_s: float = HARDWARE.link_bits_per_s
+    link_latency_s: float = HARDWARE.link_latency_s
+    cpu_message_s: float = HARDWARE.cpu_message_s  # CPU path: the software of one message
+    host_copy_bytes_per_s: float = HARDWARE.host_copy_bytes_per_s  # CPU path: one thread's copy
     host_copy_threads: int = 2  # of a root
-    node_memory_bytes_per_s: float = 50e9
+    node_memory_bytes_per_s: float = HARDWARE.node_memory_bytes_per_s
     node_memory_bytes: float = 0.0  # of the DRAM tier; 0: none
-    drive_write_bytes_per_s: float = 2.34e9
-    drive_read_bytes_per_s: float = 5.22e9
-    drive_message_s: float = 5e-6
-    drive_write_latency_s: float = 2e-5
-    drive_read_latency_s: float = 8e-5
+    drive_write_bytes_per_s: float = HARDWARE.drive_write_bytes_per_s
+    drive_read_bytes_per_s: float = HARDWARE.drive_read_bytes_per_s
+    drive_message_s: float = HARDWARE.drive_message_s
+    drive_write_latency_s: float = HARDWARE.drive_write_latency_s
+    drive_read_latency_s: float = HARDWARE.drive_read_latency_s
     drive_capacity_bytes: float = 3.84e12
     gpu_usd_per_hour: float = 2.5
     node_usd_per_hour: float = 1.0
@@ -71,7 +72,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            unit, low, high = _range(field.name)
+            unit, low, high = accepted(field.name)
             require(field.name, getattr(self, field.name), unit, low, high)
         if self.gpus % self.gpus_per_root:
             raise OutOfRange(
@@ -115,48 +116,6 @@ class Cluster:
         of_a_node = self.node_usd_per_hour + self.links_per_node * self.link_usd_per_hour
         of_a_node += self.node_memory_bytes / 1e9 * self.memory_gb_usd_per_hour
         return self.nodes * of_a_node + self.drives * self.drive_usd_per_hour
-
-
-_COUNTS_MAX = {"engines": 4096, "gpus_per_engine": 64, "nodes": 1024, "drives_per_node": 128}
-
-
-def _range(name: str) -> tuple[str, float, float]:
-    """Unit and range of a field, by the ending of its name."""
-    if name in _COUNTS_MAX:
-        return f"a number of {name.partition('_')[0]}", 1, _COUNTS_MAX[name]
-    if name == "gpu_mfu":
-        return "a share", 0.001, 1
-    for ending, unit, low, high in (
-        ("_usd_per_hour", "US dollars an hour", 0, 1e6),
-        ("_bits_per_s", "bits a second", 1e6, 1e15),
-        ("_bytes_per_s", "bytes a second", 1e3, 1e15),
-        ("_flops_per_s", "floating-point operations a second", 1e9, 1e20),
-        ("_bytes", "bytes", 0, 1e18),
-        ("_s", "seconds", 0, 100),
-    ):
-        if name.endswith(ending):
-            return unit, low, high
-    first, _, per = name.partition("_per_")  # what is left counts things: links_per_node, decode_slots
-    return f"a number of {first if per else name.rpartition('_')[2]}", 1, 4096
-
-
-def changed(cluster: Cluster, assignments: Iterable[tuple[str, object]], source: str) -> Cluster:
-    """Put values in by name; whole numbers stay whole."""
-    known = {field.name: field.type for field in fields(Cluster)}
-    values: dict[str, float] = {}
-    for name, given in assignments:
-        if name not in known:
-            raise OutOfRange(source, repr(name), "a name of the cluster", "one of " + ", ".join(known))
-        unit, low, high = _range(name)
-        try:
-            value = float(str(given))
-        except ValueError:
-            raise OutOfRange(f"{source} {name}", repr(given), unit, f"from {low:g} to {high:g}") from None
-        require(f"{source} {name}", value, unit, low, high)
-        if known[name] == "int" and value != int(value):
-            raise OutOfRange(f"{source} {name}", repr(given), unit, "a whole number")
-        values[name] = int(value) if known[name] == "int" else value
-    return replace(cluster, **values)  # type: ignore[arg-type]
 
 
 def read_cluster(path: Path) -> Cluster:

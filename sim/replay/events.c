@@ -346,8 +346,8 @@ int events_reserve(events *e, int64_t resource, double ready_s, double service_s
 static int arrive(events *e, const struct event *event, const struct events_step *step, double units, double pages)
 {
 	struct resource *r = &e->resources[step->resource];
-	double service_s = pages * step->overhead_s + units * step->s_per_unit;
-	double ready_s = step->cuts_through ? fmax(0, event->time_s - service_s) : event->time_s;
+	double transfer_s = units * step->s_per_unit, service_s = pages * step->overhead_s + transfer_s;
+	double ready_s = step->cuts_through ? fmax(0, event->time_s - transfer_s) : event->time_s;
 	double start_s, end_s = fmax(event->time_s, serve(r, ready_s, service_s, &start_s));
 	int code;
 

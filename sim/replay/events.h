@@ -17,7 +17,7 @@ enum { EVENTS_SERVERS_MAX = 65536, EVENTS_BINS_MAX = 4096, EVENTS_KINDS = 4, EVE
 
 /* One stop of a route. A message of u units in p pages holds a server for p * overhead_s + u * s_per_unit, and reaches
  * the next stop latency_s after that. A stop that cuts through serves while the stop before it does: a message that
- * arrives has held its server for as long as the service takes, if the server was free then. */
+ * arrives has held its server for as long as its units take, if the server was free then. */
 struct events_step {
 	double overhead_s, s_per_unit, latency_s;
 	int64_t resource, cuts_through;

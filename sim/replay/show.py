@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sim.hardware import changed
 from sim.models import model
 from sim.replay import report
-from sim.replay.cluster import PATHS, Cluster, changed, read_cluster
+from sim.replay.cluster import PATHS, Cluster, read_cluster
 from sim.replay.simulate import Terms, simulate
 from sim.replay.workload import Chats, chats, read_trace, write_mooncake
 from sim.show import as_json, bar, save, table

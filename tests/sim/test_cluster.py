@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sim.replay.cluster import Cluster, changed, read_cluster
+from sim.hardware import changed
+from sim.replay.cluster import Cluster, read_cluster
 from sim.replay.simulate import Result, Terms, simulate
 from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests
