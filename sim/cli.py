@@ -68,6 +68,13 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     _forms(parser, csv=False)
 
 
+def _paper(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu-cost", metavar="TABLE.csv", help="Table I's cells: gpu,count,price_usd,printed_total_usd"
+    )
+    _forms(parser)
+
+
 def _search(parser: argparse.ArgumentParser) -> None:
     _forms(parser, csv=False)
 
@@ -184,6 +191,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 # name: its module, the function that runs it, its arguments, its line in the help
 _COMMANDS = {
     "curve": ("sim.show_curve", "run", _curve, "CPU-initiated against triggered transfer, by size"),
+    "paper": ("sim.show_paper", "run", _paper, "every number of the paper, ours beside it, and a verdict"),
     "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
     "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
     "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
