@@ -101,7 +101,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
     _cluster(parser)
-    _forms(parser, csv=False)
+    _forms(parser)
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +109,10 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
     parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
+    parser.add_argument(
+        "--sweep", metavar="NAME=a,b,c", help="once for each value of an option or a number of the cluster"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw cost against the time to the first token")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["as_csv", "as_json", "bar", "save", "spinner", "table"]
+__all__ = ["as_csv", "as_json", "bar", "save", "save_plot", "spinner", "table"]
 
 _BAR_CELLS = 40
 
@@ -57,6 +57,13 @@ def save(parameter: str, path: Path, text: str) -> str:
     except OSError as error:
         raise OutOfRange(parameter, str(path), "a file to write", f"and {error.strerror}") from error
     return f"\nwritten: {path}"
+
+
+def save_plot(parameter: str, path: Path, svg: str) -> str:
+    """Write a plot. It is SVG, and a name that says otherwise is refused."""
+    if path.suffix.lower() != ".svg":
+        raise OutOfRange(parameter, str(path), "a file for a plot", "named *.svg: plots are SVG")
+    return save(parameter, path, svg)
 
 
 def bar(what: str) -> Callable[[float], None]:

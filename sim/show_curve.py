@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim import curve, hardware, parameters, presets, units
-from sim.show import as_csv, as_json, save, table
+from sim.show import as_csv, as_json, save_plot, table
 from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _curve(arguments: argparse.Namespace, chosen: Preset, setting: curve.Setting
     fair = [p.speedup for p in curve.curve(presets.preset("fair"), sizes, setting)]
     saved = ""
     if arguments.plot is not None:
-        saved = save("--plot", Path(arguments.plot), figures(chosen, setting))
+        saved = save_plot("--plot", Path(arguments.plot), figures(chosen, setting))
     if arguments.as_json:
         rows = [
             {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sim import gpu_cost, hf_config, layout, models, units
-from sim.show import as_csv, as_json, save, table
+from sim.show import as_csv, as_json, save_plot, table
 from sim.svg import Bars, figure, si
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> str:
     gpus = [gpu_cost.gpus_for(row.kv_bytes, weight_bytes, memory_bytes) for row, weight_bytes in found]
     saved = ""
     if arguments.plot is not None:
-        saved = save("--plot", Path(arguments.plot), figure_1([row for row, _ in found]))
+        saved = save_plot("--plot", Path(arguments.plot), figure_1([row for row, _ in found]))
     rows = [
         {**dataclasses.asdict(row), "gpus": count, "gpus_usd": count * arguments.gpu_usd}
         for (row, _), count in zip(found, gpus, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def _gpu_seconds(result: Result) -> float:
     return sum(one.busy_s for one in result.usage["prefill"]) * result.cluster.gpus_per_engine
 
 
-def as_document(results: Sequence[Result]) -> dict[str, object]:
+def as_document(results: Sequence[Result]) -> dict[str, Any]:
     """For programs: numbers in full, in the units that their names say."""
     return {
         "paths": {

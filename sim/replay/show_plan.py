@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.models import model
 from sim.replay.least_cost import LATE_SHARE, WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, all_break_even
 from sim.replay.report import as_document
-from sim.replay.show import cluster_of
-from sim.show import as_csv, as_json, bar, spinner, table
+from sim.replay.show import cluster_of, cost_plot
+from sim.replay.sweep import points
+from sim.show import as_csv, as_json, bar, save_plot, spinner, table
 from sim.svg import bytes_label, seconds_label
 
 if TYPE_CHECKING:
@@ -202,9 +204,9 @@ def _document(plans: Sequence[Plan], trials: Mapping[Way, Result]) -> dict[str, 
     }
 
 
-def _highest(
-    arguments: argparse.Namespace, entry: Model, cluster: Cluster, demand: Demand, ways: Sequence[Way]
-) -> str:
+def _highest(arguments: argparse.Namespace) -> str:
+    cluster, demand, entry = cluster_of(arguments), _demand(arguments), model(arguments.model)
+    ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     found = []
     for way in ways:
         users = highest_users(entry, cluster, demand, way, arguments.seed, spinner(f"highest rate, {way}"))
@@ -231,42 +233,71 @@ def _even(arguments: argparse.Namespace, cluster: Cluster) -> str:
     return _break_even_table(cluster)
 
 
+_OPTIONS = (
+    *("model", "users", "think_s", "history_tokens", "new_tokens", "answer_tokens", "found_share"),
+    *("ttft_s", "utilisation_max", "seed"),
+)
+
+
+class _Swept(NamedTuple):
+    """The plans of one point of a sweep, and their trials."""
+
+    point: str
+    model: Model
+    plans: list[Plan]
+    trials: Mapping[Way, Result]
+
+
 def run_plan(arguments: argparse.Namespace) -> str:
     """What the command prints."""
-    cluster = cluster_of(arguments)
     if arguments.break_even:
-        return _even(arguments, cluster)
-    demand = Demand(
-        users=arguments.users,
-        think_s=arguments.think_s,
-        history_tokens=arguments.history_tokens,
-        new_tokens=arguments.new_tokens,
-        answer_tokens=arguments.answer_tokens,
-        found_share=arguments.found_share,
-        ttft_s=arguments.ttft_s,
-        utilisation_max=arguments.utilisation_max,
-    )
-    entry = model(arguments.model)
-    ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
+        return _even(arguments, cluster_of(arguments))
     if arguments.highest_rate:
-        return _highest(arguments, entry, cluster, demand, ways)
-    plans = [make_plan(entry, cluster, demand, way, arguments.seed, spinner(f"plan, {way}")) for way in ways]
+        return _highest(arguments)
+    swept = [_planned(name, one) for name, one in points(arguments, _OPTIONS)]
+    saved = ""
+    if arguments.plot:
+        drawn = [
+            (plan.way, plan.ttft_p99_s, plan.usd_per_hour)
+            for one in swept
+            for plan in one.plans
+            if plan.cluster
+        ]
+        saved = save_plot("--plot", Path(arguments.plot), cost_plot(drawn, "plan"))
+    if arguments.as_json:
+        documents = [_document(one.plans, one.trials) for one in swept]
+        if arguments.sweep is None:
+            return as_json(documents[0])
+        return as_json([{"point": one.point, **d} for one, d in zip(swept, documents, strict=True)])
+    if arguments.as_csv:
+        rows = [{"point": one.point, **_row(plan)} for one in swept for plan in one.plans]
+        return as_csv(list(rows[0]), [list(row.values()) for row in rows])
+    return "\n\n".join(_text(one) for one in swept) + saved
+
+
+def _demand(arguments: argparse.Namespace) -> Demand:
+    return Demand(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Demand)})
+
+
+def _planned(point: str, arguments: argparse.Namespace) -> _Swept:
+    cluster, demand, entry = cluster_of(arguments), _demand(arguments), model(arguments.model)
+    ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
+    about = f"{point} " if point else ""
+    plans = [
+        make_plan(entry, cluster, demand, way, arguments.seed, spinner(f"plan, {about}{way}")) for way in ways
+    ]
     trials = {
         plan.way: trial(entry, plan, arguments.seed, bar(f"trial of the plan, {plan.way}"))
         for plan in plans
         if arguments.trial and plan.cluster
     }
-    if arguments.as_json:
-        return as_json(_document(plans, trials))
-    if arguments.as_csv:
-        rows = [_row(plan) for plan in plans]
-        return as_csv(list(rows[0]), [list(row.values()) for row in rows])
-    return _text(entry, plans, trials)
+    return _Swept(point, entry, plans, trials)
 
 
-def _text(entry: Model, plans: Sequence[Plan], trials: Mapping[Way, Result]) -> str:
+def _text(swept: _Swept) -> str:
+    point, entry, plans, trials = swept
     demand = plans[0].demand
-    about = (
+    about = (f"{point}\n" if point else "") + (
         f"{entry.name}: {demand.users:,} users, turns of {demand.history_tokens:,} + {demand.new_tokens:,} tokens;"
         f" first token within {seconds_label(demand.ttft_s)} in {100 * (1 - LATE_SHARE):.0f} %; no part busier than"
         f" {100 * demand.utilisation_max:.0f} % on average"

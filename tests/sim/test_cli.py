@@ -100,8 +100,9 @@ def test_figures_5_to_7_are_drawn_with_their_caveats(
     svg = path.read_text()
     for words in ("Fig. 5, ", "Fig. 6, ", "Fig. 7, ", "S, fair", "NVMe is charged to the CPU path only"):
         assert words in svg
-    assert main(["curve", "--plot", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"kvsim: --plot is {tmp_path}; it takes a file to write, and ")
+    missing = tmp_path / "none" / "figures.svg"
+    assert main(["curve", "--plot", str(missing)]) == 2
+    assert capsys.readouterr().err.startswith(f"kvsim: --plot is {missing}; it takes a file to write, and ")
 
 
 def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

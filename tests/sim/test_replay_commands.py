@@ -11,6 +11,7 @@ import pytest
 
 from sim.cli import main
 from sim.replay.report import LEFT_OUT
+from sim.replay.sweep import pareto
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,8 +117,8 @@ def test_a_plan_says_why_and_tries_itself(capsys: pytest.CaptureFixture[str]) ->
     assert recompute["usd_per_hour"] < triggered["usd_per_hour"]
     assert main([*SMALL_PLAN, *ways, "--csv"]) == 0
     head, first, _ = capsys.readouterr().out.splitlines()
-    assert head.split(",")[:3] == ["way", "users", "usd_per_hour"]
-    assert first.split(",")[2] == str(recompute["usd_per_hour"])
+    assert head.split(",")[:4] == ["point", "way", "users", "usd_per_hour"]
+    assert first.split(",")[3] == str(recompute["usd_per_hour"])
 
 
 def test_where_no_cluster_keeps_the_deadline_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +147,36 @@ def test_the_highest_rate_of_a_given_cluster(capsys: pytest.CaptureFixture[str])
     assert row["turns_per_s"] == pytest.approx(row["users"] / 69)
 
 
+def test_a_sweep_is_each_value_alone(trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "cost.svg"
+    command = ["replay", str(trace), "--model", "llama-3-8b", "--path", "triggered", "--json"]
+    assert main([*command, "--sweep", "drives_per_node=2,4", "--plot", str(plot)]) == 0
+    swept = json.loads(capsys.readouterr().out)
+    assert [one["point"] for one in swept] == ["drives_per_node=2", "drives_per_node=4"]
+    for drives, one in zip((2, 4), swept, strict=True):
+        assert main([*command, "--set", f"drives_per_node={drives}"]) == 0
+        assert json.loads(capsys.readouterr().out)["paths"] == one["paths"]
+    assert "TTFT p99" in plot.read_text()
+    assert main([*command[:-1], "--sweep", "policy=lru,s3fifo", "--csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [
+        ["policy=lru", "triggered"],
+        ["policy=s3fifo", "triggered"],
+    ]
+
+
+def test_a_plan_can_be_swept_over_what_users_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL_PLAN, "--way", "recompute", "--sweep", "users=20,2000", "--csv"]) == 0
+    head, few, many = (line.split(",") for line in capsys.readouterr().out.splitlines())
+    users, cost = head.index("users"), head.index("usd_per_hour")
+    assert (few[users], many[users]) == ("20", "2000")
+    assert float(few[cost]) < float(many[cost])
+
+
+def test_of_pairs_those_stay_that_nothing_beats() -> None:
+    assert pareto([(1, 5), (2, 3), (3, 3), (4, 1), (1, 5)]) == [True, True, False, True, True]
+
+
 def test_break_even_lists_every_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--break-even"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -166,6 +197,16 @@ def test_break_even_lists_every_model(capsys: pytest.CaptureFixture[str]) -> Non
             ["plan", "--set", "engines=x"],
             "kvsim: --set engines is 'x'; it takes a number of engines, from 1 to",
         ),
+        (
+            ["plan", "--sweep", "users=1,x"],
+            "kvsim: --sweep users is 'x'; it takes a whole number, as the option itself takes it.",
+        ),
+        (["plan", "--sweep", "users"], "kvsim: --sweep is 'users'; it takes a name and its values, written"),
+        (
+            ["plan", "--sweep", "nothing=1"],
+            "kvsim: --set is 'nothing'; it takes a name of the cluster, one of",
+        ),
+        (["curve", "--plot", "x.png"], "kvsim: --plot is x.png; it takes a file for a plot, named *.svg: "),
         (["plan", "--users", "0"], "kvsim: --users is 0; it takes users, from 1 to 1e+08."),
         (["generate", "--turns", "0"], "kvsim: --turns is 0; it takes turns of a session, from 1 to 1000."),
     ],
