@@ -31,7 +31,7 @@ def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
         row = models.footprint(entry, arguments.tokens, arguments.batch, arguments.dtype or "fp16", kept)
         found.append((row, entry.parameters * models.WEIGHT_BYTES))
     for path in arguments.config or ():
-        name, kept, dtype = hf_config.read_config(Path(path))
+        name, kept, dtype = hf_config.read_config(Path(path), arguments.dtype)
         if arguments.layout:
             if not arguments.layout.lower().startswith("ragged:"):
                 raise units.OutOfRange(
@@ -42,7 +42,7 @@ def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
                 )
             kept = layout.parse_ragged(arguments.layout[len("ragged:") :])
         entry = models.Model(name, len(kept.layers), 1, 1, 1, 0.0)
-        row = models.footprint(entry, arguments.tokens, arguments.batch, arguments.dtype or dtype, kept)
+        row = models.footprint(entry, arguments.tokens, arguments.batch, dtype, kept)
         found.append((row, 0.0))
     return found
 
