@@ -106,6 +106,11 @@ def _replay(parser: argparse.ArgumentParser) -> None:
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3-70b", help="(default: %(default)s)")
+    parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json instead of --model")
+    parser.add_argument("--parameters", type=float, help="of the model, with --config")
+    parser.add_argument(
+        "--active-parameters", type=float, help="of a mixture of experts, with --config (default: all)"
+    )
     parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
     parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")

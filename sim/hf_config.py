@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from sim.layout import DTYPE_BITS, Layer, Layout
-from sim.units import OutOfRange
+from sim.layout import DTYPE_BITS, Layer, Layout, dtype_bits
+from sim.models import Model
+from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["layout_of", "read_config"]
+__all__ = ["layout_of", "read_config", "read_model"]
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
@@ -184,13 +185,19 @@ def _kind(config: _Config, kv_heads: list[int], heads: int) -> str:
     return "MHA" if kv_heads[0] == heads else "MQA" if kv_heads[0] == 1 else "GQA"
 
 
-def layout_of(config: _Config) -> Layout:
-    """How a model with this config keeps its KV."""
+def _decoder(config: _Config) -> _Config:
+    """The part that says how the decoder is made."""
     for name in _NESTED:
         if isinstance(config.get(name), dict):
             config = {**config[name]}
     if isinstance(config.get("attn_config"), dict):
         config = {**config["attn_config"], **config}
+    return config
+
+
+def layout_of(config: _Config) -> Layout:
+    """How a model with this config keeps its KV."""
+    config = _decoder(config)
     if config.get("is_encoder_decoder"):
         raise OutOfRange("config.json", "of an encoder with a decoder", "a config", "of a decoder alone")
     layers = _count(config, _LAYERS)
@@ -228,6 +235,47 @@ def layout_of(config: _Config) -> Layout:
 
 def read_config(path: Path, dtype: str | None = None) -> tuple[str, Layout, str]:
     """The model's name, its layout, and the type of its KV's numbers, which is the file's unless one is given."""
+    config = _read(path)
+    named = config.get("_name_or_path") or path.resolve().parent.name
+    return str(named), layout_of(config), dtype or _dtype({**config, **_decoder(config)})
+
+
+def read_model(path: Path, parameters: float | None, active: float | None) -> Model:
+    """A model to be served. How many parameters it has, a config doesn't say."""
+    if parameters is None:
+        accepted = "with --config, such as 8e9: the file names none"
+        raise OutOfRange("--parameters", "not given", "a number of parameters", accepted)
+    require("--parameters", parameters, "parameters", 1e6, 1e14)
+    if active is not None:
+        require("--active-parameters", active, "parameters", 1e6, parameters)
+    name, layout, dtype = read_config(path)
+    keeping = tuple(layer for layer in layout.layers if layer.key_width)
+    if any(layer.window_tokens is not None for layer in keeping):
+        accepted = "whose layers keep all tokens: a window's blocks are not stored as others are"
+        raise OutOfRange("--config", f"{path}, with sliding windows", "a model", accepted)
+    config = _decoder(_read(path))
+    heads = _count(config, _HEADS)
+    dim = _first(config, _HEAD_DIM) or _count(config, _HIDDEN) // heads
+    widths = None
+    if config.get("qk_nope_head_dim") is not None:
+        key = _number("qk_nope_head_dim", config["qk_nope_head_dim"], 1)
+        rope = _number("qk_rope_head_dim", config.get("qk_rope_head_dim", 0))
+        widths = key + rope, _number("v_head_dim", config.get("v_head_dim", key), 1)
+    return Model(
+        name=name,
+        layers=len(keeping),  # the others have no KV and attend to nothing
+        heads=heads,
+        kv_heads=1,
+        head_dim=dim,
+        parameters=parameters,
+        active_parameters=active,
+        plain_widths=widths,
+        kept=Layout(layout.kind, keeping),
+        kv_bits=dtype_bits(dtype),
+    )
+
+
+def _read(path: Path) -> _Config:
     try:
         with path.open("rb") as file:
             config = json.loads(file.read(_FILE_BYTES_MAX))
@@ -235,9 +283,7 @@ def read_config(path: Path, dtype: str | None = None) -> tuple[str, Layout, str]
         raise OutOfRange("--config", f"{path}, which can't be read", "a config.json", str(error)) from error
     if not isinstance(config, dict):
         raise OutOfRange("--config", str(path), "a config.json", "an object with the model's counts")
-    named = config.get("_name_or_path") or path.resolve().parent.name
-    text: _Config = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
-    return str(named), layout_of(config), dtype or _dtype({**config, **text})
+    return config
 
 
 def _dtype(config: _Config) -> str:

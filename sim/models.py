@@ -30,10 +30,19 @@ class Model:
     latent: bool = False
     active_parameters: float | None = None  # of a mixture of experts; None: all of them
     plain_widths: tuple[int, int] | None = None  # K and V of a head, where they aren't head_dim
+    kept: Layout | None = None  # what each layer keeps, where it doesn't follow from the counts
+    kv_bits: int = 16  # of a number, as it is served
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes that one token leaves behind."""
+        return self.layout.token_bytes(self.kv_bits)
 
     @property
     def layout(self) -> Layout:
         """How this model keeps its KV."""
+        if self.kept is not None:
+            return self.kept
         width = self.kv_heads * self.head_dim
         if self.latent:
             return uniform("MLA", self.layers, width, 0)

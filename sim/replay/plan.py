@@ -49,9 +49,9 @@ class BreakEven(NamedTuple):
         return self.bytes_per_s * gpus
 
 
-def break_even(model: Model, cluster: Cluster, element_bytes: int = 2) -> BreakEven:
+def break_even(model: Model, cluster: Cluster) -> BreakEven:
     """Fetching is faster above this bandwidth, for every GPU."""
-    token_bytes = model.layout.token_bytes(8 * element_bytes)
+    token_bytes = model.token_bytes
     tokens_per_s = prefill_tokens_per_s(model, replace(cluster, gpus_per_engine=1, gpus_per_root=1))
     return BreakEven(model.name, token_bytes, tokens_per_s, token_bytes * tokens_per_s)
 
@@ -130,7 +130,7 @@ def _most(what: str, reasons: dict[str, float]) -> Need:
 
 def bounds(model: Model, cluster: Cluster, demand: Demand, path: PathName = "triggered") -> Bounds:
     """Counts of engines, drives, links and nodes; every other number is the cluster's."""
-    token_bytes, busy = model.layout.token_bytes(), demand.utilisation_max
+    token_bytes, busy = model.token_bytes, demand.utilisation_max
     keeps = path != "recompute"
     found_share = demand.found_share if keeps else 0.0
     turns_per_s = demand.turns_per_s(cluster)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sim.hardware import changed
+from sim.hf_config import read_model
 from sim.models import model
 from sim.replay import report
 from sim.replay.cluster import PATHS, Cluster, read_cluster
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from sim.models import Model
     from sim.replay.cluster import PathName
     from sim.replay.simulate import Result
 
-__all__ = ["cluster_of", "cost_plot", "run_generate", "run_replay", "side_by_side"]
+__all__ = ["cluster_of", "cost_plot", "model_of", "run_generate", "run_replay", "side_by_side"]
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
@@ -43,10 +45,17 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     return changed(cluster, pairs, "--set")
 
 
+def model_of(arguments: argparse.Namespace) -> Model:
+    """The model of a command: one that is known, or a config's."""
+    if arguments.config is None:
+        return model(arguments.model)
+    return read_model(Path(arguments.config), arguments.parameters, arguments.active_parameters)
+
+
 def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[Result]:
     """Each path over the same requests; each on a thread of its own, the core lets others run."""
     requests = read_trace(Path(arguments.trace), arguments.block_tokens)
-    entry, cluster = model(arguments.model), cluster_of(arguments)
+    entry, cluster = model_of(arguments), cluster_of(arguments)
     terms = Terms(
         decode_put_tokens=arguments.decode_put_tokens,
         policy=arguments.policy,
@@ -108,7 +117,7 @@ def _saved(arguments: argparse.Namespace, swept: Sequence[tuple[str, list[Result
     if arguments.html:
         if arguments.sweep is not None:
             raise OutOfRange("--html", arguments.html, "a page of one run", "without --sweep")
-        title = f"{arguments.model} over {Path(arguments.trace).name}"
+        title = f"{model_of(arguments).name} over {Path(arguments.trace).name}"
         cluster = results[0].cluster
         about = (
             f"engines: {cluster.engines} of {cluster.gpus_per_engine} GPUs; storage nodes: {cluster.nodes};"

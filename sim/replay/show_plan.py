@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sim.models import model
 from sim.replay.least_cost import LATE_SHARE, WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, all_break_even
 from sim.replay.report import as_document
-from sim.replay.show import cluster_of, cost_plot
+from sim.replay.show import cluster_of, cost_plot, model_of
 from sim.replay.sweep import points
 from sim.show import as_csv, as_json, bar, save_plot, spinner, table
 from sim.svg import bytes_label, seconds_label
@@ -205,7 +204,7 @@ def _document(plans: Sequence[Plan], trials: Mapping[Way, Result]) -> dict[str, 
 
 
 def _highest(arguments: argparse.Namespace) -> str:
-    cluster, demand, entry = cluster_of(arguments), _demand(arguments), model(arguments.model)
+    cluster, demand, entry = cluster_of(arguments), _demand(arguments), model_of(arguments)
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     found = []
     for way in ways:
@@ -280,7 +279,7 @@ def _demand(arguments: argparse.Namespace) -> Demand:
 
 
 def _planned(point: str, arguments: argparse.Namespace) -> _Swept:
-    cluster, demand, entry = cluster_of(arguments), _demand(arguments), model(arguments.model)
+    cluster, demand, entry = cluster_of(arguments), _demand(arguments), model_of(arguments)
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     about = f"{point} " if point else ""
     plans = [

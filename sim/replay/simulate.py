@@ -69,7 +69,6 @@ _PUTS, _GETS, _TIMERS = 0, 1, 2  # kinds of trains
 class Terms:
     """What a run may change beside the cluster and the path."""
 
-    element_bytes: int = 2
     decode_put_tokens: int = 16  # KV of an answer goes out every so many of its tokens
     policy: str = "lru"
     always_get: bool = False  # else what is faster on an idle cluster: fetching or computing
@@ -77,7 +76,6 @@ class Terms:
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
-        require("--element-bytes", self.element_bytes, "bytes a number", 1, 4)
         require("--decode-put-tokens", self.decode_put_tokens, "tokens", 1, 10**6)
         require("--block-tokens", self.block_tokens, "tokens a block", 1, 10**6)
 
@@ -198,7 +196,7 @@ class _Run:
         self.events, self.requests, self.model, self.cluster = events, requests, model, cluster
         self.path, self.terms = path, terms
         self.plant = Plant(events, cluster, path)
-        self.token_bytes = model.layout.token_bytes(8 * terms.element_bytes)
+        self.token_bytes = model.token_bytes
         self.get_bytes_per_s = self._idle_get_bytes_per_s()
         block_bytes = terms.block_tokens * self.token_bytes
         make = policy_maker(terms.policy)

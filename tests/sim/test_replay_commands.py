@@ -165,6 +165,35 @@ def test_a_sweep_is_each_value_alone(trace: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+def test_a_config_is_served_as_the_model_it_is_of(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    command = ["replay", str(trace), "--path", "triggered", "--json"]
+    assert main([*command, "--model", "llama-3-8b"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert main([*command, "--config", str(path), "--parameters", "8.03e9"]) == 0
+    assert json.loads(capsys.readouterr().out) == known
+    # One layer of eight with attention, in 8 bits: a sixteenth of the KV.
+    small = {"attn_layer_period": 8, "attn_layer_offset": 4, "torch_dtype": "float8_e4m3fn"}
+    path.write_text(json.dumps({**config, **small}))
+    assert main([*command, "--config", str(path), "--parameters", "8.03e9"]) == 0
+    put = json.loads(capsys.readouterr().out)["paths"]["triggered"]["put_bytes"]
+    assert put == pytest.approx(known["paths"]["triggered"]["put_bytes"] / 16, rel=0.05)
+    assert main([*command, "--config", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("kvsim: --parameters is not given; it takes a number of")
+    path.write_text(json.dumps({**config, "sliding_window": 1024}))
+    assert main([*command, "--config", str(path), "--parameters", "8e9"]) == 2
+    assert "with sliding windows; it takes a model, whose layers keep all tokens" in capsys.readouterr().err
+
+
 def test_a_plan_can_be_swept_over_what_users_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL_PLAN, "--way", "recompute", "--sweep", "users=20,2000", "--csv"]) == 0
     head, few, many = (line.split(",") for line in capsys.readouterr().out.splitlines())
