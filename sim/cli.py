@@ -99,6 +99,11 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-tokens", type=int, default=512, help="tokens of a block of the trace (%(default)s)"
     )
+    parser.add_argument(
+        "--timings",
+        metavar="TABLE.csv",
+        help="prefill times that were measured: new_tokens,context_tokens,prefill_s",
+    )
     parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
     _cluster(parser)
     _forms(parser)

@@ -13,6 +13,7 @@ from sim.replay import report
 from sim.replay.cluster import PATHS, Cluster, read_cluster
 from sim.replay.simulate import Terms, simulate
 from sim.replay.sweep import pareto, points
+from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, chats, read_trace, write_mooncake
 from sim.show import as_csv, as_json, bar, save, save_plot, table
 from sim.svg import Chart, Series, figure, seconds_label
@@ -62,6 +63,7 @@ def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[R
         always_get=arguments.always_get,
         overlap=arguments.overlap,
         block_tokens=arguments.block_tokens,
+        timings=read_timings(Path(arguments.timings)) if arguments.timings else None,
     )
     with ThreadPoolExecutor(len(paths)) as threads:
         running = [

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sim.models import Model
     from sim.replay.cluster import Cluster, PathName
     from sim.replay.events import Usage
+    from sim.replay.timings import Timings
     from sim.replay.workload import Request
 
     Array = npt.NDArray[np.float64]
@@ -74,6 +75,7 @@ class Terms:
     always_get: bool = False  # else what is faster on an idle cluster: fetching or computing
     overlap: bool = False  # a layer is computed while the KV of later ones is fetched
     block_tokens: int = BLOCK_TOKENS
+    timings: Timings | None = None  # of a prefill, as measured; else the roofline
 
     def __post_init__(self) -> None:
         require("--decode-put-tokens", self.decode_put_tokens, "tokens", 1, 10**6)
@@ -236,6 +238,8 @@ class _Run:
         return min(cluster.node_get_bytes_per_s, cluster.engine_bytes_per_s(self.path))
 
     def prefill_s(self, new_tokens: int, context_tokens: int = 0) -> float:
+        if self.terms.timings is not None:
+            return self.terms.timings.of(new_tokens, context_tokens)
         return prefill_s(self.model, self.cluster, new_tokens, context_tokens)
 
     def arrive(self, number: int, request: Request) -> None:
