@@ -45,7 +45,8 @@ WAYS: tuple[Way, ...] = ("recompute", "cpu", "triggered", "triggered+dram")
 
 LATE_SHARE = 0.01  # of the turns may come late: the deadline is one of the 99th percentile
 _SHARE_MAX = 0.005  # of them, in the trials of the search and after it
-_SEARCH_TURNS, _CHECK_TURNS, _CHECKS = 1200, 2500, 2
+_SEARCH_TURNS, _CHECK_TURNS = 1200, 2500
+_SHORT_CHECKS, _CHECKS = 2, 4  # late turns come in bursts, so the later checks are as long as a trial
 _TRIAL_TURNS = 20_000
 _TRIAL_S = 600.0
 _ALONE_SHARE_MAX = 0.9  # of the deadline may go to one turn's prefill
@@ -88,6 +89,11 @@ class _NoPlan(Exception):
     """There is none, and why."""
 
 
+def _trial_turns(demand: Demand, cluster: Cluster) -> int:
+    """Ten minutes of turns, but no fewer and no more than tell something in an acceptable time."""
+    return min(_TRIAL_TURNS, max(_CHECK_TURNS, int(_TRIAL_S * demand.turns_per_s(cluster))))
+
+
 class _Search(NamedTuple):
     model: Model
     demand: Demand
@@ -98,7 +104,13 @@ class _Search(NamedTuple):
     def holds(self, cluster: Cluster, number: int = 0) -> bool:
         """Whether the deadline is kept in the trial of a number: 0 is the search's, others check it."""
         self.step()
-        count = _CHECK_TURNS if number else _SEARCH_TURNS
+        count = (
+            _SEARCH_TURNS
+            if not number
+            else _CHECK_TURNS
+            if number <= _SHORT_CHECKS
+            else _trial_turns(self.demand, cluster)
+        )
         work = turns(self.demand, self.demand.turns_per_s(cluster), count, self.seed * 1000 + number)
         deadline = Deadline(self.demand.ttft_s, int(_SHARE_MAX * count))
         path = _path_of(self.way)
@@ -238,7 +250,8 @@ def _tried(search: _Search, found: Cluster, least: Bounds) -> Plan | None:
     """The last check, whose times are told with the plan."""
     search.step()
     seed = search.seed * 1000 + _CHECKS
-    result = _run(search.model, found, search.demand, search.way, _CHECK_TURNS, seed)
+    count = _trial_turns(search.demand, found)
+    result = _run(search.model, found, search.demand, search.way, count, seed)
     if result.ttft_quantile_s(1 - _SHARE_MAX) > search.demand.ttft_s:
         return None
     p50_s, p99_s = result.ttft_quantile_s(0.5), result.ttft_quantile_s(1 - LATE_SHARE)
@@ -263,7 +276,7 @@ def trial(
 ) -> Result:
     """Send the planned users through the event model once more, at random numbers that the search never saw."""
     assert plan.cluster is not None
-    count = min(_TRIAL_TURNS, max(_CHECK_TURNS, int(_TRIAL_S * plan.demand.turns_per_s(plan.cluster))))
+    count = _trial_turns(plan.demand, plan.cluster)
     return _run(model, plan.cluster, plan.demand, plan.way, count, seed * 1000 + 999, progress)
 
 
@@ -295,7 +308,7 @@ def highest_users(
             or (way != "recompute" and least.needs[3].number > cluster.nodes)
         )
         search = _Search(model, wanted, way, seed, step)
-        return not over and all(search.holds(cluster, number) for number in (1, 2))
+        return not over and all(search.holds(cluster, number) for number in range(1, _SHORT_CHECKS + 1))
 
     low, high = 0, 1
     while high <= 10**7 and holds(high):

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["pareto", "points"]
 
 _VALUES_MAX = 100
 
 
-def points(arguments: argparse.Namespace, options: Sequence[str]) -> Iterator[tuple[str, argparse.Namespace]]:
+def points(arguments: argparse.Namespace, options: Sequence[str]) -> list[tuple[str, argparse.Namespace]]:
     """The arguments with each value in turn, and NAME=VALUE; of no sweep, as they are."""
     if arguments.sweep is None:
-        yield "", arguments
-        return
+        return [("", arguments)]
+    found = []
     name, equals, listed = (part.strip() for part in arguments.sweep.partition("="))
     values = [value.strip() for value in listed.split(",")]
     if not equals or not name or not all(values) or len(values) > _VALUES_MAX:
@@ -37,7 +37,8 @@ def points(arguments: argparse.Namespace, options: Sequence[str]) -> Iterator[tu
             setattr(one, option, _like(getattr(arguments, option), name, value))
         else:
             one.set = [*(arguments.set or ()), f"{name}={value}"]
-        yield f"{name}={value}", one
+        found.append((f"{name}={value}", one))
+    return found
 
 
 def _like(now: object, name: str, value: str) -> object:
