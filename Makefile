@@ -11,6 +11,7 @@
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
 #   TRIGGERKV_CONVERSATION_RUNS=n how often `make test-engines` holds ten conversations while all goes wrong (1)
 #   TRIGGERKV_SEED=n              the seed of the first one
+#   TRIGGERKV_PLAN_GRID=1         tests/sim/test_plan.py tries all 30 plans of its grid (minutes), not 3 of them
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:

@@ -33,6 +33,9 @@ def _curve(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", metavar="NAME=VALUE", help="change a parameter of the preset"
     )
     parser.add_argument("--parameters", action="store_true", help="list all parameters, units and ranges")
+    parser.add_argument(
+        "--ranges", action="store_true", help="fair: what each speed decides, within what it may be"
+    )
     parser.add_argument("--stages", action="store_true", help="show what each stage costs")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw Figs. 5, 6 and 7")
     _forms(parser)
@@ -65,12 +68,19 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     _forms(parser, csv=False)
 
 
+def _paper(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu-cost", metavar="TABLE.csv", help="Table I's cells: gpu,count,price_usd,printed_total_usd"
+    )
+    _forms(parser)
+
+
 def _search(parser: argparse.ArgumentParser) -> None:
     _forms(parser, csv=False)
 
 
 def _replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="*.jsonl (Mooncake's format) or *.csv (BurstGPT's)")
+    parser.add_argument("trace", metavar="TRACE", help="*.jsonl (Mooncake's) or *.csv (BurstGPT's, Azure's)")
     parser.add_argument(
         "--path",
         action="append",
@@ -85,21 +95,47 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         help="an answer's KV goes out every so many (%(default)s)",
     )
     parser.add_argument("--always-get", action="store_true", help="fetch even where computing is faster")
+    parser.add_argument("--overlap", action="store_true", help="compute a layer while later ones are fetched")
+    parser.add_argument(
+        "--block-tokens", type=int, default=512, help="tokens of a block of the trace (%(default)s)"
+    )
+    parser.add_argument(
+        "--timings",
+        metavar="TABLE.csv",
+        help="prefill times that were measured: new_tokens,context_tokens,prefill_s",
+    )
     parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
     _cluster(parser)
-    _forms(parser, csv=False)
+    _forms(parser)
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3-70b", help="(default: %(default)s)")
+    parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json instead of --model")
+    parser.add_argument("--parameters", type=float, help="of the model, with --config")
+    parser.add_argument(
+        "--active-parameters", type=float, help="of a mixture of experts, with --config (default: all)"
+    )
     parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
     parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
+    parser.add_argument(
+        "--sweep", metavar="NAME=a,b,c", help="once for each value of an option or a number of the cluster"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw cost against the time to the first token")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--break-even", action="store_true", help="fetch or compute again, for every model")
-    parser.add_argument("--path", choices=("cpu", "triggered"), default="triggered")
+    parser.add_argument(
+        "--way",
+        action="append",
+        choices=("recompute", "cpu", "triggered", "triggered+dram"),
+        help="of serving; may be repeated (default: all four)",
+    )
+    parser.add_argument(
+        "--highest-rate", action="store_true", help="the most users that the given cluster holds, instead"
+    )
     for name, kind, default, what in (
         ("users", int, 1000, "active at a time"),
         ("think-s", float, 60.0, "between an answer and the next question, mean seconds"),
@@ -112,9 +148,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         ("seed", int, 1, "of the trial"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
-    parser.add_argument("--trial", action="store_true", help="send the users through the event model")
+    parser.add_argument(
+        "--trial", action="store_true", help="try each plan once more, at random numbers of its own"
+    )
     _cluster(parser)
-    _forms(parser, csv=False)
+    _forms(parser)
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
@@ -167,10 +205,16 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 # name: its module, the function that runs it, its arguments, its line in the help
 _COMMANDS = {
     "curve": ("sim.show_curve", "run", _curve, "CPU-initiated against triggered transfer, by size"),
+    "paper": ("sim.show_paper", "run", _paper, "every number of the paper, ours beside it, and a verdict"),
     "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
     "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
     "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
-    "plan": ("sim.replay.show_plan", "run_plan", _plan, "how many drives, nodes and links; fetch or compute"),
+    "plan": (
+        "sim.replay.show_plan",
+        "run_plan",
+        _plan,
+        "the cheapest cluster that keeps a deadline; or do not offload",
+    ),
     "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
     "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),
     "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),

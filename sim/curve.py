@@ -106,10 +106,12 @@ def _message(preset: Preset, setting: Setting, message_bytes: int) -> list[Stage
         StageCost("DRAM", m * preset.dram_passes * cost.dram_s_per_byte, 0.0),
         StageCost("CPU copies", m * copy_s_per_byte, 0.0),
         StageCost("CPU software", preset.cpu_message_s + m * preset.cpu_software_s_per_byte, 0.0),
+        StageCost("NIC message", *[preset.nic_message_s] * 2),
         StageCost("NIC memory", *[inner * m * cost.nic_memory_s_per_byte] * 2),
         StageCost("NIC ALU", *[inner * m * cost.nic_alu_s_per_byte] * 2),
         StageCost("NIC serialisation", *[m * cost.nic_serialisation_s_per_byte] * 2),
         StageCost("network latency", cost.network_latency_s, cost.network_latency_s),
+        StageCost("node memory", *[m * preset.node_memory_s_per_byte] * 2),
         StageCost("NVMe latency", by_cpu * drive_latency_s, by_trigger * drive_latency_s),
         StageCost("NVMe transfer", by_cpu * drive_transfer_s, by_trigger * drive_transfer_s),
     ]

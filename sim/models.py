@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from sim.layout import Layout, dtype_bits, parse_ragged, uniform
 from sim.units import OutOfRange, require
 
-__all__ = ["MODELS", "Footprint", "Model", "footprint", "model", "relaid"]
+__all__ = ["MODELS", "WEIGHT_BYTES", "Footprint", "Model", "footprint", "model", "relaid"]
 
 _BATCH_MAX = 10**6
-_WEIGHT_BYTES = 2
+WEIGHT_BYTES = 2  # a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,19 @@ class Model:
     latent: bool = False
     active_parameters: float | None = None  # of a mixture of experts; None: all of them
     plain_widths: tuple[int, int] | None = None  # K and V of a head, where they aren't head_dim
+    kept: Layout | None = None  # what each layer keeps, where it doesn't follow from the counts
+    kv_bits: int = 16  # of a number, as it is served
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes that one token leaves behind."""
+        return self.layout.token_bytes(self.kv_bits)
 
     @property
     def layout(self) -> Layout:
         """How this model keeps its KV."""
+        if self.kept is not None:
+            return self.kept
         width = self.kv_heads * self.head_dim
         if self.latent:
             return uniform("MLA", self.layers, width, 0)
@@ -44,6 +53,12 @@ class Model:
     def token_flops(self) -> float:
         """Floating-point operations to prefill a token, attention to earlier tokens left out."""
         return 2 * (self.active_parameters or self.parameters)
+
+    def prefill_flops(self, new_tokens: float, context_tokens: float = 0.0) -> float:
+        """Floating-point operations to prefill tokens behind a context, each of which attends to all before it."""
+        key, value = self.plain_widths or (self.head_dim, self.head_dim)
+        pairs = new_tokens * (context_tokens + new_tokens / 2)
+        return new_tokens * self.token_flops + pairs * 2 * self.layers * self.heads * (key + value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,5 +147,5 @@ def footprint(
     require("--batch", batch, "sequences", 1, _BATCH_MAX)
     bits = dtype_bits(dtype)
     kv_bytes = batch * layout.sequence_bytes(tokens, bits)
-    ratio = kv_bytes / (entry.parameters * _WEIGHT_BYTES) if entry.parameters else None
+    ratio = kv_bytes / (entry.parameters * WEIGHT_BYTES) if entry.parameters else None
     return Footprint(entry.name, layout.kind, layout.token_bytes(bits), batch, tokens, kv_bytes, ratio)

@@ -51,6 +51,8 @@ _PRESET = (
     Parameter("nvme_on_cpu_path", *_YES_NO, whole=True),
     Parameter("nvme_on_triggered_path", *_YES_NO, whole=True),
     Parameter("nvme_latency_unit_s", *_SECONDS),
+    Parameter("nic_message_s", *_SECONDS),
+    Parameter("node_memory_s_per_byte", *_S_PER_BYTE),
     Parameter("fit_bytes_max", "bytes; the NVMe fit is held beyond them", 1, 1e15, whole=True),
 )
 _FITS = ("nvme_write", "nvme_read")

@@ -2,7 +2,8 @@
 
 A preset says which stages a transfer pays for on each path. What always holds: the stage costs below are
 the printed ones, verbatim; what a preset adds to them is a named field with its value beside it, and its
-`caveats` are printed with every result.
+`caveats` are printed with every result. `fair` takes nothing from the tables but the drive's intercepts: it charges
+the stops of the event model, at the speeds of `sim.hardware`.
 
 How the equations were settled. `paper` is given in full. Of `two-param`, `no-nvme` and `literal-ms` the
 stages of the host copy were left open (how often DRAM and the CPU are charged). Of one to three DRAM passes
@@ -15,11 +16,16 @@ What it doesn't do: choose between them. No parameter-exact reading of the table
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from sim.hardware import HARDWARE
 from sim.units import OutOfRange
 
-__all__ = ["PRESETS", "STAGES", "Fit", "Preset", "Stages", "preset"]
+if TYPE_CHECKING:
+    from sim.hardware import Hardware
+
+__all__ = ["PRESETS", "STAGES", "Fit", "Preset", "Stages", "fair", "preset"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +78,9 @@ class Preset:
     nvme_on_triggered_path: bool = True
     nvme_latency_unit_s: float = 0.0  # 0: not charged; 1e-3: the latency fit read as ms; 1: read as s
     fit_bytes_max: int | None = None  # the NVMe fit is held at this size beyond it; None: extrapolated
+    nic_message_s: float = 0.0  # both paths, each message
+    node_memory_s_per_byte: float = 0.0  # both paths: into the node's memory, or out of it
 
-
-_LINK_S_PER_BYTE = 8e-11  # a link of 100 Gb/s
-_TRIGGER_S = 1e-6
-_MEASURED_BYTES_MAX = 128_000_000
 
 _ASYMMETRY = (
     "NVMe is charged to the CPU path only. Charged to both (--preset paper-nvme-both): S 2.9 to 5.0, "
@@ -97,24 +101,55 @@ _LITERAL = (
     "512 MB lies 4x outside the measured range, and the linear bandwidth fit grows without bound.",
 )
 
-_ALL = (
-    Preset(
+
+def fair(hardware: Hardware) -> Preset:
+    """The stops of the event model, for one message when nothing else is under way."""
+    return Preset(
         "fair",
-        "the same physical stages on both paths, the drive included, at a link of 100 Gb/s",
+        "the same stops on both paths, at the speeds that kvsim replay and plan have",
         (
-            "a trigger of 1 us a message",
-            "the link at the stated 100 Gb/s instead of the printed 156 Gb/s",
-            "the NVMe fit held at 128 MB",
+            f"a host copy at {hardware.host_copy_bytes_per_s / 1e9:g} GB/s, {hardware.cpu_message_s * 1e6:g} us of CPU",
+            f"a trigger of {hardware.trigger_message_s * 1e6:g} us a message",
+            f"the link at {hardware.link_bits_per_s / 1e9:g} Gb/s instead of the printed 156",
+            "the drive at the intercepts of its fit",
         ),
         (
-            "A trigger costs 1 us a message here; that is an assumption, not a measurement (--trigger-us).",
-            "The tables hold no software cost of a CPU-initiated message: at small sizes S is too low.",
-            "The NVMe fit is held at 128 MB, the largest size that was measured.",
+            "A trigger's cost and those of the CPU's software and copy are assumed, not measured: see --ranges.",
+            "Stops are added up, nothing overlaps: of many messages at once the narrowest stop decides (kvsim replay).",
         ),
-        stages=replace(STAGES, nic_serialisation_s_per_byte=_LINK_S_PER_BYTE),
-        trigger_message_s=_TRIGGER_S,
-        fit_bytes_max=_MEASURED_BYTES_MAX,
-    ),
+        stages=Stages(
+            pcie_s_per_byte=1 / hardware.pcie_bytes_per_s,
+            vram_s_per_byte=0.0,
+            cpu_s_per_byte=1 / hardware.host_copy_bytes_per_s,
+            dram_s_per_byte=0.0,
+            nic_serialisation_s_per_byte=8 / hardware.link_bits_per_s,
+            nic_memory_s_per_byte=0.0,
+            nic_alu_s_per_byte=0.0,
+            pcie_latency_s=hardware.pcie_latency_s,
+            network_latency_s=hardware.link_latency_s,
+            nvme_write=Fit(
+                hardware.drive_write_bytes_per_s,
+                0.0,
+                hardware.drive_message_s + hardware.drive_write_latency_s,
+                0.0,
+            ),
+            nvme_read=Fit(
+                hardware.drive_read_bytes_per_s,
+                0.0,
+                hardware.drive_message_s + hardware.drive_read_latency_s,
+                0.0,
+            ),
+        ),
+        cpu_message_s=hardware.cpu_message_s,
+        trigger_message_s=hardware.trigger_message_s,
+        nvme_latency_unit_s=1.0,
+        nic_message_s=hardware.nic_message_s,
+        node_memory_s_per_byte=1 / hardware.node_memory_bytes_per_s,
+    )
+
+
+_ALL = (
+    fair(HARDWARE),
     Preset(
         "paper",
         "reproduces the paper's Figs. 5 to 7",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["as_csv", "as_json", "bar", "save", "table"]
+__all__ = ["as_csv", "as_json", "bar", "save", "save_plot", "spinner", "table"]
 
 _BAR_CELLS = 40
 
@@ -59,6 +59,13 @@ def save(parameter: str, path: Path, text: str) -> str:
     return f"\nwritten: {path}"
 
 
+def save_plot(parameter: str, path: Path, svg: str) -> str:
+    """Write a plot. It is SVG, and a name that says otherwise is refused."""
+    if path.suffix.lower() != ".svg":
+        raise OutOfRange(parameter, str(path), "a file for a plot", "named *.svg: plots are SVG")
+    return save(parameter, path, svg)
+
+
 def bar(what: str) -> Callable[[float], None]:
     """Give what has to be told of the progress, from 0 to 1; at 1 the bar is wiped."""
     shown = -1
@@ -77,3 +84,17 @@ def bar(what: str) -> Callable[[float], None]:
         sys.stderr.flush()
 
     return progress
+
+
+def spinner(what: str) -> Callable[[], None]:
+    """Give what has to be told of each step of something whose steps nobody can count beforehand."""
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{what}: trial {steps}\r")
+            sys.stderr.flush()
+
+    return step

@@ -6,12 +6,12 @@ every other.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sim import curve, parameters, presets, units
-from sim.show import as_csv, as_json, save, table
+from sim import curve, hardware, parameters, presets, units
+from sim.show import as_csv, as_json, save_plot, table
 from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["figures", "run"]
 
-_MB, _GB, _TB = 10**6, 10**9, 10**12
+_MB, _TB = 10**6, 10**12
 _FIG_5 = sorted({32_000 * 2**i for i in range(14)} | {512 * _MB})
-_FIG_6 = [512 * _MB * 2**i for i in range(11)]  # to 524 GB
-_FIG_7 = [m * _TB // 10 for m in (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)]
+_FIG_6 = [m * _TB // 10 for m in (5, 10, 15, 20, 25, 30, 35, 40, 45, 50)]
+_FIG_7 = [32_000 * 2**i for i in range(28)] + [5 * _TB]
 
 
 def _preset(arguments: argparse.Namespace) -> Preset:
@@ -42,7 +42,95 @@ def _preset(arguments: argparse.Namespace) -> Preset:
             accepted = "with --preset measured only"
             raise units.OutOfRange("--profile", arguments.profile, "a profile", accepted)
         chosen = presets.preset(arguments.preset)
-    return parameters.override(chosen, arguments.set or ())
+    assignments = list(arguments.set or ())
+    if chosen.name == "fair":
+        chosen, assignments = _fair(assignments)
+    return parameters.override(chosen, assignments)
+
+
+def _fair(assignments: Sequence[str]) -> tuple[Preset, list[str]]:
+    """The fair preset with other speeds, which are named as in a cluster; and what is left to be set in it."""
+    pairs = [(name.strip(), value) for name, _, value in (text.partition("=") for text in assignments)]
+    speeds = [(name, value) for name, value in pairs if name in hardware.SPREADS and value]
+    names = {name for name, _ in speeds}
+    chosen = presets.fair(hardware.changed(hardware.HARDWARE, speeds, "--set"))
+    notes = [
+        f"Changed by --set: {name} = {float(value):g} (the preset has {getattr(hardware.HARDWARE, name):g})."
+        for name, value in speeds
+    ]
+    chosen = dataclasses.replace(chosen, caveats=(*chosen.caveats, *notes))
+    return chosen, [text for text in assignments if text.partition("=")[0].strip() not in names]
+
+
+_RANGE_SIZES = (32_000, 10**6, 512 * 10**6)
+
+
+def _spreads(
+    arguments: argparse.Namespace, setting: curve.Setting
+) -> tuple[list[dict[str, Any]], Sequence[int]]:
+    """S of the fair preset with each speed at the ends of its range, the one that decides most first."""
+    sizes = [units.parse_bytes("--size", text) for text in arguments.size or ()] or _RANGE_SIZES
+
+    def speedups(name: str, value: float) -> list[float]:
+        entry = presets.fair(hardware.changed(hardware.HARDWARE, [(name, value)], "--set"))
+        return [p.speedup for p in curve.curve(entry, sizes, setting)]
+
+    rows = [
+        {
+            "parameter": name,
+            "value": getattr(hardware.HARDWARE, name),
+            "low": spread.low,
+            "high": spread.high,
+            "source": spread.source,
+            "speedups_low": speedups(name, spread.low),
+            "speedups_high": speedups(name, spread.high),
+        }
+        for name, spread in hardware.SPREADS.items()
+    ]
+    rows.sort(
+        key=lambda row: max(
+            abs(a - b) for a, b in zip(row["speedups_low"], row["speedups_high"], strict=True)
+        ),
+        reverse=True,
+    )
+    return rows, sizes
+
+
+def _ranges(arguments: argparse.Namespace, setting: curve.Setting) -> str:
+    """What the command prints of them."""
+    rows, sizes = _spreads(arguments, setting)
+    names = [units.format_bytes(size) for size in sizes]
+    if arguments.as_json:
+        return as_json({"sizes_bytes": sizes, "direction": setting.direction, "parameters": rows})
+    if arguments.as_csv:
+        head = ["parameter", "value", "low", "high", "source"]
+        ends = [f"speedup_{end}_{name}" for end in ("low", "high") for name in names]
+        lines = [[*(row[name] for name in head), *row["speedups_low"], *row["speedups_high"]] for row in rows]
+        return as_csv([*head, *ends], lines)
+    cells = [
+        (
+            row["parameter"],
+            f"{row['value']:g}",
+            f"{row['low']:g} to {row['high']:g}",
+            *(f"{a:.2f} to {b:.2f}" for a, b in zip(row["speedups_low"], row["speedups_high"], strict=True)),
+            row["source"],
+        )
+        for row in rows
+    ]
+    now = ", ".join(
+        f"{p.speedup:.2f} at {name}"
+        for p, name in zip(curve.curve(presets.preset("fair"), sizes, setting), names, strict=True)
+    )
+    columns = ("parameter", "value", "range", *(f"S, {name}" for name in names), "where the value comes from")
+    most = [
+        max(rows, key=lambda row: abs(row["speedups_low"][i] - row["speedups_high"][i]))["parameter"]
+        for i in range(len(sizes))
+    ]
+    decides = "; ".join(f"{parameter} at {name}" for parameter, name in zip(most, names, strict=True))
+    return (
+        f"preset fair, {setting.direction}: S is {now}.\nWith one number at the ends of its range, the rest as it is:"
+        f"\n\n{table(columns, cells, left=(0, 3 + len(names)))}\n\nDecides most: {decides}."
+    )
 
 
 def _listing() -> str:
@@ -61,9 +149,9 @@ def _parameters(chosen: Preset) -> str:
 
 
 def figures(chosen: Preset, setting: curve.Setting) -> str:
-    """Figs. 5, 6 and 7: the speed-up and both latencies over the size."""
+    """Fig. 5: times and S to a few hundred MB. Fig. 6: times at terabytes. Fig. 7: S over all sizes."""
 
-    def charts(name: str, sizes: Sequence[int], *, x_log: bool) -> list[Chart]:
+    def charts(name: str, sizes: Sequence[int], *, x_log: bool) -> dict[str, Chart]:
         points = curve.curve(chosen, sizes, setting)
         fair = curve.curve(presets.preset("fair"), sizes, setting)
         ratio = [Series(f"S, {chosen.name}", sizes, [p.speedup for p in points], marked=True)]
@@ -74,8 +162,8 @@ def figures(chosen: Preset, setting: curve.Setting) -> str:
             Series("CPU-initiated", sizes, [p.cpu_s for p in points], marked=True, colour=COLOURS[1]),
             Series("triggered", sizes, [p.triggered_s for p in points], marked=True, colour=COLOURS[0]),
         ]
-        return [
-            Chart(
+        return {
+            "S": Chart(
                 f"{name}: how many times longer the CPU's way takes",
                 "transfer size",
                 "S = CPU time / triggered time",
@@ -86,7 +174,7 @@ def figures(chosen: Preset, setting: curve.Setting) -> str:
                 y_from_zero=True,
                 rules=[(1.0, "S = 1: no gain")],
             ),
-            Chart(
+            "time": Chart(
                 f"{name}: time of one {setting.direction}",
                 "transfer size",
                 "seconds",
@@ -97,15 +185,17 @@ def figures(chosen: Preset, setting: curve.Setting) -> str:
                 y_format=seconds_label,
                 y_from_zero=True,
             ),
-        ]
+        }
 
+    few = charts("Fig. 5, 32 KB to 512 MB", _FIG_5, x_log=True)
     panels = [
-        charts("Fig. 5, 32 KB to 512 MB", _FIG_5, x_log=True),
-        charts("Fig. 6, 512 MB to 0.5 TB", _FIG_6, x_log=True),
-        charts("Fig. 7, 0.5 TB to 5 TB", _FIG_7, x_log=False),
+        few["S"],
+        few["time"],
+        charts("Fig. 7, 32 KB to 5 TB", _FIG_7, x_log=True)["S"],
+        charts("Fig. 6, 0.5 TB to 5 TB", _FIG_6, x_log=False)["time"],
     ]
     head = f"Preset {chosen.name}, {setting.direction}, messages of {units.format_bytes(setting.chunk_bytes)} at most."
-    return figure(list(itertools.chain(*panels)), caption=(head, *chosen.caveats))
+    return figure(panels, caption=(head, *chosen.caveats))
 
 
 def _stage_rows(
@@ -154,12 +244,16 @@ def run(arguments: argparse.Namespace) -> str:
         trigger_us=arguments.trigger_us,
         drives=arguments.drives,
     )
+    return _ranges(arguments, setting) if arguments.ranges else _curve(arguments, chosen, setting)
+
+
+def _curve(arguments: argparse.Namespace, chosen: Preset, setting: curve.Setting) -> str:
     sizes = [units.parse_bytes("--size", text) for text in arguments.size or ()] or curve.SIZES_BYTES
     points = curve.curve(chosen, sizes, setting)
     fair = [p.speedup for p in curve.curve(presets.preset("fair"), sizes, setting)]
     saved = ""
     if arguments.plot is not None:
-        saved = save("--plot", Path(arguments.plot), figures(chosen, setting))
+        saved = save_plot("--plot", Path(arguments.plot), figures(chosen, setting))
     if arguments.as_json:
         rows = [
             {

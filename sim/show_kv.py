@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sim import gpu_cost, hf_config, layout, models, units
-from sim.show import as_csv, as_json, save, table
+from sim.show import as_csv, as_json, save_plot, table
 from sim.svg import Bars, figure, si
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sim.models import Footprint
 
 __all__ = ["figure_1", "run"]
-
-_WEIGHT_BYTES = 2
 
 
 def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
@@ -31,9 +29,9 @@ def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
         entry = models.model(name)
         kept = models.relaid(entry, arguments.layout) if arguments.layout else None
         row = models.footprint(entry, arguments.tokens, arguments.batch, arguments.dtype or "fp16", kept)
-        found.append((row, entry.parameters * _WEIGHT_BYTES))
+        found.append((row, entry.parameters * models.WEIGHT_BYTES))
     for path in arguments.config or ():
-        name, kept, dtype = hf_config.read_config(Path(path))
+        name, kept, dtype = hf_config.read_config(Path(path), arguments.dtype)
         if arguments.layout:
             if not arguments.layout.lower().startswith("ragged:"):
                 raise units.OutOfRange(
@@ -44,7 +42,7 @@ def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
                 )
             kept = layout.parse_ragged(arguments.layout[len("ragged:") :])
         entry = models.Model(name, len(kept.layers), 1, 1, 1, 0.0)
-        row = models.footprint(entry, arguments.tokens, arguments.batch, arguments.dtype or dtype, kept)
+        row = models.footprint(entry, arguments.tokens, arguments.batch, dtype, kept)
         found.append((row, 0.0))
     return found
 
@@ -121,7 +119,7 @@ def run(arguments: argparse.Namespace) -> str:
     gpus = [gpu_cost.gpus_for(row.kv_bytes, weight_bytes, memory_bytes) for row, weight_bytes in found]
     saved = ""
     if arguments.plot is not None:
-        saved = save("--plot", Path(arguments.plot), figure_1([row for row, _ in found]))
+        saved = save_plot("--plot", Path(arguments.plot), figure_1([row for row, _ in found]))
     rows = [
         {**dataclasses.asdict(row), "gpus": count, "gpus_usd": count * arguments.gpu_usd}
         for (row, _), count in zip(found, gpus, strict=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sim.calibrate import check, fio
 from sim.calibrate.profile import DRIVE_DEPTH, Beside, dump_profile, fit_profile, read_profile
 from sim.calibrate.samples import Measured, Sample, dump, parse, read_measured
-from sim.show import as_json, bar, save, table
+from sim.show import as_json, bar, save, save_plot, table
 from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 from sim.units import OutOfRange, format_bytes, require
 
@@ -104,7 +104,7 @@ def run_fit(arguments: argparse.Namespace) -> str:
     profile = fit_profile(measured)
     saved = save("--out", Path(arguments.out), dump_profile(profile))
     if arguments.plot:
-        saved += save("--plot", Path(arguments.plot), _fits_plot(profile, measured))
+        saved += save_plot("--plot", Path(arguments.plot), _fits_plot(profile, measured))
     rows = [
         (
             name,
@@ -138,7 +138,7 @@ def run_check(arguments: argparse.Namespace) -> str:
         rows = [one._asdict() | {"error": one.error} for one in found]
         medians = {"error_median": median, "error_median_alone": alone}
         return as_json({"points": rows, **medians, "since": since, "ok": good})
-    saved = save("--plot", Path(arguments.plot), check.plot(found)) if arguments.plot else ""
+    saved = save_plot("--plot", Path(arguments.plot), check.plot(found)) if arguments.plot else ""
     cells = [
         (
             one.operation,

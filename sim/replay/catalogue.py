@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import inspect
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sim.units import OutOfRange
 
@@ -95,12 +95,21 @@ class Lru:
         return next(iter(self._rows), -1)
 
 
+_CALLS = ("admitted", "inherited", "touched", "evicted", "candidate")  # of a policy
+
 # The store's own, by the names that its users know. They are asked for by name because the simulator imports
 # nothing of the store: it runs without it.
 STORE_POLICIES = {
     "lru": "kvstore.storage.eviction.lru:Lru",
     "s3fifo": "kvstore.storage.eviction.s3fifo:S3Fifo",
 }
+
+
+def _with_calls(found: Any) -> Any:
+    lacks = [call for call in _CALLS if not callable(getattr(found, call, None))]
+    if lacks:
+        raise TypeError(f"it has no {', '.join(lacks)}")
+    return found
 
 
 def policy_maker(name: str) -> Callable[[int], Policy]:
@@ -110,7 +119,7 @@ def policy_maker(name: str) -> Callable[[int], Policy]:
     name = STORE_POLICIES.get(name, name)
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = _with_calls(getattr(importlib.import_module(module), attribute))
         takes_capacity = any(
             parameter.default is parameter.empty
             for parameter in inspect.signature(found).parameters.values()
@@ -121,7 +130,11 @@ def policy_maker(name: str) -> Callable[[int], Policy]:
         raise OutOfRange("--policy", f"{name!r} ({error})", "an eviction policy", accepted) from error
 
     def make(capacity_pages: int) -> Policy:
-        made: Policy = found(capacity_pages) if takes_capacity else found()
+        try:
+            made: Policy = found(capacity_pages) if takes_capacity else found()
+        except (TypeError, ValueError) as error:
+            accepted = "a class that is made with its capacity in pages, or with nothing"
+            raise OutOfRange("--policy", f"{name!r} ({error})", "an eviction policy", accepted) from error
         return made
 
     return make

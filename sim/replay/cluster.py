@@ -5,26 +5,28 @@ storage nodes have links, memory and drives. What always holds: both paths go th
 and drives. The CPU's way has a second pass over PCIe, a copy in the host's memory and a cost a message beside;
 the triggered one has the cost of a trigger. All of that is a number here, with its unit in its name.
 
-KV of a request is striped by layer over the engine's GPUs and over all drives of all nodes.
+Where KV lies is the product's placement (`sim.replay.placement`): a user's on one node, each page of it on one of that
+node's drives. A page is a block's KV of one layer and one GPU. A byte passes the NIC and the node's link at once; at
+every other stop a message has arrived as a whole before it goes on.
 """
 
 from __future__ import annotations
 
-import math
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from sim.hardware import HARDWARE, accepted, changed
 from sim.replay.events import Step
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from pathlib import Path
 
     from sim.replay.events import Events
 
-__all__ = ["PATHS", "Cluster", "PathName", "Plant", "Routes", "changed", "read_cluster"]
+__all__ = ["PATHS", "Cluster", "PathName", "Plant", "read_cluster"]
 
 PathName = Literal["cpu", "triggered", "recompute"]
 PATHS: tuple[PathName, ...] = ("cpu", "triggered", "recompute")
@@ -32,7 +34,7 @@ PATHS: tuple[PathName, ...] = ("cpu", "triggered", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Counts, speeds and prices. Defaults: H100-like GPUs at PCIe 5, 100 Gb/s, the paper's drive at its intercepts."""
+    """Counts, speeds and prices. Defaults: H100-like GPUs, and the speeds of `sim.hardware`."""
 
     engines: int = 2
     gpus_per_engine: int = 8
@@ -43,31 +45,34 @@ class Cluster:
     decode_slots: int = 256  # answers that an engine writes at a time
     gpu_flops_per_s: float = 989e12
     gpu_mfu: float = 0.5  # share of them that a prefill reaches
+    gpu_memory_bytes: float = 80e9
     decode_token_s: float = 0.03
-    pcie_bytes_per_s: float = 55e9  # each direction, by root
-    pcie_latency_s: float = 1e-6
-    trigger_message_s: float = 1e-6
-    nic_message_s: float = 5e-7
-    link_bits_per_s: float = 100e9
-    link_latency_s: float = 2e-6
-    cpu_message_s: float = 1e-5  # CPU path: the software of one message
-    host_copy_bytes_per_s: float = 10e9  # CPU path: one thread's copy
+    pcie_bytes_per_s: float = HARDWARE.pcie_bytes_per_s  # each direction, by root
+    pcie_latency_s: float = HARDWARE.pcie_latency_s
+    trigger_message_s: float = HARDWARE.trigger_message_s
+    nic_message_s: float = HARDWARE.nic_message_s
+    link_bits_per_s: float = HARDWARE.link_bits_per_s
+    link_latency_s: float = HARDWARE.link_latency_s
+    cpu_message_s: float = HARDWARE.cpu_message_s  # CPU path: the software of one message
+    host_copy_bytes_per_s: float = HARDWARE.host_copy_bytes_per_s  # CPU path: one thread's copy
     host_copy_threads: int = 2  # of a root
-    node_memory_bytes_per_s: float = 50e9
+    node_memory_bytes_per_s: float = HARDWARE.node_memory_bytes_per_s
     node_memory_bytes: float = 0.0  # of the DRAM tier; 0: none
-    drive_write_bytes_per_s: float = 2.34e9
-    drive_read_bytes_per_s: float = 5.22e9
-    drive_message_s: float = 5e-6
-    drive_write_latency_s: float = 2e-5
-    drive_read_latency_s: float = 8e-5
+    drive_write_bytes_per_s: float = HARDWARE.drive_write_bytes_per_s
+    drive_read_bytes_per_s: float = HARDWARE.drive_read_bytes_per_s
+    drive_message_s: float = HARDWARE.drive_message_s
+    drive_write_latency_s: float = HARDWARE.drive_write_latency_s
+    drive_read_latency_s: float = HARDWARE.drive_read_latency_s
     drive_capacity_bytes: float = 3.84e12
     gpu_usd_per_hour: float = 2.5
     node_usd_per_hour: float = 1.0
+    link_usd_per_hour: float = 0.05  # of a node: a port of its NIC and one of a switch
     drive_usd_per_hour: float = 0.02
+    memory_gb_usd_per_hour: float = 0.003  # of the DRAM tier, a GB
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            unit, low, high = _range(field.name)
+            unit, low, high = accepted(field.name)
             require(field.name, getattr(self, field.name), unit, low, high)
         if self.gpus % self.gpus_per_root:
             raise OutOfRange(
@@ -94,6 +99,13 @@ class Cluster:
         return min(nics, roots * self.pcie_bytes_per_s / 2, copies)
 
     @property
+    def node_get_bytes_per_s(self) -> float:
+        """What the drives and links of a node give."""
+        return min(
+            self.drives_per_node * self.drive_read_bytes_per_s, self.links_per_node * self.link_bits_per_s / 8
+        )
+
+    @property
     def gpus_usd_per_hour(self) -> float:
         """What computes."""
         return self.gpus * self.gpu_usd_per_hour
@@ -101,49 +113,9 @@ class Cluster:
     @property
     def storage_usd_per_hour(self) -> float:
         """What stores."""
-        return self.nodes * self.node_usd_per_hour + self.drives * self.drive_usd_per_hour
-
-
-_COUNTS_MAX = {"engines": 256, "gpus_per_engine": 64, "nodes": 1024, "drives_per_node": 128}
-
-
-def _range(name: str) -> tuple[str, float, float]:
-    """Unit and range of a field, by the ending of its name."""
-    if name in _COUNTS_MAX:
-        return f"a number of {name.partition('_')[0]}", 1, _COUNTS_MAX[name]
-    if name == "gpu_mfu":
-        return "a share", 0.001, 1
-    for ending, unit, low, high in (
-        ("_usd_per_hour", "US dollars an hour", 0, 1e6),
-        ("_bits_per_s", "bits a second", 1e6, 1e15),
-        ("_bytes_per_s", "bytes a second", 1e3, 1e15),
-        ("_flops_per_s", "floating-point operations a second", 1e9, 1e20),
-        ("_bytes", "bytes", 0, 1e18),
-        ("_s", "seconds", 0, 100),
-    ):
-        if name.endswith(ending):
-            return unit, low, high
-    first, _, per = name.partition("_per_")  # what is left counts things: links_per_node, decode_slots
-    return f"a number of {first if per else name.rpartition('_')[2]}", 1, 4096
-
-
-def changed(cluster: Cluster, assignments: Iterable[tuple[str, object]], source: str) -> Cluster:
-    """Put values in by name; whole numbers stay whole."""
-    known = {field.name: field.type for field in fields(Cluster)}
-    values: dict[str, float] = {}
-    for name, given in assignments:
-        if name not in known:
-            raise OutOfRange(source, repr(name), "a name of the cluster", "one of " + ", ".join(known))
-        unit, low, high = _range(name)
-        try:
-            value = float(str(given))
-        except ValueError:
-            raise OutOfRange(f"{source} {name}", repr(given), unit, f"from {low:g} to {high:g}") from None
-        require(f"{source} {name}", value, unit, low, high)
-        if known[name] == "int" and value != int(value):
-            raise OutOfRange(f"{source} {name}", repr(given), unit, "a whole number")
-        values[name] = int(value) if known[name] == "int" else value
-    return replace(cluster, **values)  # type: ignore[arg-type]
+        of_a_node = self.node_usd_per_hour + self.links_per_node * self.link_usd_per_hour
+        of_a_node += self.node_memory_bytes / 1e9 * self.memory_gb_usd_per_hour
+        return self.nodes * of_a_node + self.drives * self.drive_usd_per_hour
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -158,16 +130,8 @@ def read_cluster(path: Path) -> Cluster:
     return changed(Cluster(), table.items(), "--cluster")
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """A run of routes in the event core, taken in turn."""
-
-    first: int
-    count: int
-
-
 class Plant:
-    """The cluster's resources in an event core, and the routes of each engine."""
+    """The cluster's resources in an event core, and the routes to and from each GPU, node and drive."""
 
     def __init__(self, events: Events, cluster: Cluster, path: PathName) -> None:
         self._cluster, self._cpu = cluster, path == "cpu"
@@ -197,50 +161,41 @@ class Plant:
             "node memory": self._memory,
             "drives": self._drives,
         }
-        engines = range(cluster.engines)
-        self.put = [self._routes(events, engine, self._put_route) for engine in engines]
-        self.get = [self._routes(events, engine, self._get_route) for engine in engines]
-        self.get_hot = [self._routes(events, engine, self._get_hot_route) for engine in engines]
 
-    def _routes(self, events: Events, engine: int, make: Callable[[int, int], list[Step]]) -> Routes:
-        """One route for every pair of GPU and drive that striping over both comes by."""
-        cluster = self._cluster
-        first_gpu = engine * cluster.gpus_per_engine
-        numbers = [
-            events.add_route(make(first_gpu + i % cluster.gpus_per_engine, i % cluster.drives))
-            for i in range(math.lcm(cluster.gpus_per_engine, cluster.drives))
-        ]
-        return Routes(numbers[0], len(numbers))
+        def first_of(make: Callable[[int], list[Step]], count: int) -> int:
+            """Add a route for each number; they have running numbers."""
+            return [events.add_route(make(number)) for number in range(count)][-1] - count + 1
+
+        self.put_first = first_of(self._out_of_gpu, cluster.gpus)
+        self.put_then = first_of(self._onto_drive, cluster.drives)  # of all nodes, one after the other
+        self.get_first = first_of(self._off_drive, cluster.drives)
+        self.get_hot_first = first_of(self._off_node, cluster.nodes)
+        self.get_then = first_of(self._into_gpu, cluster.gpus)
+        self.timer = events.add_route([Step(events.add_resource())])  # a message that takes no time
 
     def _out_of_gpu(self, gpu: int) -> list[Step]:
         cluster, root = self._cluster, gpu // self._cluster.gpus_per_root
         pcie = Step(self._pcie_out[root], 0.0, 1 / cluster.pcie_bytes_per_s, cluster.pcie_latency_s)
-        if not self._cpu:
-            return [pcie]
-        return [pcie, self._host_copy(root), pcie]
+        wire = Step(self._nic_out[gpu], self._nic_page_s, 8 / cluster.link_bits_per_s, cluster.link_latency_s)
+        return [pcie, self._host_copy(root), pcie, wire] if self._cpu else [pcie, wire]
 
     def _into_gpu(self, gpu: int) -> list[Step]:
         cluster, root = self._cluster, gpu // self._cluster.gpus_per_root
         pcie = Step(self._pcie_in[root], 0.0, 1 / cluster.pcie_bytes_per_s, cluster.pcie_latency_s)
-        if not self._cpu:
-            return [pcie]
-        return [pcie, self._host_copy(root), pcie]
+        wire = Step(self._nic_in[gpu], self._nic_page_s, 8 / cluster.link_bits_per_s, cuts_through=True)
+        return [wire, pcie, self._host_copy(root), pcie] if self._cpu else [wire, pcie]
 
     def _host_copy(self, root: int) -> Step:
         return Step(self._host[root], self._cluster.cpu_message_s, 1 / self._cluster.host_copy_bytes_per_s)
 
-    def _wire(self, nic: int, latency_s: float) -> Step:
-        trigger_s = 0.0 if self._cpu else self._cluster.trigger_message_s
-        return Step(
-            nic, self._cluster.nic_message_s + trigger_s, 8 / self._cluster.link_bits_per_s, latency_s
-        )
+    @property
+    def _nic_page_s(self) -> float:
+        return self._cluster.nic_message_s + (0.0 if self._cpu else self._cluster.trigger_message_s)
 
-    def _put_route(self, gpu: int, drive: int) -> list[Step]:
+    def _onto_drive(self, drive: int) -> list[Step]:
         cluster, node = self._cluster, drive // self._cluster.drives_per_node
         return [
-            *self._out_of_gpu(gpu),
-            self._wire(self._nic_out[gpu], cluster.link_latency_s),
-            Step(self._link_in[node], 0.0, 8 / cluster.link_bits_per_s),
+            Step(self._link_in[node], 0.0, 8 / cluster.link_bits_per_s, cuts_through=True),
             Step(self._memory[node], 0.0, 1 / cluster.node_memory_bytes_per_s),
             Step(
                 self._drives[drive],
@@ -250,16 +205,14 @@ class Plant:
             ),
         ]
 
-    def _get_hot_route(self, gpu: int, drive: int) -> list[Step]:
-        cluster, node = self._cluster, drive // self._cluster.drives_per_node
+    def _off_node(self, node: int) -> list[Step]:
+        cluster = self._cluster
         return [
             Step(self._memory[node], 0.0, 1 / cluster.node_memory_bytes_per_s),
             Step(self._link_out[node], 0.0, 8 / cluster.link_bits_per_s, cluster.link_latency_s),
-            self._wire(self._nic_in[gpu], 0.0),
-            *self._into_gpu(gpu),
         ]
 
-    def _get_route(self, gpu: int, drive: int) -> list[Step]:
+    def _off_drive(self, drive: int) -> list[Step]:
         cluster = self._cluster
         read = Step(
             self._drives[drive],
@@ -267,4 +220,4 @@ class Plant:
             1 / cluster.drive_read_bytes_per_s,
             cluster.drive_read_latency_s,
         )
-        return [read, *self._get_hot_route(gpu, drive)]
+        return [read, *self._off_node(drive // cluster.drives_per_node)]

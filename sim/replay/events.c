@@ -7,10 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HEAP_ARITY = 4, ROOM_FIRST = 64 };
+enum { HEAP_ARITY = 4, ROOM_FIRST = 64, LOT_SHIFT = 51 };
 
-/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. Messages
- * of a stream have numbers below 0: ~i is the i-th. */
+/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. The owner is the
+ * train's number, and above it, from bit 32 on, the message's place in the train's list. Messages of a stream have numbers
+ * below 0: ~i is the i-th. */
 struct event {
 	double time_s;
 	uint64_t made;
@@ -33,6 +34,7 @@ struct route {
 
 struct train {
 	struct events_train terms;
+	struct events_message *list; /* or NULL: all alike, as the terms say */
 	int64_t released, through;
 };
 
@@ -150,6 +152,8 @@ void events_close(events *e)
 		free(e->routes[i].steps);
 	for (i = 0; i < EVENTS_KINDS; i++)
 		free(e->backlogs[i].bins);
+	for (i = 0; i < e->train_count; i++)
+		free(e->trains[i].list);
 	free(e->resources);
 	free(e->routes);
 	free(e->trains);
@@ -186,7 +190,8 @@ int64_t events_add_route(events *e, const struct events_step *steps, int64_t cou
 		return -EINVAL;
 	for (i = 0; i < count; i++)
 		if (steps[i].resource < 0 || steps[i].resource >= e->resource_count || !(steps[i].overhead_s >= 0) ||
-		    !(steps[i].s_per_unit >= 0) || !(steps[i].latency_s >= 0))
+		    !(steps[i].s_per_unit >= 0) || !(steps[i].latency_s >= 0) || steps[i].cuts_through < 0 ||
+		    steps[i].cuts_through > 1)
 			return -EINVAL;
 	code = grow((void **)&e->routes, e->route_count, &e->route_room, sizeof(*e->routes));
 	if (code)
@@ -214,9 +219,38 @@ int64_t events_add_train(events *e, const struct events_train *terms)
 		return code;
 	t = &e->trains[e->train_count];
 	t->terms = *terms;
+	t->list = NULL;
 	t->released = t->through = 0;
 	code = push(e, terms->start_s, e->train_count, 0, -1);
 	return code ? code : e->train_count++;
+}
+
+int64_t events_add_list(events *e, const struct events_message *messages, int64_t count, int64_t kind)
+{
+	struct events_train terms = {.count = count, .route_count = 1, .kind = kind};
+	struct events_message *list;
+	int64_t i, number;
+
+	if (count < 1 || count > INT32_MAX || e->train_count > INT32_MAX)
+		return -EINVAL;
+	for (i = 0; i < count; i++) {
+		const struct events_message *m = &messages[i];
+
+		if (!(m->start_s >= (i ? messages[i - 1].start_s : e->now_s)) || !(m->units >= 0) || !(m->pages >= 0) ||
+		    m->first < 0 || m->first >= e->route_count || m->then < -1 || m->then >= e->route_count)
+			return -EINVAL;
+	}
+	list = malloc((size_t)count * sizeof(*list));
+	if (!list)
+		return -ENOMEM;
+	memcpy(list, messages, (size_t)count * sizeof(*list));
+	terms.start_s = list[0].start_s;
+	number = events_add_train(e, &terms);
+	if (number < 0)
+		free(list);
+	else
+		e->trains[number].list = list;
+	return number;
 }
 
 /* See that there are bins up to `last`; new ones hold `value`. */
@@ -269,10 +303,10 @@ static int note_busy(events *e, struct resource *r, double start_s, double end_s
 	return 0;
 }
 
-/* Take the server that is free first, and put it back with its new time. */
-static double serve(struct resource *r, double now_s, double service_s, double *start_s)
+/* Take the server that is free first, from `ready_s` on, and put it back with its new time. */
+static double serve(struct resource *r, double ready_s, double service_s, double *start_s)
 {
-	double start = fmax(now_s, r->free_s[0]), end = start + service_s, waited = start - now_s;
+	double start = fmax(ready_s, r->free_s[0]), end = start + service_s, waited = start - ready_s;
 	int64_t at = 0;
 
 	for (;;) {
@@ -297,32 +331,54 @@ static double serve(struct resource *r, double now_s, double service_s, double *
 	return end;
 }
 
-int events_reserve(events *e, int64_t resource, double now_s, double service_s, double *start_s, double *end_s)
+int events_reserve(events *e, int64_t resource, double ready_s, double service_s, double *start_s, double *end_s)
 {
 	struct resource *r;
 
-	if (resource < 0 || resource >= e->resource_count || !(now_s >= e->now_s) || !(service_s >= 0))
+	if (resource < 0 || resource >= e->resource_count || !(ready_s >= 0) || !(service_s >= 0))
 		return -EINVAL;
 	r = &e->resources[resource];
-	*end_s = serve(r, now_s, service_s, start_s);
+	*end_s = serve(r, ready_s, service_s, start_s);
 	return e->bin_s > 0 ? note_busy(e, r, *start_s, *end_s) : 0;
 }
 
 /* A message reaches a step of its route: it queues, is served, and goes on. */
-static int arrive(events *e, const struct event *event, double units)
+static int arrive(events *e, const struct event *event, const struct events_step *step, double units, double pages)
 {
-	const struct events_step *step = &e->routes[event->route].steps[event->step];
 	struct resource *r = &e->resources[step->resource];
-	double start_s, end_s = serve(r, event->time_s, step->overhead_s + units * step->s_per_unit, &start_s);
+	double transfer_s = units * step->s_per_unit, service_s = pages * step->overhead_s + transfer_s;
+	double ready_s = step->cuts_through ? fmax(0, event->time_s - transfer_s) : event->time_s;
+	double start_s, end_s = fmax(event->time_s, serve(r, ready_s, service_s, &start_s));
 	int code;
 
 	r->usage.units += units;
 	if (e->bin_s > 0) {
-		code = note_busy(e, r, start_s, end_s);
+		code = note_busy(e, r, start_s, start_s + service_s);
 		if (code)
 			return code;
 	}
 	return push(e, end_s + step->latency_s, event->owner, event->route, event->step + 1);
+}
+
+/* The message of a train that an event is about. */
+static struct events_message message_of(const events *e, const struct event *event)
+{
+	const struct train *t = &e->trains[event->owner & UINT32_MAX];
+	struct events_message plain = {0, t->terms.units, 1, event->route, -1};
+
+	return t->list ? t->list[event->owner >> 32] : plain;
+}
+
+/* The stop that comes next, or NULL if the message is through. */
+static const struct events_step *next_step(const events *e, const struct events_message *m, int32_t step)
+{
+	const struct route *r = &e->routes[m->first];
+
+	if (step < r->count)
+		return &r->steps[step];
+	if (m->then < 0 || step - r->count >= e->routes[m->then].count)
+		return NULL;
+	return &e->routes[m->then].steps[step - r->count];
 }
 
 /* More, or less, is under way. */
@@ -346,51 +402,65 @@ static int note_backlog(events *e, int64_t kind, double units)
 	return 0;
 }
 
-/* The next message of a train sets out. */
+/* The next message of a train sets out, and with it all that are due. */
 static int release(events *e, int64_t number, double now_s)
 {
 	struct train *t = &e->trains[number];
 	const struct events_train *terms = &t->terms;
-	int64_t turn = (terms->route_offset + t->released) % terms->route_count;
-	struct event message = {now_s, 0, number, (int32_t)(terms->route_first + turn), 0};
-	int code = arrive(e, &message, terms->units);
+	double next_s = now_s;
+	int code = 0;
 
-	t->released++;
-	if (!code)
-		code = note_backlog(e, terms->kind, terms->units);
-	if (!code && t->released < terms->count) {
-		double next_s = terms->start_s + (double)t->released * terms->interval_s;
+	while (!code && t->released < terms->count && next_s <= now_s) {
+		int64_t turn = (terms->route_offset + t->released) % terms->route_count;
+		struct event message = {now_s, 0, number | (t->list ? t->released << 32 : 0),
+					(int32_t)(terms->route_first + turn), 0};
+		struct events_message m = message_of(e, &message);
 
-		code = push(e, fmax(next_s, now_s), number, 0, -1);
+		code = arrive(e, &message, &e->routes[m.first].steps[0], m.units, m.pages);
+		t->released++;
+		if (!code)
+			code = note_backlog(e, terms->kind, m.units);
+		if (t->released < terms->count)
+			next_s = t->list ? t->list[t->released].start_s
+					 : terms->start_s + (double)t->released * terms->interval_s;
 	}
+	if (!code && t->released < terms->count)
+		code = push(e, next_s, number, 0, -1);
 	return code;
 }
 
 /* What follows from an event. 1 if a train is through with it, whose note is then filled in; 0 if not; or -errno. */
 static int follow(events *e, const struct event *event, struct events_note *note)
 {
-	bool last_step;
+	const struct events_step *step;
+	struct events_message m;
+	struct train *t;
 	int code;
 
 	e->now_s = event->time_s;
 	if (event->step < 0)
 		return release(e, event->owner, event->time_s);
-	last_step = event->step == e->routes[event->route].count;
 	if (event->owner < 0) {
-		if (!last_step)
-			return arrive(e, event, e->stream_units[~event->owner]);
+		if (event->step < e->routes[event->route].count)
+			return arrive(e, event, &e->routes[event->route].steps[event->step],
+				      e->stream_units[~event->owner], 1);
 		e->stream_done_s[~event->owner] = event->time_s;
 		return 0;
 	}
-	if (!last_step)
-		return arrive(e, event, e->trains[event->owner].terms.units);
-	code = note_backlog(e, e->trains[event->owner].terms.kind, -e->trains[event->owner].terms.units);
+	m = message_of(e, event);
+	step = next_step(e, &m, event->step);
+	if (step)
+		return arrive(e, event, step, m.units, m.pages);
+	t = &e->trains[event->owner & UINT32_MAX];
+	code = note_backlog(e, t->terms.kind, -m.units);
 	if (code)
 		return code;
-	if (++e->trains[event->owner].through < e->trains[event->owner].terms.count)
+	if (++t->through < t->terms.count)
 		return 0;
+	free(t->list);
+	t->list = NULL;
 	note->time_s = event->time_s;
-	note->train = event->owner;
+	note->train = event->owner & UINT32_MAX;
 	return 1;
 }
 
@@ -443,7 +513,7 @@ int events_stream(events *e, const double *start_s, const double *units, const i
 			struct event message = {start_s[i], 0, ~i, routes[i], 0};
 
 			e->now_s = start_s[i];
-			code = arrive(e, &message, units[i]);
+			code = arrive(e, &message, &e->routes[routes[i]].steps[0], units[i], 1);
 		}
 	}
 	while (e->heap_count && code >= 0)
@@ -485,4 +555,31 @@ int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t ro
 	if (b->bin_count)
 		memcpy(out, b->bins, (size_t)(b->bin_count < room ? b->bin_count : room) * sizeof(*out));
 	return b->bin_count;
+}
+
+/* A step of splitmix64: every bit of the result depends on every bit of the number. */
+static uint64_t mixed(uint64_t number)
+{
+	number += UINT64_C(0x9e3779b97f4a7c15);
+	number = (number ^ number >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+	number = (number ^ number >> 27) * UINT64_C(0x94d049bb133111eb);
+	return number ^ number >> 31;
+}
+
+void events_scatter(const int64_t *blocks, int64_t count, int64_t layers, int64_t parts, int64_t ranks,
+		    const int32_t *home_of_lot, int64_t drives, int64_t *counts)
+{
+	int64_t i, layer, rank;
+
+	for (i = 0; i < count; i++) {
+		uint64_t block = mixed((uint64_t)blocks[i]);
+
+		for (layer = 0; layer < layers; layer++)
+			for (rank = 0; rank < ranks; rank++) {
+				uint64_t page = mixed(block ^ (uint64_t)(layer * ranks + rank));
+				int64_t part = layer * parts / layers;
+
+				counts[(part * ranks + rank) * drives + home_of_lot[page >> LOT_SHIFT]]++;
+			}
+	}
 }

@@ -13,13 +13,14 @@
 
 #include <stdint.h>
 
-enum { EVENTS_SERVERS_MAX = 65536, EVENTS_BINS_MAX = 4096, EVENTS_KINDS = 4 };
+enum { EVENTS_SERVERS_MAX = 65536, EVENTS_BINS_MAX = 4096, EVENTS_KINDS = 4, EVENTS_LOTS = 8192 };
 
-/* One stop of a route. A message of u units holds a server for overhead_s + u * s_per_unit, and reaches the next
- * stop latency_s after that. */
+/* One stop of a route. A message of u units in p pages holds a server for p * overhead_s + u * s_per_unit, and reaches
+ * the next stop latency_s after that. A stop that cuts through serves while the stop before it does: a message that
+ * arrives has held its server for as long as its units take, if the server was free then. */
 struct events_step {
 	double overhead_s, s_per_unit, latency_s;
-	int64_t resource;
+	int64_t resource, cuts_through;
 };
 
 /* `count` messages of `units` each, one every interval_s from start_s on. The first takes the route
@@ -28,6 +29,13 @@ struct events_step {
 struct events_train {
 	double start_s, interval_s, units;
 	int64_t count, route_first, route_count, route_offset, kind;
+};
+
+/* A message of a train that lists its messages: it takes the stops of the route `first`, then those of `then` (-1: no
+ * more). */
+struct events_message {
+	double start_s, units, pages;
+	int32_t first, then;
 };
 
 /* The last message of a train is through. */
@@ -51,8 +59,12 @@ int64_t events_add_resource(events *e, int64_t servers);
 int64_t events_add_route(events *e, const struct events_step *steps, int64_t count);
 int64_t events_add_train(events *e, const struct events_train *train);
 
-/* Take a server of a resource at `now_s`, which must not lie before what was handed back last. */
-int events_reserve(events *e, int64_t resource, double now_s, double service_s, double *start_s, double *end_s);
+/* A train of these messages, in the order of their start. They are copied. */
+int64_t events_add_list(events *e, const struct events_message *messages, int64_t count, int64_t kind);
+
+/* Take a server of a resource from `ready_s` on, or from when one is free. That may lie before what was handed back last:
+ * a server that has been idle since is taken to have begun then. */
+int events_reserve(events *e, int64_t resource, double ready_s, double service_s, double *start_s, double *end_s);
 
 /* Go on until `until_s`, or until a train is through: 1 and its note; 0 when the time has come; or -errno. */
 int events_run(events *e, double until_s, struct events_note *note);
@@ -68,5 +80,11 @@ int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t r
 
 /* Units of a kind under way: the most there ever were in each bin of time; gives how many bins there are. */
 int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room);
+
+/* Count what lies where: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these three
+ * numbers; `home_of_lot` has the drive of each of the EVENTS_LOTS lots. The layers fall into `parts` of about the same
+ * length. Adds to counts[(part * ranks + rank) * drives + drive]. */
+void events_scatter(const int64_t *blocks, int64_t count, int64_t layers, int64_t parts, int64_t ranks,
+		    const int32_t *home_of_lot, int64_t drives, int64_t *counts);
 
 #endif

@@ -1,8 +1,8 @@
 """The discrete-event core: trains of messages through resources that queue (`events.h` says what holds).
 
 A resource has servers; a route is a list of stops at resources, each with what a message costs there; a train
-is a number of messages, one every so often. Whoever drives the core runs it to the next train that is through
-and adds what follows from it.
+is a number of messages, one every so often, or a list of them. Whoever drives the core runs it to the next train that
+is through and adds what follows from it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,26 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["Events", "Step", "Usage"]
+__all__ = ["LOTS", "MESSAGE", "Events", "Step", "Usage", "scatter"]
+
+LOTS: int = lib.EVENTS_LOTS
+# A message of a list takes the stops of the route `first`, then those of `then`; -1 is none.
+MESSAGE = np.dtype(
+    [("start_s", "f8"), ("units", "f8"), ("pages", "f8"), ("first", "i4"), ("then", "i4")], align=True
+)
 
 
 class Step(NamedTuple):
-    """One stop: a message of u units holds a server for `overhead_s + u * s_per_unit`, then takes `latency_s`."""
+    """One stop: a message of u units in p pages holds a server for `p * overhead_s + u * s_per_unit`, then `latency_s`.
+
+    One that cuts through serves a message while the stop before it does.
+    """
 
     resource: int
     overhead_s: float = 0.0
     s_per_unit: float = 0.0
     latency_s: float = 0.0
+    cuts_through: bool = False
 
 
 class Usage(NamedTuple):
@@ -67,6 +77,7 @@ class Events:
         for row, step in zip(rows, steps, strict=True):
             row.resource, row.overhead_s = step.resource, step.overhead_s
             row.s_per_unit, row.latency_s = step.s_per_unit, step.latency_s
+            row.cuts_through = step.cuts_through
         return _checked(lib.events_add_route(self._core, rows, len(steps)))
 
     def add_train(
@@ -87,10 +98,15 @@ class Events:
         train.route_first, train.route_count, train.route_offset, train.kind = route, routes, offset, kind
         return _checked(lib.events_add_train(self._core, train))
 
-    def reserve(self, resource: int, now_s: float, service_s: float) -> tuple[float, float]:
-        """Take the server that is free first, from now on; tell from when to when."""
+    def add_list(self, messages: npt.NDArray[np.void], kind: int = 0) -> int:
+        """Send these messages, of the type `MESSAGE`, in the order of their start; give the train's number."""
+        rows = ffi.from_buffer("struct events_message[]", messages)
+        return _checked(lib.events_add_list(self._core, rows, len(messages), kind))
+
+    def reserve(self, resource: int, ready_s: float, service_s: float) -> tuple[float, float]:
+        """Take the server that is free first, from a time on; tell from when to when."""
         times = self._times
-        _checked(lib.events_reserve(self._core, resource, now_s, service_s, times, times + 1))
+        _checked(lib.events_reserve(self._core, resource, ready_s, service_s, times, times + 1))
         return times[0], times[1]
 
     def run(self, until_s: float) -> tuple[float, int] | None:
@@ -144,6 +160,30 @@ class Events:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def scatter(
+    blocks: Sequence[int],
+    layers: int,
+    parts: int,
+    ranks: int,
+    home_of_lot: npt.NDArray[np.int32],
+    drives: int,
+) -> npt.NDArray[np.int64]:
+    """Count the pages of some blocks by part of the layers, rank and drive, in this order in one row."""
+    assert len(home_of_lot) == LOTS
+    counts = np.zeros(parts * ranks * drives, dtype=np.int64)
+    lib.events_scatter(
+        ffi.from_buffer("int64_t[]", np.array(blocks, dtype=np.int64)),
+        len(blocks),
+        layers,
+        parts,
+        ranks,
+        ffi.from_buffer("int32_t[]", home_of_lot),
+        drives,
+        ffi.from_buffer("int64_t[]", counts),
+    )
+    return counts
 
 
 def _checked(code: int) -> int:

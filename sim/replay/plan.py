@@ -1,8 +1,8 @@
-"""Fetch or compute again, and how many drives, nodes and links it takes.
+"""What users ask of a cluster, and the fewest engines, drives, links and nodes that can give it on average.
 
-What always holds: every count names the reason that asked for it, and no part is planned busier than
-`utilisation_max`. The plan is means and closed form; `trial` sends users through the event model with just
-these counts, and that is what says whether the time to the first token is kept.
+What always holds: every count names the reason that asked for it, and with these counts no part is busier than
+`utilisation_max`. They are means and closed form, so they are where the search for a plan begins
+(`sim.replay.least_cost`), not a plan: whether the time to the first token is kept is for the event model to say.
 
 What it doesn't do: failures, growth, or users that come in waves. Plan for the busiest hour.
 """
@@ -15,25 +15,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.models import MODELS
-from sim.replay.simulate import Terms, prefill_tokens_per_s, simulate
+from sim.replay.simulate import kv_room_bytes, prefill_s, prefill_tokens_per_s
 from sim.replay.workload import BLOCK_TOKENS, Request
 from sim.units import require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sim.models import Model
     from sim.replay.cluster import Cluster, PathName
-    from sim.replay.simulate import Result
 
-__all__ = ["BreakEven", "Demand", "Need", "Plan", "all_break_even", "break_even", "make_plan", "trial"]
-
-_TRIAL_REQUESTS = 20_000
-_TRIAL_S = 600.0
+__all__ = [
+    "Bounds",
+    "BreakEven",
+    "Demand",
+    "Need",
+    "Turns",
+    "all_break_even",
+    "bounds",
+    "break_even",
+    "turns",
+]
 
 
 class BreakEven(NamedTuple):
-    """Where fetching a token's KV takes as long as computing it again."""
+    """Where fetching a token's KV takes as long as computing it again, at the start of a context."""
 
     model: str
     token_bytes: int
@@ -45,9 +49,9 @@ class BreakEven(NamedTuple):
         return self.bytes_per_s * gpus
 
 
-def break_even(model: Model, cluster: Cluster, element_bytes: int = 2) -> BreakEven:
+def break_even(model: Model, cluster: Cluster) -> BreakEven:
     """Fetching is faster above this bandwidth, for every GPU."""
-    token_bytes = model.layout.token_bytes(8 * element_bytes)
+    token_bytes = model.token_bytes
     tokens_per_s = prefill_tokens_per_s(model, replace(cluster, gpus_per_engine=1, gpus_per_root=1))
     return BreakEven(model.name, token_bytes, tokens_per_s, token_bytes * tokens_per_s)
 
@@ -80,6 +84,20 @@ class Demand:
         require("--ttft-s", self.ttft_s, "seconds", 1e-3, 1e4)
         require("--utilisation-max", self.utilisation_max, "a share of the time", 0.05, 0.95)
 
+    @property
+    def stored_tokens(self) -> int:
+        """Of a history: whole blocks only are ever found."""
+        return self.history_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All of a turn's prompt."""
+        return self.history_tokens + self.new_tokens
+
+    def turns_per_s(self, cluster: Cluster) -> float:
+        """How often anybody asks."""
+        return self.users / (self.think_s + self.answer_tokens * cluster.decode_token_s)
+
 
 class Need(NamedTuple):
     """How many of something, and why so many."""
@@ -90,20 +108,18 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is needed, and what follows from it."""
+class Bounds:
+    """What is needed at least, and what follows from it."""
 
-    demand: Demand
-    cluster: Cluster  # with the counts of this plan
+    cluster: Cluster  # with the counts of these needs
     turns_per_s: float
     get_bytes_per_s: float
     put_bytes_per_s: float
     stored_bytes: float
     needs: tuple[Need, ...]
-    recompute_engines: int
     fetch_s: float  # of one history, when nothing else goes on
-    prefill_s: float
-    recompute_s: float
+    prefill_s: float  # of a turn whose history was found
+    recompute_s: float  # of one whose history was not
 
 
 def _most(what: str, reasons: dict[str, float]) -> Need:
@@ -112,49 +128,51 @@ def _most(what: str, reasons: dict[str, float]) -> Need:
     return Need(what, max(1, math.ceil(reasons[why] - 1e-9)), why)
 
 
-def make_plan(model: Model, cluster: Cluster, demand: Demand, path: PathName = "triggered") -> Plan:
-    """Counts of engines, drives and nodes; every other number is the cluster's."""
-    token_bytes = model.layout.token_bytes()
-    tokens_per_s = prefill_tokens_per_s(model, cluster)
-    answer_s = demand.answer_tokens * cluster.decode_token_s
-    turns_per_s = demand.users / (demand.think_s + answer_s)
-    stored_tokens = demand.history_tokens // BLOCK_TOKENS * BLOCK_TOKENS  # whole blocks only are ever found
+def bounds(model: Model, cluster: Cluster, demand: Demand, path: PathName = "triggered") -> Bounds:
+    """Counts of engines, drives, links and nodes; every other number is the cluster's."""
+    token_bytes, busy = model.token_bytes, demand.utilisation_max
+    keeps = path != "recompute"
+    found_share = demand.found_share if keeps else 0.0
+    turns_per_s = demand.turns_per_s(cluster)
+    stored_tokens, prompt_tokens = demand.stored_tokens, demand.prompt_tokens
     history_bytes = stored_tokens * token_bytes
-    all_tokens = demand.history_tokens + demand.new_tokens
-    gets = turns_per_s * demand.found_share
+    rest_s = prefill_s(model, cluster, prompt_tokens - stored_tokens, stored_tokens)
+    all_s = prefill_s(model, cluster, prompt_tokens)
+    mean_s = found_share * rest_s + (1 - found_share) * all_s
+    answer_s = demand.answer_tokens * cluster.decode_token_s
+    gets = turns_per_s * found_share
     get_bytes_per_s = gets * history_bytes
-    computed_tokens = all_tokens - demand.found_share * stored_tokens
-    put_tokens = computed_tokens + demand.answer_tokens
-    put_bytes_per_s = turns_per_s * put_tokens * token_bytes
-    stored_bytes = demand.users * (all_tokens + demand.answer_tokens) * token_bytes
-    busy = demand.utilisation_max
-
-    computed = turns_per_s * computed_tokens / tokens_per_s
+    put_tokens = prompt_tokens - found_share * stored_tokens + demand.answer_tokens
+    put_bytes_per_s = turns_per_s * put_tokens * token_bytes * keeps
+    turn_bytes = (prompt_tokens + demand.answer_tokens) * token_bytes
+    stored_bytes = demand.users * turn_bytes * keeps
     nic_bytes_per_s = cluster.link_bits_per_s / 8
     engine_bytes_per_s = cluster.engine_bytes_per_s(path)
     engines = _most(
         "engines",
         {
-            "prefill of what is new or was not found": computed / busy,
+            "prefill of what is new or was not found": turns_per_s * mean_s / busy,
             "answers written at a time": turns_per_s * answer_s / cluster.decode_slots / busy,
+            "KV of answers being written, in the GPUs' memory": turns_per_s
+            * (mean_s + answer_s)
+            * turn_bytes
+            / kv_room_bytes(model, cluster)
+            / busy,
             "KV into the GPUs": get_bytes_per_s / engine_bytes_per_s / busy,
             "KV out of the GPUs": put_bytes_per_s / engine_bytes_per_s / busy,
         },
     )
-    prefill_s = (all_tokens - stored_tokens) / tokens_per_s
-    # Half of what is left after the prefill goes to the fetch, the other half to waiting.
-    for_fetch_s = max(1e-9, (demand.ttft_s - prefill_s) / 2)
+    pages = turns_per_s * model.layers * cluster.gpus_per_engine * (found_share * stored_tokens + put_tokens)
     drive_s = (
-        gets * (history_bytes / cluster.drive_read_bytes_per_s + model.layers * cluster.drive_message_s)
+        get_bytes_per_s / cluster.drive_read_bytes_per_s
         + put_bytes_per_s / cluster.drive_write_bytes_per_s
-        + turns_per_s * model.layers * cluster.drive_message_s
+        + pages / BLOCK_TOKENS * cluster.drive_message_s * keeps
     )
     drives = _most(
         "drives",
         {
             "KV to be read and written": drive_s / busy,
             "KV to be kept": stored_bytes / cluster.drive_capacity_bytes,
-            "one fetch within its time": history_bytes / for_fetch_s / cluster.drive_read_bytes_per_s,
         },
     )
     links = _most(
@@ -162,7 +180,6 @@ def make_plan(model: Model, cluster: Cluster, demand: Demand, path: PathName = "
         {
             "KV out of the nodes": get_bytes_per_s / nic_bytes_per_s / busy,
             "KV into the nodes": put_bytes_per_s / nic_bytes_per_s / busy,
-            "one fetch within its time": history_bytes / for_fetch_s / nic_bytes_per_s,
         },
     )
     nodes = _most(
@@ -175,61 +192,49 @@ def make_plan(model: Model, cluster: Cluster, demand: Demand, path: PathName = "
             / busy,
         },
     )
-    recomputed = turns_per_s * all_tokens / tokens_per_s
-    planned = replace(
+    counted = replace(
         cluster,
         engines=engines.number,
         nodes=nodes.number,
         drives_per_node=-(-drives.number // nodes.number),
-        links_per_node=max(cluster.links_per_node, -(-links.number // nodes.number)),
+        links_per_node=-(-links.number // nodes.number),
     )
-    fetch_bytes_per_s = min(
-        engine_bytes_per_s,
-        planned.drives * planned.drive_read_bytes_per_s,
-        planned.nodes * planned.links_per_node * nic_bytes_per_s,
-    )
-    return Plan(
-        demand=demand,
-        cluster=planned,
+    return Bounds(
+        cluster=counted,
         turns_per_s=turns_per_s,
         get_bytes_per_s=get_bytes_per_s,
         put_bytes_per_s=put_bytes_per_s,
         stored_bytes=stored_bytes,
-        needs=(engines, drives, links, nodes),
-        recompute_engines=max(1, math.ceil(recomputed / busy - 1e-9)),
-        fetch_s=history_bytes / fetch_bytes_per_s,
-        prefill_s=prefill_s,
-        recompute_s=all_tokens / tokens_per_s,
+        needs=(engines, drives, links, nodes) if keeps else (engines,),
+        fetch_s=history_bytes / min(engine_bytes_per_s, counted.node_get_bytes_per_s) if keeps else 0.0,
+        prefill_s=rest_s,
+        recompute_s=all_s,
     )
 
 
-def _turns(demand: Demand, turns_per_s: float, seed: int) -> tuple[list[Request], list[tuple[int, ...]]]:
-    """Turns at random of users whose histories are stored, but for the share that is not; and those histories."""
+class Turns(NamedTuple):
+    """Requests of a number of users, and the histories that are stored when they begin."""
+
+    requests: list[Request]
+    stored: list[tuple[int, tuple[int, ...]]]
+
+
+def turns(demand: Demand, turns_per_s: float, count: int, seed: int) -> Turns:
+    """Turns at random of users whose histories are stored, but for the share that is not."""
     rng = random.Random(seed)  # noqa: S311 - a load, not a secret
-    shared = demand.history_tokens // BLOCK_TOKENS
-    wanted = -(-(demand.history_tokens + demand.new_tokens) // BLOCK_TOKENS)
+    shared = demand.stored_tokens // BLOCK_TOKENS
+    wanted = -(-demand.prompt_tokens // BLOCK_TOKENS)
+    fresh = demand.users * shared  # the first block that is nobody's history
     requests: list[Request] = []
-    stored: list[tuple[int, ...]] = []
-    now_s, block = 0.0, 0
-    while len(requests) < _TRIAL_REQUESTS and now_s < _TRIAL_S:
+    stored: dict[int, tuple[int, ...]] = {}
+    now_s = 0.0
+    for _ in range(count):
         now_s += rng.expovariate(turns_per_s)
-        blocks = tuple(range(block, block + wanted))
-        block += wanted
+        user = rng.randrange(demand.users)
+        history: tuple[int, ...] = ()
         if rng.random() < demand.found_share:
-            stored.append(blocks[:shared])
-        requests.append(
-            Request(now_s, demand.history_tokens + demand.new_tokens, demand.answer_tokens, blocks)
-        )
-    return requests, stored
-
-
-def trial(
-    model: Model,
-    plan: Plan,
-    path: PathName,
-    seed: int = 1,
-    progress: Callable[[float], None] = lambda _: None,
-) -> Result:
-    """Send the planned users through the event model, with the plan's counts."""
-    requests, stored = _turns(plan.demand, plan.turns_per_s, seed)
-    return simulate(requests, model, plan.cluster, path, Terms(always_get=True), progress, stored=stored)
+            history = stored.setdefault(user, tuple(range(user * shared, (user + 1) * shared)))
+        blocks = (*history, *range(fresh, fresh + wanted - len(history)))
+        fresh += wanted
+        requests.append(Request(now_s, demand.prompt_tokens, demand.answer_tokens, blocks, user))
+    return Turns(requests, list(stored.items()))

@@ -4,9 +4,13 @@ What always holds: requests are in the order of their time, which begins at 0; a
 `block_tokens` of its prompt, the last one perhaps not full; equal numbers mean equal prefixes. The generator
 gives the same chats for the same seed.
 
-Formats: Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids), and BurstGPT's (CSV:
-Timestamp in s, Request tokens, Response tokens; with a Session ID, a follow-up begins with all that its
-session has said so far; without one, no request shares anything).
+Formats: Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids, and if it is there user),
+BurstGPT's (CSV: Timestamp in s, Request tokens, Response tokens; with a Session ID, a follow-up begins with all that
+its session has said so far; without one, no request shares anything), and Azure's of 2023 and 2024 (CSV: TIMESTAMP as a
+date and time, ContextTokens, GeneratedTokens; no request shares anything).
+
+Whose a request is decides which node keeps its KV. Where a trace doesn't say, who goes on where a prompt of at least
+two whole blocks ended is the same user; everybody else is a new one.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ import csv
 import json
 import math
 import random
+import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 __all__ = ["BLOCK_TOKENS", "Chats", "Request", "chats", "read_trace", "write_mooncake"]
@@ -30,7 +36,8 @@ __all__ = ["BLOCK_TOKENS", "Chats", "Request", "chats", "read_trace", "write_moo
 BLOCK_TOKENS = 512
 _TOKENS_MAX = 10**8
 _TIMESTAMP_S_MAX = 10**9
-_REQUESTS_MAX = 10**8
+_NUMBERS = 2**63  # of blocks and users
+_OWN_BLOCKS_MIN = 2  # whole ones: a first block is often a system prompt, which everybody begins with
 
 
 class Request(NamedTuple):
@@ -40,6 +47,7 @@ class Request(NamedTuple):
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    user: int = 0  # whose node keeps the KV
 
 
 def _bad(path: Path, line: int, what: str, accepted: str) -> OutOfRange:
@@ -53,7 +61,9 @@ def _checked(path: Path, line: int, arrival_s: float, input_tokens: int, output_
     require(f"{where} output length", output_tokens, "tokens", 0, _TOKENS_MAX)
 
 
-def _mooncake(path: Path) -> Iterator[Request]:
+def _mooncake(path: Path, block_tokens: int) -> Iterator[Request]:
+    users: dict[int, int] = {}  # by the last whole block of a prompt of theirs
+    fresh = count()
     with path.open(encoding="utf-8") as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
@@ -61,55 +71,111 @@ def _mooncake(path: Path) -> Iterator[Request]:
             try:
                 row = json.loads(text)
                 arrival_s, tokens = float(row["timestamp"]) / 1000, int(row["input_length"])
-                request = Request(
-                    arrival_s, tokens, int(row["output_length"]), tuple(map(int, row["hash_ids"]))
-                )
-            except (ValueError, KeyError, TypeError) as error:
+                blocks = tuple(map(int, row["hash_ids"]))
+                user = None if row.get("user") is None else int(row["user"])
+                request = Request(arrival_s, tokens, int(row["output_length"]), blocks)
+            except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
                 accepted = "an object with timestamp (ms), input_length, output_length and hash_ids"
                 raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
             _checked(path, line, *request[:3])
-            if len(request.blocks) != -(-request.input_tokens // BLOCK_TOKENS):
-                what = f"of {request.input_tokens} tokens in {len(request.blocks)} blocks"
-                raise _bad(path, line, what, f"with one of hash_ids for every {BLOCK_TOKENS} tokens")
-            yield request
+            if not all(0 <= number < _NUMBERS for number in (*blocks, user or 0)):
+                raise _bad(
+                    path, line, "with a block or a user out of range", f"with numbers from 0 to {_NUMBERS:g}"
+                )
+            if len(blocks) != -(-tokens // block_tokens):
+                what = f"of {tokens} tokens in {len(blocks)} blocks"
+                accepted = f"with one of hash_ids for every {block_tokens} tokens (--block-tokens)"
+                raise _bad(path, line, what, accepted)
+            whole = tokens // block_tokens
+            if user is None:
+                user = next((users[block] for block in reversed(blocks) if block in users), None)
+                user = next(fresh) if user is None else user
+                if whole >= _OWN_BLOCKS_MIN:
+                    users[blocks[whole - 1]] = user
+            yield request._replace(user=user)
 
 
-def _burstgpt(path: Path) -> Iterator[Request]:
-    fresh = count()
-    said: dict[str, tuple[int, list[int]]] = {}  # tokens and blocks of each session so far
-    with path.open(newline="", encoding="utf-8") as file:
+def _rows(
+    path: Path, accepted: str, read: Callable[[dict[str, str]], _Fields]
+) -> Iterator[tuple[int, _Fields]]:
+    """The lines of a CSV file with what is read from each."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
         for line, row in enumerate(csv.DictReader(file), start=2):
             try:
-                arrival_s = float(row["Timestamp"])
-                input_tokens, output_tokens = int(row["Request tokens"]), int(row["Response tokens"])
-            except (ValueError, KeyError, TypeError) as error:
-                accepted = "a line with Timestamp (s), Request tokens and Response tokens"
+                fields = read(row)
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
-            if input_tokens == 0:
-                continue  # BurstGPT keeps requests that failed, with no tokens
-            _checked(path, line, arrival_s, input_tokens, output_tokens)
-            session = row.get("Session ID") or ""
-            tokens, blocks = said.get(session, (0, [])) if session else (0, [])
-            shared = min(tokens, input_tokens) // BLOCK_TOKENS
-            wanted = -(-input_tokens // BLOCK_TOKENS)
-            blocks = blocks[:shared] + [next(fresh) for _ in range(wanted - shared)]
-            if session:
-                total = input_tokens + output_tokens
-                whole = input_tokens // BLOCK_TOKENS  # one that is not full is another block once it is
-                answered = [next(fresh) for _ in range(total // BLOCK_TOKENS - whole)]
-                said[session] = (total, blocks[:whole] + answered)
-            yield Request(arrival_s, input_tokens, output_tokens, tuple(blocks))
+            if fields.input_tokens:  # requests that failed are kept with no tokens
+                _checked(path, line, *fields[:3])
+                yield line, fields
 
 
-def read_trace(path: Path) -> list[Request]:
-    """All requests, in the order of their time; which format it is, the name's ending says."""
-    readers = {".jsonl": _mooncake, ".csv": _burstgpt}
+class _Fields(NamedTuple):
+    """What a line of a CSV trace says."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    session: str
+
+
+def _burstgpt(path: Path, block_tokens: int) -> Iterator[Request]:
+    fresh, users = count(), count()
+    said: dict[str, tuple[int, int, list[int]]] = {}  # user, tokens and blocks of each session so far
+
+    def read(row: dict[str, str]) -> _Fields:
+        tokens = int(row["Request tokens"]), int(row["Response tokens"])
+        return _Fields(float(row["Timestamp"]), *tokens, row.get("Session ID") or "")
+
+    accepted = "a line with Timestamp (s), Request tokens and Response tokens"
+    for _, (arrival_s, input_tokens, output_tokens, session) in _rows(path, accepted, read):
+        user, tokens, blocks = said[session] if session in said else (next(users), 0, [])
+        shared = min(tokens, input_tokens) // block_tokens
+        wanted = -(-input_tokens // block_tokens)
+        blocks = blocks[:shared] + [next(fresh) for _ in range(wanted - shared)]
+        if session:
+            total = input_tokens + output_tokens
+            whole = input_tokens // block_tokens  # one that is not full is another block once it is
+            answered = [next(fresh) for _ in range(total // block_tokens - whole)]
+            said[session] = (user, total, blocks[:whole] + answered)
+        yield Request(arrival_s, input_tokens, output_tokens, tuple(blocks), user)
+
+
+def _azure(path: Path, block_tokens: int) -> Iterator[Request]:
+    fresh = 0
+
+    def read(row: dict[str, str]) -> _Fields:
+        # Seven digits of a second are written, and the standard library reads six.
+        when = re.sub(r"(\.\d{6})\d+", r"\1", row["TIMESTAMP"].strip())
+        arrival = datetime.fromisoformat(when)
+        if arrival.tzinfo is None:
+            arrival = arrival.replace(tzinfo=UTC)
+        since_s = (arrival - datetime(2000, 1, 1, tzinfo=UTC)).total_seconds()
+        return _Fields(since_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), "")
+
+    accepted = "a line with TIMESTAMP (a date and time), ContextTokens and GeneratedTokens"
+    for user, (_, fields) in enumerate(_rows(path, accepted, read)):
+        wanted = -(-fields.input_tokens // block_tokens)
+        yield Request(*fields[:3], tuple(range(fresh, fresh + wanted)), user)
+        fresh += wanted
+
+
+def _csv(path: Path, block_tokens: int) -> Iterator[Request]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        head = next(csv.reader(file), [])
+    return (_azure if "ContextTokens" in head else _burstgpt)(path, block_tokens)
+
+
+def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
+    """All requests, in the order of their time; which format it is, the name's ending and the head say."""
+    require("--block-tokens", block_tokens, "tokens a block", 1, 10**6)
+    readers = {".jsonl": _mooncake, ".csv": _csv}
     if path.suffix not in readers:
-        accepted = "named *.jsonl (Mooncake's format) or *.csv (BurstGPT's)"
+        accepted = "named *.jsonl (Mooncake's format) or *.csv (BurstGPT's or Azure's)"
         raise OutOfRange("TRACE", str(path), "a file of requests", accepted)
     try:
-        requests = list(readers[path.suffix](path))
-    except (OSError, UnicodeDecodeError) as error:
+        requests = list(readers[path.suffix](path, block_tokens))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise OutOfRange("TRACE", f"{path}, which can't be read", "a file of requests", str(error)) from error
     if not requests:
         raise OutOfRange("TRACE", f"{path}, which is empty", "a file of requests", "at least one")
@@ -160,7 +226,7 @@ def chats(terms: Chats) -> list[Request]:
     fresh = count(terms.systems * shared)
     requests = []
     begin_s = 0.0
-    for _ in range(terms.sessions):
+    for user in range(terms.sessions):
         begin_s += rng.expovariate(terms.sessions_per_s)
         system = rng.randrange(terms.systems)
         blocks = [system * shared + i for i in range(shared)]
@@ -169,9 +235,8 @@ def chats(terms: Chats) -> list[Request]:
             tokens += _length(rng, terms.turn_tokens)
             answer = _length(rng, terms.answer_tokens)
             wanted = -(-tokens // BLOCK_TOKENS)
-            requests.append(
-                Request(now_s, tokens, answer, (*blocks, *(next(fresh) for _ in range(wanted - len(blocks)))))
-            )
+            blocks = [*blocks, *(next(fresh) for _ in range(wanted - len(blocks)))]
+            requests.append(Request(now_s, tokens, answer, tuple(blocks), user))
             if rng.random() < 1 / terms.turns:
                 break
             # A block is whole, and so may be shared, only once all of its tokens have been said.
@@ -194,5 +259,6 @@ def write_mooncake(requests: list[Request]) -> Iterator[str]:
                 "input_length": request.input_tokens,
                 "output_length": request.output_tokens,
                 "hash_ids": list(request.blocks),
+                "user": request.user,
             }
         )

@@ -8,8 +8,9 @@ from sim.replay.workload import Request
 
 __all__ = ["ONE", "TINY", "requests"]
 
-# 4 layers, 1 KV head of 125 numbers: 2,000 B a token at 16 bit, 500 B a layer.
-TINY = Model("tiny", 4, 1, 1, 125, 1e9)
+# 4 layers, 1 KV head of 125 numbers: 2,000 B a token at 16 bit, 500 B a layer. Attention costs it nothing, so a prefill
+# is as long as its new tokens.
+TINY = Model("tiny", 4, 1, 1, 125, 1e9, plain_widths=(0, 0))
 
 # One of everything, 1,000 tokens a second to prefill (2e9 operations a token), round numbers everywhere.
 ONE = Cluster(

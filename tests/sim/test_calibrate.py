@@ -28,7 +28,8 @@ from sim.calibrate.profile import (
 from sim.calibrate.samples import Measured, Sample, dump, parse
 from sim.cli import main
 from sim.curve import Setting, stages
-from sim.replay.cluster import Cluster, changed
+from sim.hardware import changed
+from sim.replay.cluster import Cluster
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:

@@ -176,7 +176,24 @@ def test_a_policy_is_found_by_name_and_given_its_capacity_if_it_wants_one() -> N
     assert made.capacity_pages == 7
 
 
-@pytest.mark.parametrize("name", ["", "mru", "no_such_module:X", f"{__name__}:NoSuch", "json:loads:x"])
+class Picky(Lru):
+    """It is made with something else than a capacity."""
+
+    def __init__(self, capacity: int, more: str) -> None:
+        super().__init__()
+        del capacity, more
+
+
+def test_a_policy_that_cannot_be_made_is_refused_in_a_sentence() -> None:
+    with pytest.raises(
+        OutOfRange, match=r"--policy is .*Picky.*; it takes an eviction policy, a class that is made"
+    ):
+        policy_maker(f"{__name__}:Picky")(5)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "mru", "no_such_module:X", f"{__name__}:NoSuch", "json:loads:x", "os:getcwd", "json:loads"]
+)
 def test_what_is_no_policy_is_refused_by_name(name: str) -> None:
     with pytest.raises(
         OutOfRange, match=r"--policy is .*; it takes an eviction policy, lru, s3fifo, or package"

@@ -50,7 +50,24 @@ def test_presets_and_parameters_can_be_listed(capsys: pytest.CaptureFixture[str]
 def test_the_fair_figure_stands_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve", "--preset", "paper"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split() == ["32KB", "4.51e-05", "1.95e-06", "23.14", "0.97"]
+    assert lines[3].split() == ["32KB", "4.51e-05", "1.95e-06", "23.14", "1.29"]
+
+
+def test_ranges_show_which_number_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["curve", "--ranges"]) == 0
+    text = capsys.readouterr().out
+    assert "S is 1.29 at 32KB, 1.22 at 1MB, 1.22 at 512MB" in text
+    assert "Decides most: cpu_message_s at 32KB;" in text
+    assert main(["curve", "--ranges", "--json", "--size", "1MB"]) == 0
+    rows = json.loads(capsys.readouterr().out)["parameters"]
+    copy = next(row for row in rows if row["parameter"] == "host_copy_bytes_per_s")
+    for end in ("low", "high"):
+        assert main(["curve", "--set", f"host_copy_bytes_per_s={copy[end]}", "--size", "1MB", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["points"][0]["speedup"] == pytest.approx(copy[f"speedups_{end}"][0])
+        assert any("Changed by --set: host_copy_bytes_per_s" in caveat for caveat in document["caveats"])
+    assert main(["curve", "--ranges", "--csv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
 def test_stages_add_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +100,9 @@ def test_figures_5_to_7_are_drawn_with_their_caveats(
     svg = path.read_text()
     for words in ("Fig. 5, ", "Fig. 6, ", "Fig. 7, ", "S, fair", "NVMe is charged to the CPU path only"):
         assert words in svg
-    assert main(["curve", "--plot", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"kvsim: --plot is {tmp_path}; it takes a file to write, and ")
+    missing = tmp_path / "none" / "figures.svg"
+    assert main(["curve", "--plot", str(missing)]) == 2
+    assert capsys.readouterr().err.startswith(f"kvsim: --plot is {missing}; it takes a file to write, and ")
 
 
 def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sim.replay.cluster import Cluster, changed, read_cluster
+from sim.hardware import changed
+from sim.replay.cluster import Cluster, read_cluster
 from sim.replay.simulate import Result, Terms, simulate
 from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PUT = 1024 * 2000 / 4  # bytes of one layer of the first request
+PAGES = 2  # of it
 WORK = requests((0, 1024, 100, [1, 2]), (10, 1100, 100, [1, 2, 3]))
 
 
@@ -27,18 +29,18 @@ def _first_lag_s(cluster: Cluster) -> float:
     return float(_run(cluster).put_lag_s[0])
 
 
-# What one message of PUT bytes takes longer when the number is set to the value.
+# What one layer's PUT bytes take longer when the number is set to the value.
 BY_HAND: dict[str, tuple[float, float]] = {
     "pcie_bytes_per_s": (1e9, 2 * (PUT / 1e9 - PUT / 55e9)),
     "pcie_latency_s": (1e-3, 2 * (1e-3 - 1e-6)),
-    "nic_message_s": (1e-3, 1e-3 - 5e-7),
-    "link_bits_per_s": (1e9, 2 * 8 * (PUT / 1e9 - PUT / 100e9)),
+    "nic_message_s": (1e-3, PAGES * (1e-3 - 5e-7)),
+    "link_bits_per_s": (1e9, 8 * (PUT / 1e9 - PUT / 100e9)),
     "link_latency_s": (1e-3, 1e-3 - 2e-6),
-    "cpu_message_s": (1e-3, 1e-3 - 1e-5),
+    "cpu_message_s": (1e-3, PAGES * (1e-3 - 1e-5)),
     "host_copy_bytes_per_s": (1e9, PUT / 1e9 - PUT / 10e9),
     "node_memory_bytes_per_s": (1e9, PUT / 1e9 - PUT / 50e9),
     "drive_write_bytes_per_s": (1e9, PUT / 1e9 - PUT / 2.34e9),
-    "drive_message_s": (1e-3, 1e-3 - 5e-6),
+    "drive_message_s": (1e-3, PAGES * (1e-3 - 5e-6)),
     "drive_write_latency_s": (1e-3, 1e-3 - 2e-5),
 }
 ELSEWHERE = {
@@ -47,6 +49,7 @@ ELSEWHERE = {
     *("decode_slots", "gpu_flops_per_s", "gpu_mfu", "decode_token_s", "trigger_message_s"),
     *("host_copy_threads", "node_memory_bytes", "drive_read_bytes_per_s", "drive_read_latency_s"),
     *("drive_capacity_bytes", "gpu_usd_per_hour", "node_usd_per_hour", "drive_usd_per_hour"),
+    *("gpu_memory_bytes", "link_usd_per_hour", "memory_gb_usd_per_hour"),
 }
 
 
@@ -76,7 +79,7 @@ def test_an_answers_token_takes_its_seconds() -> None:
 def test_a_trigger_takes_its_seconds_on_the_triggered_path_only() -> None:
     slow = replace(ONE, trigger_message_s=1e-3)
     longer = [_run(slow, path).put_lag_s[0] - _run(ONE, path).put_lag_s[0] for path in ("triggered", "cpu")]
-    assert longer == pytest.approx([1e-3 - 1e-6, 0.0])
+    assert longer == pytest.approx([PAGES * (1e-3 - 1e-6), 0.0])
 
 
 def test_reading_takes_its_seconds() -> None:
@@ -101,11 +104,13 @@ def test_links_and_copying_threads_work_side_by_side() -> None:
 
 def test_money_is_counted_by_the_hour() -> None:
     cluster = replace(ONE, nodes=2, drives_per_node=3, gpu_usd_per_hour=36, node_usd_per_hour=7.2)
-    cluster = replace(cluster, drive_usd_per_hour=0.6)
+    cluster = replace(cluster, drive_usd_per_hour=0.6, links_per_node=3, link_usd_per_hour=0.2)
     assert cluster.gpus_usd_per_hour == 36
-    assert cluster.storage_usd_per_hour == pytest.approx(18)
+    assert cluster.storage_usd_per_hour == pytest.approx(2 * (7.2 + 3 * 0.2 + 3 * 0.6))
+    memory = replace(cluster, node_memory_bytes=5e9, memory_gb_usd_per_hour=0.1)
+    assert memory.storage_usd_per_hour == pytest.approx(cluster.storage_usd_per_hour + 2 * 5 * 0.1)
     result = _run(cluster)
-    assert result.usd == pytest.approx(54 / 3600 * result.duration_s)
+    assert result.usd == pytest.approx((36 + 19.2) / 3600 * result.duration_s)
     assert _run(cluster, "recompute").usd_per_hour == 36
 
 
@@ -121,7 +126,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("", "with a table [cluster]."),
         ("[cluster", "which can't be read; it takes a TOML file, "),
         ("[cluster]\nengine = 1", "--cluster is 'engine'; it takes a name of the cluster, one of engines, "),
-        ("[cluster]\nengines = 0", "--cluster engines is 0; it takes a number of engines, from 1 to 256."),
+        ("[cluster]\nengines = 0", "--cluster engines is 0; it takes a number of engines, from 1 to 4096."),
         (
             "[cluster]\nengines = 1.5",
             "--cluster engines is 1.5; it takes a number of engines, a whole number.",

@@ -5,11 +5,22 @@ Only here do the expected numbers stand; `sim` holds the stages and computes.
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import numpy as np
 import pytest
 
 from sim.curve import SIZES_BYTES, Setting, curve, point
+from sim.hardware import HARDWARE, SPREADS
 from sim.presets import PRESETS, Preset, preset
+from sim.replay.cluster import Cluster, Plant
+from sim.replay.events import MESSAGE, Events
 from sim.units import OutOfRange, format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from sim.curve import Direction
+    from sim.replay.cluster import PathName
 
 # CPU s / triggered s / S, for 32 KB, 1 MB, 128 MB, 256 MB, 512 MB, 1 GB, 5 TB.
 TABLE = {
@@ -73,6 +84,34 @@ def test_fair_charges_both_paths_the_drive_and_never_beats_its_link() -> None:
     assert fair.nvme_on_triggered_path
     for row in curve(fair):
         assert row.size_bytes / row.triggered_s < 12.5e9
+
+
+@pytest.mark.parametrize("path", ["cpu", "triggered"])
+@pytest.mark.parametrize(("direction", "kind"), [("put", "put"), ("get", "get")])
+def test_fair_takes_as_long_as_one_message_of_the_event_model(
+    path: PathName, direction: Direction, kind: str
+) -> None:
+    """One set of numbers: the default cluster's stops, added up, are the closed form."""
+    one = Cluster(engines=1, gpus_per_engine=1, gpus_per_root=1, nodes=1, drives_per_node=1)
+    for size_bytes in (32_000, 10**6, 512 * 10**6):
+        with Events() as events:
+            plant = Plant(events, one, path)
+            first, then = (
+                (plant.put_first, plant.put_then) if kind == "put" else (plant.get_first, plant.get_then)
+            )
+            events.add_list(np.array([(0.0, size_bytes, 1.0, first, then)], dtype=MESSAGE))
+            note = events.run(1e9)
+        assert note is not None
+        found = point(preset("fair"), size_bytes, Setting(direction=direction))
+        assert note[0] == pytest.approx(found.cpu_s if path == "cpu" else found.triggered_s, rel=1e-9)
+
+
+def test_every_speed_has_a_range_around_it_and_a_source() -> None:
+    assert set(SPREADS) == {field.name for field in fields(HARDWARE)}
+    for name, spread in SPREADS.items():
+        assert spread.low < getattr(HARDWARE, name) < spread.high
+        assert len(spread.source) > 5
+        assert getattr(Cluster(), name) == getattr(HARDWARE, name)
 
 
 def test_messages_add_up_with_the_rest_as_one_of_its_own() -> None:

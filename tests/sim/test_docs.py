@@ -33,6 +33,7 @@ def test_the_commands_run_as_they_stand(
         "figures.svg",
         "fig1.svg",
         "chats.jsonl",
+        "cost.svg",
         "report.html",
     }
 

@@ -12,7 +12,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.replay.events import Events, Step
+from sim.replay.events import MESSAGE, Events, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,3 +230,29 @@ def test_five_stages_and_eight_drives_cost_the_same_for_each_of_many_requests() 
         free[i % 8] = begin + 4.0
         if i < 500:
             assert done_s[i] == pytest.approx(free[i % 8])
+
+
+def test_a_list_of_messages_takes_two_routes_and_pays_for_each_page() -> None:
+    with Events() as events:
+        first, second = events.add_resource(), events.add_resource()
+        out = events.add_route([Step(first, overhead_s=0.5, s_per_unit=1.0)])
+        then = events.add_route([Step(second, s_per_unit=2.0, latency_s=0.25)])
+        rows = [(1.0, 1.0, 2.0, out, then), (1.0, 3.0, 1.0, out, -1), (9.0, 1.0, 0.0, then, out)]
+        train = events.add_list(np.array(rows, dtype=MESSAGE))
+        # 1: 1 to 3 at the first, 3 to 5 at the second. 2: 3 to 6.5 at the first. 3: 9 to 11, 11.25 to 12.25.
+        assert events.run(100.0) == (12.25, train)
+        assert events.usage(first).busy_s == pytest.approx(2.0 + 3.5 + 1.0)
+
+
+def test_a_stop_that_cuts_through_serves_while_the_one_before_does() -> None:
+    with Events() as events:
+        nic, link = events.add_resource(), events.add_resource()
+        route = events.add_route([Step(nic, s_per_unit=1.0), Step(link, s_per_unit=1.0, cuts_through=True)])
+        slow = events.add_route([Step(link, s_per_unit=3.0, cuts_through=True)])
+        events.add_train(0.0, 2.0, route)
+        assert events.run(100.0) == (2.0, 0), "the wire is one"
+        events.add_train(10.0, 1.0, slow)
+        assert events.run(100.0) == (10.0, 1), "its service was over when it arrived: the link was free"
+        events.add_train(10.5, 2.0, route)
+        assert events.run(100.0) == (12.5, 2)
+        assert events.usage(link).busy_s == pytest.approx(2 + 3 + 2)

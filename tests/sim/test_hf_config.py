@@ -157,3 +157,109 @@ def test_what_says_too_little_is_refused_by_the_name_of_what_is_missing(
     with pytest.raises(OutOfRange) as caught:
         read_config(path)
     assert message in str(caught.value)
+
+
+_BASE = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes", "long_bytes"),
+    [
+        # Jamba: one layer of eight has attention.
+        (
+            {
+                **_BASE,
+                "num_hidden_layers": 32,
+                "attn_layer_period": 8,
+                "attn_layer_offset": 4,
+                "mamba_d_state": 16,
+            },
+            4 * 2 * 8 * 128 * 2,
+            None,
+        ),
+        # Qwen3-Next: every fourth; the others are linear attention.
+        (
+            {
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "hidden_size": 2048,
+                "full_attention_interval": 4,
+                "linear_num_value_heads": 32,
+            },
+            12 * 2 * 2 * 256 * 2,
+            None,
+        ),
+        # Gemma-2: every other layer looks back over a window.
+        (
+            {
+                "model_type": "gemma2",
+                "num_hidden_layers": 26,
+                "num_attention_heads": 8,
+                "head_dim": 256,
+                "num_key_value_heads": 4,
+                "hidden_size": 2304,
+                "sliding_window": 4096,
+            },
+            26 * 2 * 4 * 256 * 2,
+            13 * 2 * 4 * 256 * 2 * (32768 + 4096),
+        ),
+        ({**_BASE, "num_hidden_layers": 4, "hybrid_override_pattern": "M*M-"}, 2 * 8 * 128 * 2, None),
+        ({**_BASE, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]}, 2 * 2 * 8 * 128 * 2, None),
+        (
+            {**_BASE, "num_hidden_layers": 4, "attention_chunk_size": 8192, "no_rope_layers": [1, 1, 1, 0]},
+            4 * 2 * 8 * 128 * 2,
+            2 * 8 * 128 * 2 * (3 * 8192 + 32768),
+        ),
+    ],
+)
+def test_layers_of_several_kinds(config: dict[str, Any], token_bytes: int, long_bytes: int | None) -> None:
+    layout = layout_of(config)
+    assert layout.token_bytes() == token_bytes
+    assert layout.sequence_bytes(32768) == (long_bytes or 32768 * token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "sparse_thing"]},
+            r"layer_types is a list with \['sparse_thing'\]",
+        ),
+        ({"hybrid_override_pattern": "M?"}, "hybrid_override_pattern is 'M\\?'; it takes letters"),
+        ({"mamba_d_state": 16}, "with mamba_d_state and without layer_types"),
+        ({"hybrid_layer_ids": [0]}, "with hybrid_layer_ids and without layer_types"),
+        ({"attention_chunk_size": 8192}, "with attention_chunk_size alone"),
+        ({"is_encoder_decoder": True}, "of an encoder with a decoder"),
+        ({"layer_types": ["mamba", "mamba"]}, "of a model without KV"),
+        ({"num_key_value_heads": "x"}, "KV heads is 'x'; it takes a whole number"),
+        ({"kv_lora_rank": "x"}, "kv_lora_rank is 'x'"),
+    ],
+)
+def test_what_is_not_understood_is_refused_and_not_guessed(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(OutOfRange, match=message):
+        layout_of({**_BASE, "num_hidden_layers": 2, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        ({"torch_dtype": "float8_e4m3fn"}, "fp8"),
+        ({"torch_dtype": "bfloat16", "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "fp8"),
+        ({"torch_dtype": "bfloat16", "quantization_config": {"kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "awq"}}, "bf16"),
+    ],
+)
+def test_kv_in_8_bits_is_read(change: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**_BASE, "num_hidden_layers": 2, **change}))
+    assert read_config(path)[2] == dtype
+
+
+def test_a_type_of_number_that_is_not_known_is_refused_unless_one_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**_BASE, "num_hidden_layers": 2, "torch_dtype": "posit16"}))
+    with pytest.raises(OutOfRange, match="dtype is 'posit16'; it takes a type of number"):
+        read_config(path)
+    assert read_config(path, "fp8")[2] == "fp8"

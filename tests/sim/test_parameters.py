@@ -40,6 +40,8 @@ BY_HAND: dict[str, tuple[float, float, float]] = {
     "cpu_software_s_per_byte": (1e-9, 1e-3, 0),
     "cpu_message_s": (2, 2, 0),
     "trigger_message_s": (2, 0, 2),
+    "nic_message_s": (2, 2, 2),
+    "node_memory_s_per_byte": (1e-9, 1e-3, 1e-3),
     "nvme_on_cpu_path": (0, -WRITE_S, 0),
     "nvme_on_triggered_path": (0, 0, -WRITE_S),
     "nvme_latency_unit_s": (1, 0.999 * (3.3 + 4.10e-7 * M), 0.999 * (3.3 + 4.10e-7 * M)),
@@ -85,15 +87,15 @@ def test_settings_are_fed_through_their_units() -> None:
     fair = preset("fair")
     base = point(fair, M)
     assert point(fair, M, Setting(trigger_us=3)).triggered_s - base.triggered_s == pytest.approx(2e-6)
-    assert point(fair, M, Setting(drives=2)).cpu_s == pytest.approx(base.cpu_s - TRANSFER_S / 2)
+    assert point(fair, M, Setting(drives=2)).cpu_s == pytest.approx(base.cpu_s - M / 2.34e9 / 2)
     chunked = point(fair, M, Setting(chunk_bytes=250_000))
     assert chunked.triggered_s == pytest.approx(4 * point(fair, 250_000).triggered_s)
 
 
 def test_a_changed_preset_says_so_with_what_stood_there() -> None:
-    changed = override(preset("fair"), ["pcie_latency_s=1e-6", "fit_bytes_max=5"])
-    assert changed.caveats[-2] == "Changed by --set: pcie_latency_s = 1e-06 (the preset has 3.2e-08)."
-    assert changed.caveats[-1] == "Changed by --set: fit_bytes_max = 5 (the preset has 1.28e+08)."
+    changed = override(preset("fair"), ["pcie_latency_s=2e-6", "fit_bytes_max=5"])
+    assert changed.caveats[-2] == "Changed by --set: pcie_latency_s = 2e-06 (the preset has 1e-06)."
+    assert changed.caveats[-1] == "Changed by --set: fit_bytes_max = 5 (the preset has no bound)."
     assert value_of(changed, "fit_bytes_max") == 5
     assert value_of(preset("paper"), "fit_bytes_max") is None
     assert preset("fair").caveats[-1] not in changed.caveats[-2:]

@@ -9,6 +9,7 @@ import pytest
 
 from sim.replay.simulate import Result, Terms, prefill_tokens_per_s, simulate
 from sim.replay.workload import Chats, Request, chats
+from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests
 
 if TYPE_CHECKING:
@@ -23,17 +24,19 @@ def _run(
     return simulate(work, TINY, cluster, path, Terms(**terms))  # type: ignore[arg-type]
 
 
-def _put_message_s(size_bytes: float, cluster: Cluster = ONE, path: PathName = "triggered") -> float:
+def _put_message_s(
+    size_bytes: float, cluster: Cluster = ONE, path: PathName = "triggered", pages: int = 2
+) -> float:
     """What one message takes to a drive when nothing else is under way."""
     pcie_s = size_bytes / cluster.pcie_bytes_per_s + cluster.pcie_latency_s
     if path == "cpu":
-        host_s = cluster.cpu_message_s + size_bytes / cluster.host_copy_bytes_per_s
-        wire_s = 2 * pcie_s + host_s + cluster.nic_message_s
+        host_s = pages * cluster.cpu_message_s + size_bytes / cluster.host_copy_bytes_per_s
+        wire_s = 2 * pcie_s + host_s + pages * cluster.nic_message_s
     else:
-        wire_s = pcie_s + cluster.nic_message_s + cluster.trigger_message_s
-    wire_s += 2 * size_bytes * 8 / cluster.link_bits_per_s + cluster.link_latency_s
+        wire_s = pcie_s + pages * (cluster.nic_message_s + cluster.trigger_message_s)
+    wire_s += size_bytes * 8 / cluster.link_bits_per_s + cluster.link_latency_s
     node_s = size_bytes / cluster.node_memory_bytes_per_s
-    drive_s = cluster.drive_message_s + size_bytes / cluster.drive_write_bytes_per_s
+    drive_s = pages * cluster.drive_message_s + size_bytes / cluster.drive_write_bytes_per_s
     return wire_s + node_s + drive_s + cluster.drive_write_latency_s
 
 
@@ -64,7 +67,7 @@ def test_an_answer_is_put_every_few_tokens() -> None:
     result = _run(requests((0, 512, 10, [1])), decode_put_tokens=4)
     # 10 tokens in 3 messages; the last ends with the answer.
     assert result.put_bytes == 522 * TOKEN_BYTES
-    assert result.put_lag_s[-1] == pytest.approx(_put_message_s(10 / 3 * TOKEN_BYTES))
+    assert result.put_lag_s[-1] == pytest.approx(_put_message_s(10 / 3 * TOKEN_BYTES, pages=4))
     assert result.duration_s == pytest.approx(0.512 + 0.1 + result.put_lag_s[-1])
 
 
@@ -148,11 +151,15 @@ def test_the_cpus_path_costs_what_it_adds() -> None:
 
 def test_engines_share_the_work_and_drives_share_the_bytes() -> None:
     many = replace(ONE, engines=2, gpus_per_engine=2, gpus_per_root=2, nodes=2, drives_per_node=2)
-    work = requests(*((0.0, 512, 0, [i]) for i in range(20)))
+    work = [Request(0.0, 512, 0, (i,), user=i) for i in range(20)]
     result = _run(work, many)
     assert [one.served for one in result.usage["prefill"]] == [10, 10]
-    assert {one.units for one in result.usage["drives"]} == {20 * 512 * TOKEN_BYTES / 4}
-    assert {one.units for one in result.usage["NICs, out"]} == {20 * 512 * TOKEN_BYTES / 4}
+    # The pages of 20 users' blocks are spread by chance over nodes and drives, and evenly over an engine's GPUs.
+    put = 20 * 512 * TOKEN_BYTES
+    shares = [one.units / put for one in result.usage["drives"]]
+    assert sum(shares) == pytest.approx(1)
+    assert shares == pytest.approx([0.25] * 4, abs=0.12)
+    assert [one.units for one in result.usage["NICs, out"]] == pytest.approx([put / 4] * 4)
 
 
 def test_an_engine_that_waits_for_a_fetch_is_not_taken_for_idle() -> None:
@@ -199,3 +206,42 @@ def test_nothing_is_lost_on_the_way() -> None:
     assert drive.units == pytest.approx(result.put_bytes + result.get_bytes)
     assert drive.served == link_in.served + link_out.served
     assert result.block_hits > 0
+
+
+def test_a_request_waits_until_an_engine_has_room_for_its_kv() -> None:
+    """Room for one request at a time: the second comes in when the first's answer is written."""
+    weights = 2 * TINY.parameters
+    room = 1.5 * 612 * TOKEN_BYTES
+    tight = replace(ONE, gpu_memory_bytes=(weights + room) / 0.9)
+    work = requests((0, 512, 100, [1]), (0.1, 512, 100, [2]), (0.2, 512, 0, [3]))
+    result = _run(work, tight, "recompute")
+    assert result.ttft_s.tolist() == pytest.approx([0.512, 1.512 + 0.512 - 0.1, 3.024 + 0.512 - 0.2])
+    assert result.queued_s[1] == pytest.approx(1.512 - 0.1)
+    with pytest.raises(
+        OutOfRange, match=r"a request is of 1512 tokens, 0.0 GB of KV; it takes a request, within"
+    ):
+        _run(requests((0, 1412, 100, [1, 2, 3])), tight)
+
+
+def test_with_overlap_a_layer_is_computed_while_later_ones_are_fetched() -> None:
+    slow = replace(ONE, drive_read_bytes_per_s=2e6)
+    work = requests((0, 1024, 0, [1, 2]), (10, 1424, 0, [1, 2, 3]))
+    apart, together = (_run(work, slow, always_get=True, overlap=flag).ttft_s[1] for flag in (False, True))
+    layer_s, computed_s = 1024 * TOKEN_BYTES / 4 / 2e6, 0.4 / 4
+    assert apart == pytest.approx(4 * layer_s + 4 * computed_s, rel=0.01)
+    assert together == pytest.approx(4 * layer_s + computed_s, rel=0.01), "the last layer waits for its KV"
+
+
+def test_blocks_may_have_any_size() -> None:
+    work = requests((0, 64, 0, [1, 2, 3, 4]), (10, 80, 0, [1, 2, 3, 4, 5]))
+    result = _run(work, block_tokens=16, always_get=True)
+    assert (result.block_hits, result.fetched_tokens) == (4, 64)
+
+
+def test_attention_to_what_came_before_takes_its_operations() -> None:
+    looking = replace(TINY, plain_widths=None)
+    flops = 1000 * 2e9 + (1000 * 500 + 1000**2 / 2) * 2 * 4 * (125 + 125)
+    assert looking.prefill_flops(1000, 500) == pytest.approx(flops)
+    assert looking.prefill_flops(500) + looking.prefill_flops(1000, 500) == pytest.approx(
+        looking.prefill_flops(1500)
+    )

@@ -1,0 +1,319 @@
+"""A plan: the cheapest cluster that was found to keep the time to the first token, for each way of serving.
+
+The ways are: compute everything again, keep KV by the CPU's path, by the triggered one, and by the triggered one with
+a DRAM tier in the nodes. For each the search begins at the fewest parts that can do it on average
+(`sim.replay.plan`), and goes on in the event model: engines first, for they cost most, then nodes, links, drives, each
+as few as hold while the others are ample. So what is found can't be made cheaper by taking away one part; another mix
+may still be cheaper.
+
+What always holds: a plan has kept the deadline for all but `_SHARE_MAX` of the turns in each of several trials that it
+was not searched with. So it has some room to the 99 % that it promises. Where no cluster within the bounds does, that
+is said, with the reason, and no plan is given.
+
+What it doesn't do: mix ways, or parts of different speeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from sim.replay.plan import bounds, turns
+from sim.replay.simulate import Deadline, Terms, keeps, simulate
+from sim.units import OutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sim.models import Model
+    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.plan import Bounds, Demand
+    from sim.replay.simulate import Result
+
+__all__ = [
+    "WAYS",
+    "Plan",
+    "Way",
+    "best",
+    "highest_users",
+    "make_plan",
+    "trial",
+]
+
+Way = Literal["recompute", "cpu", "triggered", "triggered+dram"]
+WAYS: tuple[Way, ...] = ("recompute", "cpu", "triggered", "triggered+dram")
+
+LATE_SHARE = 0.01  # of the turns may come late: the deadline is one of the 99th percentile
+_SHARE_MAX = 0.005  # of them, in the trials of the search and after it
+_SEARCH_TURNS, _CHECK_TURNS = 1200, 2500
+_SHORT_CHECKS, _CHECKS = 2, 4  # late turns come in bursts, so the later checks are as long as a trial
+_TRIAL_TURNS = 20_000
+_TRIAL_S = 600.0
+_ALONE_SHARE_MAX = 0.9  # of the deadline may go to one turn's prefill
+_GPUS_MAX, _ENGINES_MAX, _NODES_MAX, _DRIVES_MAX, _LINKS_MAX = 64, 4096, 1024, 32, 8
+_NODE_MEMORY_BYTES_MAX = 4e12
+_GROWTHS = 5  # how often a number is doubled in search of one that is enough
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way of serving: the cluster, or why there is none."""
+
+    way: Way
+    demand: Demand
+    cluster: Cluster | None
+    least: Bounds | None  # what is needed on average
+    why_not: str = ""
+    ttft_p50_s: float = 0.0  # of the last of the trials it was checked with
+    ttft_p99_s: float = 0.0
+
+    @property
+    def path(self) -> PathName:
+        """How KV moves."""
+        return _path_of(self.way)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """What is paid for: who stores nothing needs no storage."""
+        assert self.cluster is not None
+        storage = 0.0 if self.way == "recompute" else self.cluster.storage_usd_per_hour
+        return self.cluster.gpus_usd_per_hour + storage
+
+
+def _path_of(way: Way) -> PathName:
+    """How KV moves on a way."""
+    return "triggered" if way == "triggered+dram" else way
+
+
+class _NoPlan(Exception):
+    """There is none, and why."""
+
+
+def _trial_turns(demand: Demand, cluster: Cluster) -> int:
+    """Ten minutes of turns, but no fewer and no more than tell something in an acceptable time."""
+    return min(_TRIAL_TURNS, max(_CHECK_TURNS, int(_TRIAL_S * demand.turns_per_s(cluster))))
+
+
+class _Search(NamedTuple):
+    model: Model
+    demand: Demand
+    way: Way
+    seed: int
+    step: Callable[[], None]
+
+    def holds(self, cluster: Cluster, number: int = 0) -> bool:
+        """Whether the deadline is kept in the trial of a number: 0 is the search's, others check it."""
+        self.step()
+        count = (
+            _SEARCH_TURNS
+            if not number
+            else _CHECK_TURNS
+            if number <= _SHORT_CHECKS
+            else _trial_turns(self.demand, cluster)
+        )
+        work = turns(self.demand, self.demand.turns_per_s(cluster), count, self.seed * 1000 + number)
+        deadline = Deadline(self.demand.ttft_s, int(_SHARE_MAX * count))
+        path = _path_of(self.way)
+        return keeps(work.requests, self.model, cluster, path, Terms(), deadline, work.stored)
+
+
+def _least(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The least number from `low` to `high` that holds; `high` is known to. `low` is asked first: it often does."""
+    if low >= high or holds(low):
+        return min(low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _engine_sizes(model: Model, cluster: Cluster, demand: Demand, path: PathName) -> Iterator[Cluster]:
+    """Engines of more and more GPUs, as long as one turn alone takes too long in the smaller ones."""
+    gpus = cluster.gpus_per_engine
+    why = ""
+    found = False
+    while gpus <= _GPUS_MAX:
+        sized = replace(cluster, gpus_per_engine=gpus)
+        gpus *= 2
+        try:
+            least = bounds(model, sized, demand, path)
+        except OutOfRange as error:
+            why = str(error)
+            continue
+        slow = 1 - demand.found_share if path != "recompute" else 1.0
+        alone_s = least.recompute_s if slow > LATE_SHARE else least.prefill_s
+        if alone_s <= _ALONE_SHARE_MAX * demand.ttft_s:
+            found = True
+            yield sized
+        else:
+            what = (
+                "whose history was not found" if path != "recompute" and slow > LATE_SHARE else "of any user"
+            )
+            why = (
+                f"a turn {what} takes {alone_s:.2f} s to prefill on {sized.gpus_per_engine} GPUs"
+                f" with nobody else there; the deadline is {demand.ttft_s:g} s, and a tenth is left for waiting"
+            )
+    if not found:
+        raise _NoPlan(why)
+
+
+def _searched(search: _Search, sized: Cluster) -> tuple[Cluster, Bounds]:
+    """The cheapest cluster of engines of one size that holds in the search's own trial."""
+    way, demand = search.way, search.demand
+    keeps_kv = way != "recompute"
+    wide = replace(sized, drives_per_node=_DRIVES_MAX, links_per_node=_LINKS_MAX)
+    least = bounds(search.model, wide, demand, _path_of(way))
+    engines, nodes = least.cluster.engines, least.cluster.nodes
+
+    def full(engines: int, nodes: int) -> Cluster:
+        if not keeps_kv:
+            return replace(sized, engines=engines, nodes=1, drives_per_node=1, links_per_node=1)
+        memory = _tier_bytes(least, nodes) if way == "triggered+dram" else sized.node_memory_bytes
+        return replace(wide, engines=engines, nodes=nodes, node_memory_bytes=memory)
+
+    for _ in range(_GROWTHS):
+        if search.holds(full(engines, nodes)):
+            break
+        engines, nodes = min(_ENGINES_MAX, 2 * engines), min(_NODES_MAX, 2 * nodes)
+    else:
+        raise _NoPlan(f"not even {engines // 2} engines and {nodes // 2} nodes keep the deadline")
+    engines = _least(least.cluster.engines, engines, lambda one: search.holds(full(one, nodes)))
+    if not keeps_kv:
+        return full(engines, 1), least
+    nodes = _least(least.cluster.nodes, nodes, lambda one: search.holds(full(engines, one)))
+    needs = {need.what: need.number for need in least.needs}
+    links = _least(
+        min(_LINKS_MAX, -(-needs["node links"] // nodes)),
+        _LINKS_MAX,
+        lambda one: search.holds(replace(full(engines, nodes), links_per_node=one)),
+    )
+    found = replace(full(engines, nodes), links_per_node=links)
+    drives = _least(
+        min(_DRIVES_MAX, -(-needs["drives"] // nodes)),
+        _DRIVES_MAX,
+        lambda one: search.holds(replace(found, drives_per_node=one)),
+    )
+    return replace(found, drives_per_node=drives), least
+
+
+def _tier_bytes(least: Bounds, nodes: int) -> float:
+    """DRAM of a node, so that all users' histories fit in, with room for nodes that have more users than others."""
+    return min(_NODE_MEMORY_BYTES_MAX, 1.25 * least.stored_bytes / nodes)
+
+
+def _more(cluster: Cluster, turn: int, *, keeps_kv: bool) -> Cluster:
+    """A little more of what costs least first: drives and links, then a node, then an engine."""
+    engine = replace(cluster, engines=cluster.engines + 1 + cluster.engines // 20)
+    if not keeps_kv or turn % 3 == 2:  # noqa: PLR2004 - the third of three
+        return engine
+    if turn % 3 == 0:
+        return replace(
+            cluster,
+            drives_per_node=min(_DRIVES_MAX, cluster.drives_per_node + 1 + cluster.drives_per_node // 8),
+            links_per_node=min(_LINKS_MAX, cluster.links_per_node + 1),
+        )
+    return replace(cluster, nodes=cluster.nodes + 1 + cluster.nodes // 20)
+
+
+def make_plan(
+    model: Model,
+    cluster: Cluster,
+    demand: Demand,
+    way: Way = "triggered",
+    seed: int = 1,
+    step: Callable[[], None] = lambda: None,
+) -> Plan:
+    """The cheapest cluster that was found for one way; its speeds and prices are those of `cluster`."""
+    search = _Search(model, demand, way, seed, step)
+    keeps_kv = way != "recompute"
+    why: Exception
+    try:
+        for sized in _engine_sizes(model, cluster, demand, _path_of(way)):
+            try:
+                found, least = _searched(search, sized)
+            except (_NoPlan, OutOfRange) as error:  # the latter of counts that no cluster may have
+                why = error
+                continue
+            for turn in range(4 * _GROWTHS):
+                if all(search.holds(found, number) for number in range(1, _CHECKS)):
+                    plan = _tried(search, found, least)
+                    if plan is not None:
+                        return plan
+                found = _more(found, turn, keeps_kv=keeps_kv)
+            why = _NoPlan("no cluster that was tried kept the deadline in all of the trials that checked it")
+    except _NoPlan as error:
+        why = error
+    return Plan(way, demand, None, None, str(why))
+
+
+def _tried(search: _Search, found: Cluster, least: Bounds) -> Plan | None:
+    """The last check, whose times are told with the plan."""
+    search.step()
+    seed = search.seed * 1000 + _CHECKS
+    count = _trial_turns(search.demand, found)
+    result = _run(search.model, found, search.demand, search.way, count, seed)
+    if result.ttft_quantile_s(1 - _SHARE_MAX) > search.demand.ttft_s:
+        return None
+    p50_s, p99_s = result.ttft_quantile_s(0.5), result.ttft_quantile_s(1 - LATE_SHARE)
+    return Plan(search.way, search.demand, found, least, ttft_p50_s=p50_s, ttft_p99_s=p99_s)
+
+
+def _run(
+    model: Model,
+    cluster: Cluster,
+    demand: Demand,
+    way: Way,
+    count: int,
+    seed: int,
+    progress: Callable[[float], None] = lambda _: None,
+) -> Result:
+    work = turns(demand, demand.turns_per_s(cluster), count, seed)
+    return simulate(work.requests, model, cluster, _path_of(way), Terms(), progress, work.stored)
+
+
+def trial(
+    model: Model, plan: Plan, seed: int = 1, progress: Callable[[float], None] = lambda _: None
+) -> Result:
+    """Send the planned users through the event model once more, at random numbers that the search never saw."""
+    assert plan.cluster is not None
+    count = _trial_turns(plan.demand, plan.cluster)
+    return _run(model, plan.cluster, plan.demand, plan.way, count, seed * 1000 + 999, progress)
+
+
+def best(plans: Sequence[Plan]) -> Plan | None:
+    """The cheapest of those that hold; computing again where it costs no more."""
+    return min((plan for plan in plans if plan.cluster), key=lambda plan: plan.usd_per_hour, default=None)
+
+
+def highest_users(
+    model: Model,
+    cluster: Cluster,
+    demand: Demand,
+    way: Way,
+    seed: int = 1,
+    step: Callable[[], None] = lambda: None,
+) -> int:
+    """The most users whose deadline a given cluster keeps, within about 3 %; 0 if not even one's."""
+
+    def holds(users: int) -> bool:
+        wanted = replace(demand, users=users)
+        try:
+            least = bounds(model, cluster, wanted, _path_of(way))
+        except OutOfRange:
+            return False
+        over = (
+            least.cluster.engines > cluster.engines
+            or (way != "recompute" and least.needs[1].number > cluster.drives)
+            or (way != "recompute" and least.needs[2].number > cluster.nodes * cluster.links_per_node)
+            or (way != "recompute" and least.needs[3].number > cluster.nodes)
+        )
+        search = _Search(model, wanted, way, seed, step)
+        return not over and all(search.holds(cluster, number) for number in range(1, _SHORT_CHECKS + 1))
+
+    low, high = 0, 1
+    while high <= 10**7 and holds(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,66 @@
+"""Which node a user's KV lies on, and which drive of it a page: weighted rendezvous hashing, as the product does it.
+
+It is `kvstore.placement` over again, because the simulator imports nothing of the store; a test holds the two
+against each other, key by key. Names fall into 8,192 lots; each node, or drive, arrives at each lot at a time that is
+drawn from its own name, and the first one is the lot's home.
+
+What always holds: all of a user's KV lies on one node, the user's home; a page (a block's KV of one layer and one GPU)
+lies on one drive of it; a node or a drive that is gone moves only what it had.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from hashlib import shake_128
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import numpy as np
+
+from sim.replay.events import LOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+__all__ = ["drive_homes", "home_of_user", "homes", "lot_of", "node_homes"]
+
+_LOT_SHIFT = 32 - (LOTS.bit_length() - 1)
+_DRAW_BYTES = 8
+_LOG_OF_ALL = 64 * math.log(2)
+
+
+def lot_of(tenant: bytes, name: bytes) -> int:
+    """The lot that a name falls into."""
+    return crc32(tenant + name) >> _LOT_SHIFT
+
+
+def homes(places: Sequence[tuple[bytes, int]]) -> npt.NDArray[np.int32]:
+    """The home of each lot among places, each with its name and its weight."""
+    first = np.full(LOTS, np.inf)
+    found = np.zeros(LOTS, dtype=np.int32)
+    for number, (name, weight) in enumerate(places):
+        draws = np.frombuffer(shake_128(name).digest(_DRAW_BYTES * LOTS), dtype="<u8")
+        arrival = (_LOG_OF_ALL - np.log(draws.astype(np.float64) + 1)) / weight
+        earlier = arrival < first
+        first[earlier], found[earlier] = arrival[earlier], number
+    return found
+
+
+@lru_cache(maxsize=256)
+def node_homes(nodes: int) -> npt.NDArray[np.int32]:
+    """The node of each lot, all with the same weight."""
+    return homes([(b"node-%d:7070" % number, 1) for number in range(nodes)])
+
+
+@lru_cache(maxsize=256)
+def drive_homes(drives: int) -> npt.NDArray[np.int32]:
+    """The drive of each lot within a node, all of one size. The drives of every node are named alike."""
+    return homes([(b"drive-%d" % number, 1) for number in range(drives)])
+
+
+def home_of_user(user: int, nodes: int) -> int:
+    """The node of a user."""
+    return int(node_homes(nodes)[lot_of(b"", b"user %d" % user)])
