@@ -6,6 +6,7 @@
 #   MUTANTS='name ...'         only planted bugs whose name holds one of these words
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 #   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
+#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
@@ -57,6 +58,10 @@ promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of 
 .PHONY: peers
 peers: ## .cache/peers: Redis and hiredis, out of Debian's packages (8 MB), for bench-peers
 	@tools/peers.sh
+
+.PHONY: test-hostile
+test-hostile: setup ## tests/hostile: attacks with one tenant's token or none, beside a well-behaved neighbour (minutes)
+	@$(py) -m pytest tests/hostile $(PYTEST_ARGS)
 
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments

@@ -23,6 +23,20 @@ __all__ = [
     "CONNECT_TIMEOUT_MS",
     "CONTACT_HURRIED_MS",
     "DELETES_QUEUED_MAX",
+    "DOOR_BARRED_MS",
+    "DOOR_BARRED_SOURCES_MAX",
+    "DOOR_CONNECTIONS_OF_SOURCE_MAX",
+    "DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX",
+    "DOOR_FIRST_MESSAGE_MS",
+    "DOOR_HANDSHAKE_MS",
+    "DOOR_KNOCKS_OF_LOUD",
+    "DOOR_KNOCKS_OF_SOURCE_MAX",
+    "DOOR_LOOK_MS",
+    "DOOR_STREAMS_MAX",
+    "DOOR_TIMEOUT_MS",
+    "DOOR_UNPROVED_BYTES_MAX",
+    "DOOR_UNPROVED_OF_SOURCE_MAX",
+    "DOOR_WINDOW_MS",
     "DRIVES_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
     "DRIVE_CAPACITY_BYTES_MAX",
@@ -139,7 +153,9 @@ __all__ = [
     "TRACES_MAX",
     "TRACE_STEPS_MAX",
     "TRANSFERS_TOLD_MAX",
+    "TURNS_OTHERS_MS",
     "TURN_BYTES",
+    "TURN_STEP_BLOCKS",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
     "WATCHERS_MAX",
@@ -188,6 +204,23 @@ CLIENTS_MAX = 64
 # Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
+# A source is an IPv4 address, or the /64 of an IPv6 one.
+DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
+DOOR_FIRST_MESSAGE_MS = 5_000  # from a stream's beginning to its first message
+DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
+DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
+DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
+DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
+DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to his endpoint; a provider makes one or two
+DOOR_WINDOW_MS = 2_000
+DOOR_KNOCKS_OF_SOURCE_MAX = 200  # connections begun and calls refused, in that time; who has more is barred
+DOOR_UNPROVED_BYTES_MAX = (
+    256 << 10
+)  # that came over such a connection; an honest one's first window is 64 KiB
+DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
+DOOR_BARRED_MS = 10_000
+DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
@@ -240,6 +273,8 @@ HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a 
 HOT_BYTES_MIN = 128 << 20
 SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
+TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
+TURNS_OTHERS_MS = 1_000  # a tenant who called within this is there
 READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more
@@ -367,3 +402,5 @@ assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
 # A client that comes back may do so before the node has noticed that it had gone; and the node itself takes one.
 assert FABRIC_PORT_LAST - FABRIC_PORT_FIRST + 1 > 2 * CLIENTS_MAX
 assert CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS
+assert DOOR_HANDSHAKE_MS + DOOR_FIRST_MESSAGE_MS <= DOOR_TIMEOUT_MS
+assert 5 * DOOR_BARRED_SOURCES_MAX + 16 < 1 << 12

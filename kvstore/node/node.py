@@ -46,6 +46,7 @@ from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
 from kvstore.node.traced import End
 from kvstore.node.traces import Traces
+from kvstore.node.turns import Turns
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
@@ -53,6 +54,7 @@ from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import allocate
+from nic_offload.sockaddr import SocketAddress
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from kvstore.storage.keeping import Listener
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
+    from nic_offload.sockaddr import Ip
     from nic_offload.trigger import WordPut
 
 __all__ = ["Node"]
@@ -93,6 +96,7 @@ class Node:
     ) -> None:
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
+        self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
         self.spans = spans
         self.store = store
         self.fabric = fabric
@@ -111,6 +115,7 @@ class Node:
         self.began_ns = clock.monotonic_ns()
         self.counters = Counters()
         self.timings = Timings(clock)
+        self.turns = Turns(clock)
         self.watchers = Watchers(clock)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
@@ -215,6 +220,8 @@ class Node:
         except BaseException:
             self._landing_bytes -= layout.total_bytes
             raise  # the memory, if there is any, goes with its last reference
+        if client is not None:
+            self.at_endpoint(SocketAddress.of(opened.told).port, client.ip)
         self._connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
         return connection, opened.told

@@ -1,0 +1,133 @@
+"""Each attack that once hurt a neighbour, beside one: with one tenant's token, or with none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.wire import batches_pb2 as batches
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import observing_pb2 as observing
+from kvstore.wire.batches_pb2_grpc import BatchesStub
+from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+from kvstore.wire.observing_pb2_grpc import ObservingStub
+from nic_offload.sockaddr import SocketAddress, ip_of
+from tests.conftest import small_client
+from tests.hostile.attacks import attach_request
+from tests.hostile.beside import Beside, is_as_fast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.timed, pytest.mark.slow]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[Beside]:
+    with Beside(tmp_path) as beside:
+        yield beside
+
+
+@pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
+@pytest.mark.parametrize("name", ["resets", "resets_of_one"])
+def test_rapid_reset(beside: Beside, name: str, token: dict[str, Any]) -> None:
+    alone, under, did = beside.endure(name, **token)
+    assert did["resets"] > 0
+    assert is_as_fast(alone, under)
+
+
+@pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
+def test_silent_streams(beside: Beside, token: dict[str, Any]) -> None:
+    alone, under, did = beside.endure("silent_streams", streams=3000, **token)
+    assert did["streams"] > 0
+    assert is_as_fast(alone, under)
+
+
+def test_idle_connections_to_the_port_for_calls(beside: Beside) -> None:
+    alone, under, did = beside.endure("idle", connections=1000)
+    assert did["held"] <= 64
+    assert is_as_fast(alone, under)
+
+
+def test_calls_of_nobody(beside: Beside) -> None:
+    alone, under, did = beside.endure("unknown", token="nobody's")
+    assert did["UNAUTHENTICATED"] > 0
+    assert is_as_fast(alone, under)
+
+
+@pytest.mark.parametrize("call", ["Exists", "Prefix", "Explain"])
+def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
+    alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)
+    assert did["OK"] > 0
+    assert is_as_fast(alone, under)
+
+
+def test_attaches_that_fail(beside: Beside) -> None:
+    alone, under, did = beside.endure("failing_attaches", token="evil")
+    assert set(did) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    lines = [one for one in beside.audited() if (one["what"], one["outcome"]) == ("attach", "refused")]
+    assert {one["tenant"] for one in lines} == {"evil"}
+    assert sum(one.get("refusals_left_out", 0) + 1 for one in lines) > 0
+    assert is_as_fast(alone, under)
+
+
+def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside) -> None:
+    beside.client.attach()
+    link = beside.client._link
+    assert link is not None
+    alone, under, did = beside.endure("idle", connections=1000, port=SocketAddress.of(link.node_address).port)
+    assert did["held"] <= 64
+    assert is_as_fast(alone, under)
+    with small_client(beside.node.target, token="good") as another:
+        another.attach()
+    beside.client.attach()
+    assert beside.client._link is link, "the neighbour has the connection that he had"
+
+
+@pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])
+def test_a_stream_ends_when_its_token_is_taken_out_of_the_file(beside: Beside, call: str) -> None:
+    def requests() -> Iterator[Any]:
+        if call == "PutBatch":
+            name = pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)
+            yield batches.PutBatchRequest(parts=[batches.PutPart(name=name, chunk=b"x")])
+        elif call == "GetBatch":
+            yield batches.GetBatchRequest(
+                blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)]
+            )
+        else:
+            yield attach_request({}, SocketAddress(ip_of("127.0.0.1"), 9).told)
+        ended.wait(20)
+
+    ended = threading.Event()
+    bearer = (("authorization", "Bearer evil"),)
+    with grpc.insecure_channel(beside.node.target) as channel:
+        made: Any
+        if call == "Watch":
+            watching = ObservingStub(channel)  # type: ignore[no-untyped-call]
+            made = watching.Watch(observing.WatchRequest(), metadata=bearer)
+        elif call == "Attach":
+            attaching = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+            made = attaching.Attach(requests(), metadata=bearer)
+        else:
+            batching = BatchesStub(channel)  # type: ignore[no-untyped-call]
+            made = getattr(batching, call)(requests(), metadata=bearer)
+        next(made)
+        beside.write_tenants("good")
+        began = time.monotonic()
+        os.kill(beside.node.pid, signal.SIGHUP)
+        with suppress(grpc.RpcError):
+            for _ in made:
+                pass
+        took = time.monotonic() - began
+        ended.set()
+        assert made.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK)
+        assert made.code() is grpc.StatusCode.UNAUTHENTICATED or call == "Attach"
+        assert took < 2
