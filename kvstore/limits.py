@@ -62,6 +62,7 @@ __all__ = [
     "GET_THREADS",
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
+    "HEALTH_STILL_MS",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
     "INDEX_HEADERS_CHECKED_MAX",
@@ -346,7 +347,9 @@ SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one blo
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
-HTTP_CONNECTIONS_MAX = 32  # taken at a time; others wait in the kernel
+HTTP_CONNECTIONS_MAX = 256  # at a time
+HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
+HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
 HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken
 HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out

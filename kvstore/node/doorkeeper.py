@@ -120,6 +120,7 @@ class Doorkeeper:
         """`turned_away` hears, on the doorkeeper's thread, of a source, why, and of how many connections."""
         self._clock = clock
         self._port = port
+        self._ports = {port}  # at which sources are counted and barred
         self._turned_away = turned_away
         self._proved: dict[
             str, int
@@ -134,6 +135,10 @@ class Doorkeeper:
         self._filter_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-door", daemon=True)
+
+    def also_at(self, port: int) -> None:
+        """Count and bar sources at this port as well."""
+        self._ports.add(port)
 
     def start(self) -> None:
         """Begin to look."""
@@ -178,7 +183,7 @@ class Doorkeeper:
             if port not in self._listening.values():
                 self._fabric.pop(port, None)
         peers = self._peers()
-        knocked = [link.source for link in new if link.own_port == self._port]
+        knocked = [link.source for link in new if link.own_port in self._ports]
         while self._refused:
             ip = ip_of_peer(self._refused.popleft())
             knocked += [] if ip is None else [source_of(ip)]
@@ -305,7 +310,7 @@ class Doorkeeper:
         told = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
         for name, port in self._listening.items():
             with _Copy(self._at[name], name) as ours:
-                if ours is None or port != self._port:
+                if ours is None or port not in self._ports:
                     continue
                 try:
                     if self._barred:

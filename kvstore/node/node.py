@@ -112,7 +112,7 @@ class Node:
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self._landing_bytes = 0
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
-        self.began_ns = clock.monotonic_ns()
+        self.began_ns = self.ticked_ns = clock.monotonic_ns()  # when it was last seen to go on
         self.counters = Counters()
         self.timings = Timings(clock)
         self.turns = Turns(clock)
@@ -153,6 +153,7 @@ class Node:
     def _tick(self) -> None:
         """Do what only time brings about."""
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
+        self.ticked_ns = self.clock.monotonic_ns()
         self.take_note()
         self.hot.pages.free_what_went()
         self.pins.expire()

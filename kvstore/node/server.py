@@ -294,6 +294,7 @@ async def _serve_node(
         )
         if config.http is not None:
             http = _serve_http(node, gate, config, certificates, *config.http)
+            keeper.also_at(http.port)
         await _become_ready(node, health, address, stop)
         await stop.wait()
         log.info("stopping")

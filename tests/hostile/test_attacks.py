@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+import urllib.request
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +69,32 @@ def test_calls_of_nobody(beside: Beside) -> None:
 def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)
     assert did["OK"] > 0
+    assert is_as_fast(alone, under)
+
+
+def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
+    """A supervisor's probe waits for a second; it asks all the time, and each answer comes in half of that."""
+    with Beside(tmp_path, "--http", "127.0.0.1:0") as beside:
+        (found,) = re.findall(r"metrics at http://127.0.0.1:(\d+)", beside.node.log())
+        stop, took = threading.Event(), list[float]()
+
+        def probe() -> None:
+            while not stop.wait(0.1):
+                began = time.monotonic()
+                with urllib.request.urlopen(f"http://127.0.0.1:{found}/healthz", timeout=5) as answer:
+                    assert answer.status == 200
+                took.append(time.monotonic() - began)
+
+        probing = threading.Thread(target=probe)
+        probing.start()
+        try:
+            alone, under, did = beside.endure("slow_http", connections=400, port=int(found))
+        finally:
+            stop.set()
+            probing.join()
+    assert did["begun"] > 0
+    assert len(took) > 20
+    assert max(took) < 0.5
     assert is_as_fast(alone, under)
 
 
