@@ -23,6 +23,8 @@ __all__ = [
     "CONNECT_TIMEOUT_MS",
     "CONTACT_HURRIED_MS",
     "DELETES_QUEUED_MAX",
+    "DESCRIPTORS_KEPT",
+    "DESCRIPTORS_OF_CLIENT",
     "DOOR_BARRED_MS",
     "DOOR_BARRED_SOURCES_MAX",
     "DOOR_CONNECTIONS_OF_SOURCE_MAX",
@@ -70,6 +72,7 @@ __all__ = [
     "INLINE_TIMEOUT_MS",
     "KEEPALIVE_MS",
     "KEY_BYTES",
+    "LANDING_AT_ONCE_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
     "LEARNT_SESSIONS_MAX",
@@ -201,7 +204,9 @@ SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
-CLIENTS_MAX = 64
+CLIENTS_MAX = 4096  # attached to a node; its descriptors and ports may be fewer
+DESCRIPTORS_KEPT = 256  # for drives, listeners and whoever has not attached
+DESCRIPTORS_OF_CLIENT = 4  # his endpoint, what it is connected by, and his calls
 # Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
@@ -226,7 +231,7 @@ TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
 AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
-WATCHERS_MAX = 64  # of a node
+WATCHERS_MAX = 256  # of a node
 WATCHERS_OF_TENANT_MAX = 8
 EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be published
 EVENTS_REPLAYED_MAX = 10_000  # messages that were published and can be asked for again
@@ -234,6 +239,7 @@ WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, he is told the nu
 WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
+LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
 LEASE_TIMEOUT_MS = 30_000
@@ -402,8 +408,6 @@ assert FETCH_CANCEL_MS < ARRIVAL_GRACE_MS < RPC_TIMEOUT_MS
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
-# A client that comes back may do so before the node has noticed that it had gone; and the node itself takes one.
-assert FABRIC_PORT_LAST - FABRIC_PORT_FIRST + 1 > 2 * CLIENTS_MAX
 assert CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS
 assert DOOR_HANDSHAKE_MS + DOOR_FIRST_MESSAGE_MS <= DOOR_TIMEOUT_MS
 assert 5 * DOOR_BARRED_SOURCES_MAX + 16 < 1 << 12

@@ -339,11 +339,10 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         collector = None if config.otel is None else _trace_to(config.otel, store.name, clock)
         spans = None if collector is None else collector.spans
         lookup_log = LookupLog(config.data / "lookups")
-        node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address)
+        tenants = Tenants(store.salt, clock)
+        node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
         try:
-            await _serve_node(
-                told, read_again, node, Gate(Tenants(store.salt, clock), audit), certificates, stop
-            )
+            await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed
             await node.close()
             if collector is not None:

@@ -84,7 +84,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 yield answer
                 await _either(_exhausted(request_iterator), connection.ended.wait())
             finally:
-                self._node.detach(connection)
+                try:  # to close an endpoint takes milliseconds, and a thousand clients may leave at once
+                    async with self._node.turns.of(tenant.id, rest=3):
+                        self._node.detach(connection)
+                finally:
+                    self._node.detach(connection)
                 self._gate.audit.note("detach", tenant=tenant.name, peer=peer, connection=connection.number)
 
     async def _attached(

@@ -1,8 +1,8 @@
 """Turns of the node's thread: calls that name many blocks do their work in steps, and tenants take turns by time spent.
 
 What always holds: one step at a time; of the tenants who wait, the one who has had least goes next, and his calls in
-the order in which they came; whoever has not waited for long has saved nothing up. While tenants beside him call, what
-a step took is left to their calls before the next one begins, so that heavy calls take half of the thread at most.
+the order in which they came; whoever has not waited for long has saved nothing up. While tenants beside him call, as
+much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
 What it doesn't do: interrupt a step; its caller makes it short.
 """
 
@@ -28,8 +28,9 @@ _NS = 1_000_000_000
 class Turn:
     """One call's, while it may work."""
 
-    def __init__(self, turns: Turns, tenant: bytes) -> None:
+    def __init__(self, turns: Turns, tenant: bytes, rest: int) -> None:
         self._turns = turns
+        self._rest = rest
         self._tenant = tenant
         self._is_mine = False
 
@@ -47,7 +48,7 @@ class Turn:
         """Let others work, if it was this one's turn."""
         if self._is_mine:
             self._is_mine = False
-            self._turns.over(self._tenant)
+            self._turns.over(self._tenant, self._rest)
 
 
 class Turns:
@@ -68,9 +69,9 @@ class Turns:
         self._last = (tenant, self._clock.monotonic_ns())
 
     @asynccontextmanager
-    async def of(self, tenant: bytes) -> AsyncIterator[Turn]:
-        """Work under this in steps, with `next` between them."""
-        turn = Turn(self, tenant)
+    async def of(self, tenant: bytes, rest: int = 1) -> AsyncIterator[Turn]:
+        """Work under this in steps, with `next` between them; `rest` times what each took is left to others."""
+        turn = Turn(self, tenant, rest)
         await turn.begin()
         try:
             yield turn
@@ -93,14 +94,14 @@ class Turns:
                 self.over(tenant)  # it had come to be his turn
             raise
 
-    def over(self, tenant: bytes) -> None:
+    def over(self, tenant: bytes, rest: int = 0) -> None:
         """End a step."""
         now_ns = self._clock.monotonic_ns()
         took_ns = now_ns - self._began_ns
         self._spent_ns[tenant] += took_ns
         whose, when_ns = self._other if self._last[0] == tenant else self._last
         others_call = whose != b"" and now_ns - when_ns < TURNS_OTHERS_MS * 1_000_000
-        asyncio.get_running_loop().call_later(took_ns / _NS if others_call else 0, self._give)
+        asyncio.get_running_loop().call_later(rest * took_ns / _NS if others_call else 0, self._give)
 
     def _begin(self) -> None:
         self._is_given = True

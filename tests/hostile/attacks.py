@@ -204,6 +204,37 @@ def attaches(told: Told, until: float, _: str) -> Told:
     return {"held": len(held), **refused}
 
 
+def landing(told: Told, until: float, _: str) -> Told:
+    """All the memory to put into that the node gives: connections with large blocks, and leases of all their slots."""
+    held: list[Any] = []
+    leased = 0
+    refused: dict[str, int] = {}
+    while time.monotonic() < until:
+        stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
+        request = attach_request(told | {"slots": 32, "block_bytes_max": 8 << 20}, _address(len(held)))
+
+        def requests(first: pb.AttachRequest = request) -> Iterator[Any]:
+            yield first
+            time.sleep(max(0.0, until + 5 - time.monotonic()))
+
+        call = stub.Attach(requests(), metadata=_bearer(told))
+        try:
+            number = next(call).connection
+            held.append(call)
+            for _slot in range(32):
+                name = pb.BlockName(key=os.urandom(32), fingerprint=bytes(16), length=8 << 20)
+                wanted = pb.ReserveRequest(
+                    connection=number, blocks=[pb.ReserveBlock(name=name)], durability=pb.DURABILITY_WRITTEN
+                )
+                stub.Reserve(wanted, metadata=_bearer(told), timeout=20)
+                leased += 1
+        except grpc.RpcError as error:
+            name_of = error.code().name
+            refused[name_of] = refused.get(name_of, 0) + 1
+            time.sleep(0.2)
+    return {"held": len(held), "leased_bytes": leased * (8 << 20), **refused}
+
+
 def heavy(told: Told, until: float, _: str) -> Told:
     """Four loops of a call that names a thousand blocks."""
     stub = blocks_pb2_grpc.BlocksStub(_channel(told))  # type: ignore[no-untyped-call]
@@ -260,6 +291,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         slow_http,
         failing_attaches,
         attaches,
+        landing,
         heavy,
         unknown,
     )

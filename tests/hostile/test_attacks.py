@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from kvstore.client import Block
+from kvstore.errors import KvError
+from kvstore.limits import LANDING_BYTES_MAX
+from kvstore.names import block_key
 from kvstore.wire import batches_pb2 as batches
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import observing_pb2 as observing
 from kvstore.wire.batches_pb2_grpc import BatchesStub
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from kvstore.wire.observing_pb2_grpc import ObservingStub
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 from tests.hostile.attacks import attach_request
-from tests.hostile.beside import Beside, is_as_fast
+from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +75,32 @@ def test_calls_of_nobody(beside: Beside) -> None:
 def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)
     assert did["OK"] > 0
+    assert is_as_fast(alone, under)
+
+
+@pytest.mark.parametrize("name", ["attaches", "landing"])
+def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
+    """Somebody who was not there before attaches and puts in the middle of it."""
+    came: list[str] = []
+
+    def come() -> None:
+        time.sleep(FIRST_S + SECONDS / 2)
+        try:
+            with small_client(beside.node.target, token="good") as client, FlagWords.create(1) as flags:
+                kv = client.register(allocate(1 << 20))
+                puts = client.reserve([Block(block_key(b"late"), kv, 0, 1 << 20)]).arm(flags[0])
+                flags[0].store(1)
+                came.extend(str(one.error) for one in puts.wait(20))
+        except KvError as error:
+            came.append(str(error))
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    alone, under, did = beside.endure(name, token="evil")
+    coming.join()
+    assert did["held"] > 0
+    assert did.get("leased_bytes", 0) <= LANDING_BYTES_MAX // 2
+    assert came == ["None"]
     assert is_as_fast(alone, under)
 
 
