@@ -9,7 +9,9 @@ __all__ = [
     "ACK_GRACE_MS",
     "ACK_WORDS",
     "ARRIVAL_GRACE_MS",
-    "AUDIT_REFUSALS_PER_S",
+    "AUDIT_LINES_OF_ONE_PER_S",
+    "AUDIT_LINES_PER_S",
+    "AUDIT_NAMES_MAX",
     "BATCH_BLOCKS_MAX",
     "BATCH_READS_AHEAD",
     "BLOCK_BYTES_MAX",
@@ -230,7 +232,9 @@ DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, 
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
-AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
+AUDIT_LINES_PER_S = 100  # of refusals and removals; of more, the audit log has the number only
+AUDIT_LINES_OF_ONE_PER_S = 20  # tenant, or host of one who is none
+AUDIT_NAMES_MAX = 8  # of what was removed at once
 WATCHERS_MAX = 256  # of a node
 WATCHERS_OF_TENANT_MAX = 8
 EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be published

@@ -18,6 +18,8 @@ __all__ = ["Runs", "allocate", "populate", "set_aside"]
 def allocate(length: int) -> mmap.mmap:
     """Zeroed memory in huge pages where the kernel has them, all of it present; NoMemory if there is not as much.
 
+    It is in no core dump.
+
     It takes a while for a large piece, and lets other threads run meanwhile.
     """
     memory = set_aside(length)

@@ -107,6 +107,13 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             for one in done:
                 if one.error is not None:
                     raise one.error
+            self._gate.audit.removed(
+                "delete",
+                tenant=tenant.name,
+                peer=context.peer(),
+                names=request.keys,
+                found=sum(one.found for one in done),
+            )
             return pb.DeleteResponse(found=[one.found for one in done])
         raise AssertionError
 

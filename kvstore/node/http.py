@@ -345,12 +345,13 @@ def _metadata(headers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _names(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
     """The names in a client's certificate, as gRPC calls them."""
-    alternative = [value for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "URI")]
+    alternative = list(certificate.get("subjectAltName", ()))
     common = [
         value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"
     ]
     return {
-        "x509_subject_alternative_name": [one.encode() for one in alternative],
+        "peer_dns": [value.encode() for kind, value in alternative if kind == "DNS"],
+        "x509_subject_alternative_name": [str(value).encode() for _, value in alternative],
         "x509_common_name": [one.encode() for one in common],
     }
 

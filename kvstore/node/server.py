@@ -40,6 +40,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants
+from kvstore.node.undumped import keep_out_of_dumps
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
@@ -314,6 +315,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     clock = SystemClock()
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
+    keep_out_of_dumps()
     certificates = Certificates.of(config)  # before a drive is opened
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

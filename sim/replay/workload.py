@@ -64,7 +64,7 @@ def _mooncake(path: Path) -> Iterator[Request]:
                 request = Request(
                     arrival_s, tokens, int(row["output_length"]), tuple(map(int, row["hash_ids"]))
                 )
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 accepted = "an object with timestamp (ms), input_length, output_length and hash_ids"
                 raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
             _checked(path, line, *request[:3])
@@ -82,7 +82,7 @@ def _burstgpt(path: Path) -> Iterator[Request]:
             try:
                 arrival_s = float(row["Timestamp"])
                 input_tokens, output_tokens = int(row["Request tokens"]), int(row["Response tokens"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 accepted = "a line with Timestamp (s), Request tokens and Response tokens"
                 raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
             if input_tokens == 0:

@@ -191,3 +191,33 @@ def test_a_stream_ends_when_its_token_is_taken_out_of_the_file(beside: Beside, c
         assert made.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK)
         assert made.code() is grpc.StatusCode.UNAUTHENTICATED or call == "Attach"
         assert took < 2
+
+
+def test_what_somebody_removes_is_in_the_audit_log_with_who_and_what(beside: Beside) -> None:
+    beside.client.delete(beside.keys[:2])
+    session = beside.client.session("user", "chat")
+    session.append(beside.keys[2:4], 32)
+    session.truncate(1)
+    session.remove()
+    lines = [
+        one for one in beside.audited() if one["what"] in {"delete", "truncate session", "remove session"}
+    ]
+    assert [(one["what"], one["tenant"], one["named"]) for one in lines] == [
+        ("delete", "good", 2),
+        ("truncate session", "good", 1),
+        ("remove session", "good", 1),
+    ]
+    assert lines[0]["names"] == ",".join(key.hex() for key in beside.keys[:2])
+    assert lines[0]["found"] == 2
+    assert lines[1]["names"] == lines[2]["names"] != ""
+
+
+def test_whatever_is_refused_to_a_tenant_is_in_the_audit_log(beside: Beside) -> None:
+    with small_client(beside.node.target, token="evil") as client:
+        with pytest.raises(KvError):
+            client.exists([b"no key"])
+        with pytest.raises(KvError):
+            client.session("user", "x" * 1000).append(beside.keys, 1)
+    refused = [(one["what"], one["tenant"]) for one in beside.audited() if one["outcome"] == "refused"]
+    assert ("exists", "evil") in refused
+    assert "evil" not in {one.get("why") for one in beside.audited()}
