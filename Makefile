@@ -6,6 +6,7 @@
 #   MUTANTS='name ...'         only planted bugs whose name holds one of these words
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 #   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
+#   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
 #   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
@@ -72,6 +73,10 @@ crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1
 .PHONY: soak
 soak: setup ## an hour of puts into a drive that is too small: exact bytes, and memory that stays bounded
 	@TRIGGERKV_SOAK_S=$(or $(TRIGGERKV_SOAK_S),3600) $(py) -m pytest tests/crash/test_soak.py $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz: setup ## 10,000,000 calls into the desk under libFuzzer, 100,000 inputs of each Python parser under atheris (long)
+	@tools/fuzz.sh $(FUZZ_RUNS)
 
 .PHONY: mutants
 mutants: setup setup-engines ## plants the bugs of tools/mutants/ one by one: a test must die of each (minutes)

@@ -145,7 +145,7 @@ def _channel(told: Told, number: int = 0) -> grpc.Channel:
     return grpc.insecure_channel(f"127.0.0.1:{told['port']}", options=(("of_its_own", number),))
 
 
-def _address(number: int) -> bytes:
+def address(number: int) -> bytes:
     return SocketAddress(ip_of("127.0.0.1"), 10_000 + number).told
 
 
@@ -190,7 +190,7 @@ def attaches(told: Told, until: float, _: str) -> Told:
         def requests(
             number: int = at % 50_000,
         ) -> Iterator[Any]:
-            yield attach_request(told, _address(number))
+            yield attach_request(told, address(number))
             time.sleep(max(0.0, until + 5 - time.monotonic()))
 
         call = stub.Attach(requests(), metadata=_bearer(told))
@@ -211,7 +211,7 @@ def landing(told: Told, until: float, _: str) -> Told:
     refused: dict[str, int] = {}
     while time.monotonic() < until:
         stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
-        request = attach_request(told | {"slots": 32, "block_bytes_max": 8 << 20}, _address(len(held)))
+        request = attach_request(told | {"slots": 32, "block_bytes_max": 8 << 20}, address(len(held)))
 
         def requests(first: pb.AttachRequest = request) -> Iterator[Any]:
             yield first
