@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -140,4 +140,21 @@ def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
         (outcome,) = rig.client.get([Block(rig.key(0), rig.to_region, 0, 10)], timeout_s=WAIT_S)
     assert "memory" in str(outcome)
     rig.to_region.close()
+    rig.close()
+
+
+def test_a_tenant_puts_into_his_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
+    rig = Rig(node)
+    rig.client.attach()
+    slots = 8
+
+    def share(inside: Any) -> None:
+        inside.landing.capacity = 2 * slots * (1 << 20) + slots * 8192
+        inside.landing._tenants = lambda: 2
+
+    node.call(share)
+    rig.client.reserve([rig.block(at, 1000) for at in range(slots)]).give_back()
+    with pytest.raises(Overloaded, match="share of the node's landing memory"):
+        rig.client.reserve([rig.block(at, 1000) for at in range(slots + 1)])
+    put(rig, [rig.block(0, 1000)])
     rig.close()

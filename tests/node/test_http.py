@@ -15,7 +15,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +26,7 @@ from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, NodeUnavailable, Overloaded
 from kvstore.limits import (
+    HEALTH_STILL_MS,
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
     HTTP_REQUEST_BYTES_MAX,
@@ -37,6 +39,7 @@ from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
 from kvstore.node.http import HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
+from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
@@ -463,3 +466,12 @@ def test_a_port_that_is_taken_ends_the_start_in_one_sentence(tmp_path: Path) -> 
     assert ended.stderr.splitlines()[-1].startswith(f"kvstore: --http could not listen on {at}")
     assert "Traceback" not in ended.stderr
     assert "never awaited" not in ended.stderr
+
+
+def test_health_says_when_the_nodes_thread_stands_still_for_good() -> None:
+    clock = FakeClock()
+    node = cast("Any", SimpleNamespace(clock=clock, ticked_ns=clock.monotonic_ns()))
+    clock.now_ms += HEALTH_STILL_MS - 1
+    assert _health(node).status == 200
+    clock.now_ms += 1
+    assert _health(node).status == 503
