@@ -97,6 +97,7 @@ __all__ = [
     "LOOKUP_MISSES_EXPLAINED_MAX",
     "LOOKUP_RUNS_MAX",
     "NODES_MAX",
+    "OPEN_CALLS_MAX",
     "PAGE_BYTES",
     "PINS_MAX",
     "PINS_OF_TENANT_MAX",
@@ -229,6 +230,7 @@ DOOR_UNPROVED_BYTES_MAX = (
 DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
 DOOR_BARRED_MS = 10_000
 DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
+OPEN_CALLS_MAX = 16_384  # streams of a node, attached clients among them
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list

@@ -11,7 +11,9 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvstore.errors import NotAuthenticated, TenantDenied
+from kvstore.errors import NotAuthenticated, Overloaded, TenantDenied
+from kvstore.limits import OPEN_CALLS_MAX
+from kvstore.node.fair import Places
 from kvstore.node.tenants import credentials_of
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Gate:
         self.heard: Callable[[bytes], object] = lambda _: None  # and the tenant that it is for
         self.tenants = tenants
         self.audit = audit
+        self._open = Places(OPEN_CALLS_MAX, tenants.known)
         self._staying: dict[asyncio.Timeout, tuple[Credentials, str | None]] = {}
 
     def enter(self, what: str, context: _Context, claimed: str = "", requests: int = 1) -> Tenant:
@@ -92,15 +95,22 @@ class Gate:
 
     @contextmanager
     def staying(self, what: str, context: _Context) -> Iterator[asyncio.Timeout]:
-        """Find out who makes a call that stays open; `recheck` ends what is done under the scope that this gives."""
+        """Find out who makes a call that stays open; `recheck` ends what is done under the scope that this gives.
+
+        Overloaded if his tenant has as many open as he may.
+        """
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         caller, _ = self._let_in(what, metadata, certificate, context.peer(), "")
+        if not self._open.left(caller.proved):
+            raise Overloaded("The tenant has as many calls open as his share of the node's is.")
+        self._open.take(caller.proved)
         scope = asyncio.timeout(None)
         self._staying[scope] = (credentials_of(metadata, certificate), caller.proved)
         try:
             yield scope
         finally:
             del self._staying[scope]
+            self._open.give_back(caller.proved)
 
     def recheck(self) -> None:
         """End what stays open though its caller would not be let in now: the file was read again."""

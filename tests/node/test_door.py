@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,7 +13,9 @@ import pytest
 
 from kvstore.errors import Overloaded
 from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
-from kvstore.node.tenants import token_digest
+from kvstore.node.audit import Audit
+from kvstore.node.gate import Gate
+from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.watching import Watchers
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from tests.conftest import small_node
@@ -21,6 +25,7 @@ from tests.storage.fakes import FakeClock
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
 
@@ -69,6 +74,34 @@ def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> No
         took = time.monotonic() - began
     assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert DOOR_FIRST_MESSAGE_MS / 1000 <= took < DOOR_FIRST_MESSAGE_MS / 1000 + 5
+
+
+def test_a_tenant_has_no_more_calls_open_than_his_share(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tenants = Tenants(bytes(16), clock)
+    (tmp_path / "t.toml").write_text(
+        "".join(f'[{name}]\ntokens_sha256 = ["{token_digest(name)}"]\n' for name in ("acme", "zeta"))
+    )
+    tenants.load(tmp_path / "t.toml")
+    gate = Gate(tenants, Audit(clock, None))
+    gate._open.capacity = 8
+
+    def coming(token: str) -> Any:
+        said = [("authorization", f"Bearer {token}")]
+        return SimpleNamespace(
+            invocation_metadata=lambda: said, auth_context=dict[str, Any], peer=lambda: "ipv4:127.0.0.1:1"
+        )
+
+    async def come() -> None:
+        with ExitStack() as undo:
+            for _ in range(4):
+                undo.enter_context(gate.staying("attach", coming("acme")))
+            with pytest.raises(Overloaded, match="as many calls open"):
+                undo.enter_context(gate.staying("attach", coming("acme")))
+            undo.enter_context(gate.staying("attach", coming("zeta")))
+
+    asyncio.run(come())
+    assert gate._open.total == 0
 
 
 def test_watchers_of_many_tenants_leave_each_tenant_his_own() -> None:
