@@ -152,14 +152,14 @@ def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
             undo.enter_context(endpoint.accept()[0])
             return ours
 
+        foreign = come(THERE)
+        door.look()
+        assert not stays(foreign)
         own = []
         for _ in range(DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
             own.append(come(HERE))
             door.look(1)
-        foreign = come(THERE)
-        door.look()
         assert [stays(one) for one in own] == [True] * DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + [False] * 2
-        assert not stays(foreign)
         assert source_of(ip_address(THERE)) in {source for source, _, _ in door.told}
 
 
