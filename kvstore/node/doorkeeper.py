@@ -43,9 +43,10 @@ from kvstore.node.fabric_address import ip_of_peer
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.node.fabric_address import Network
     from nic_offload.sockaddr import Ip
 
 __all__ = ["Doorkeeper", "packet_filter", "source_of"]
@@ -116,8 +117,18 @@ class _Link(NamedTuple):
 class Doorkeeper:
     """Of one node. `proved`, `refused` and `expects` are called on its loop; the rest runs on a thread."""
 
-    def __init__(self, clock: Clock, port: int, turned_away: Callable[[str, str, int], None]) -> None:
-        """`turned_away` hears, on the doorkeeper's thread, of a source, why, and of how many connections."""
+    def __init__(
+        self,
+        clock: Clock,
+        port: int,
+        turned_away: Callable[[str, str, int], None],
+        clients: Sequence[Network] = (),
+    ) -> None:
+        """`turned_away` hears, on the doorkeeper's thread, of a source, why, and of how many connections.
+
+        `clients` are hosts of several addresses: of whichever of these they come to an endpoint, they may.
+        """
+        self._clients = clients
         self._clock = clock
         self._port = port
         self._ports = {port}  # at which sources are counted and barred
@@ -262,7 +273,9 @@ class Doorkeeper:
 
     def _keep_fabric(self, port: int, links: list[_Link]) -> None:
         client = self._fabric.get(port)
-        foreign = [one for one in links if one.ip != client]
+        foreign = [
+            one for one in links if one.ip != client and not any(one.ip in many for many in self._clients)
+        ]
         own = sorted((one for one in links if one not in foreign), key=lambda one: one.since_ns)
         gone = [*foreign, *own[DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX:]]
         if gone:

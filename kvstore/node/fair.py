@@ -219,10 +219,8 @@ class Places:
 
     def give_back(self, who: Hashable, count: int = 1) -> None:
         """Note that he no longer has it."""
-        left = self._held[who] - count
+        left = self._held.pop(who, 0) - count
         assert left >= 0
         if left:
             self._held[who] = left
-        else:
-            del self._held[who]
         self.total -= count

@@ -56,11 +56,12 @@ from nic_offload.fabric import Fabric
 from nic_offload.library import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.node.fabric_address import Network
     from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
@@ -186,14 +187,14 @@ def _serve_http(
     return http
 
 
-def _keep_door(node: Node, gate: Gate, port: int) -> Doorkeeper:
+def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) -> Doorkeeper:
     loop = asyncio.get_running_loop()
 
     def turned_away(source: str, why: str, connections: int) -> None:
         said = {"tenant": "", "peer": source, "why": f"{why} ({connections})"}
         loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", **said))
 
-    keeper = Doorkeeper(node.clock, port, turned_away)
+    keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away = keeper.proved, keeper.refused
     node.at_endpoint = keeper.expects
     keeper.start()
@@ -280,7 +281,7 @@ async def _serve_node(
     try:
         await health.begin(ready=False)
         address = listen(server, config, certificates)
-        keeper = _keep_door(node, gate, int(address.rpartition(":")[2]))
+        keeper = _keep_door(node, gate, int(address.rpartition(":")[2]), config.fabric_clients)
         await server.start()
         statistics = store.statistics()
         log.info(

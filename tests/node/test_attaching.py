@@ -126,6 +126,16 @@ def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(
     wait_until(lambda: is_as_before(node), "all of it is given back")
 
 
+def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> None:
+    """Once to give back the landing memory that it never had was an error, and the rest of its end was not done."""
+    rig = Rig(node)
+    assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
+    assert node.call(lambda inside: (len(inside), inside.landing_bytes)) == (1, 0)
+    rig.close()
+    wait_until(lambda: is_as_before(node), "nothing is left")
+    assert node.call(lambda inside: not inside._closing)
+
+
 def test_memory_that_is_not_there_is_a_typed_error() -> None:
     with pytest.raises(NoMemory, match="memory"):
         allocate(MORE_THAN_THERE_IS)

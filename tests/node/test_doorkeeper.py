@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import ExitStack
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING
 
 import pytest
@@ -155,6 +155,11 @@ def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
         foreign = come(THERE)
         door.look()
         assert not stays(foreign)
+        door.keeper._clients = (ip_network("127.0.0.0/28"),)  # of a host that has several
+        several = come(THERE)
+        door.look()
+        assert stays(several)
+        several.close()
         own = []
         for _ in range(DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
             own.append(come(HERE))
