@@ -130,10 +130,11 @@ def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> No
     """Once to give back the landing memory that it never had was an error, and the rest of its end was not done."""
     rig = Rig(node)
     assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
-    assert node.call(lambda inside: (len(inside), inside.landing_bytes)) == (1, 0)
+    (connection,) = node.call(lambda inside: list(inside._connections.values()))
+    assert node.call(lambda inside: inside.landing_bytes) == 0
     rig.close()
     wait_until(lambda: is_as_before(node), "nothing is left")
-    assert node.call(lambda inside: not inside._closing)
+    assert node.call(lambda _: connection._memory.closed)
 
 
 def test_memory_that_is_not_there_is_a_typed_error() -> None:
