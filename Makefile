@@ -6,6 +6,8 @@
 #   MUTANTS='name ...'         only planted bugs whose name holds one of these words
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 #   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
+#   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
+#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
@@ -59,6 +61,10 @@ promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of 
 peers: ## .cache/peers: Redis and hiredis, out of Debian's packages (8 MB), for bench-peers
 	@tools/peers.sh
 
+.PHONY: test-hostile
+test-hostile: setup ## tests/hostile: attacks with one tenant's token or none, beside a well-behaved neighbour (minutes)
+	@$(py) -m pytest tests/hostile $(PYTEST_ARGS)
+
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
@@ -68,6 +74,10 @@ crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1
 .PHONY: soak
 soak: setup ## an hour of puts into a drive that is too small: exact bytes, and memory that stays bounded
 	@TRIGGERKV_SOAK_S=$(or $(TRIGGERKV_SOAK_S),3600) $(py) -m pytest tests/crash/test_soak.py $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz: setup ## 10,000,000 calls into the desk under libFuzzer, 100,000 inputs of each Python parser under atheris (long)
+	@tools/fuzz.sh $(FUZZ_RUNS)
 
 .PHONY: mutants
 mutants: setup setup-engines ## plants the bugs of tools/mutants/ one by one: a test must die of each (minutes)

@@ -106,13 +106,7 @@ class NodeConfig:
             raise ConfigError(
                 f"{self.otel!r} is not where a collector takes OTLP over gRPC; write http://HOST:PORT or https://HOST:PORT."
             )
-        if self.events is not None:
-            for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
-                _check_stays_here(endpoint)
-            if self.events.endpoint == self.events.replay:
-                raise ConfigError(
-                    f"Events are published and asked for again in two places, not both on {self.events.replay}."
-                )
+        self._check_events()
         self._check_where()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
@@ -123,6 +117,21 @@ class NodeConfig:
             raise ConfigError(
                 f"The hot memory is at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
                 f" {show_size(self.hot_bytes)} is too small."
+            )
+
+    def _check_events(self) -> None:
+        if self.events is None:
+            return
+        for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
+            _check_stays_here(endpoint)
+        if self.events.endpoint == self.events.replay:
+            raise ConfigError(
+                f"Events are published and asked for again in two places, not both on {self.events.replay}."
+            )
+        if self.tenants is not None:
+            raise ConfigError(
+                "--events tells whoever listens of all tenants' blocks, so a node with --tenants publishes none;"
+                " each tenant hears of his own by `client.watch`."
             )
 
     def _check_where(self) -> None:

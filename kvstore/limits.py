@@ -9,7 +9,9 @@ __all__ = [
     "ACK_GRACE_MS",
     "ACK_WORDS",
     "ARRIVAL_GRACE_MS",
-    "AUDIT_REFUSALS_PER_S",
+    "AUDIT_LINES_OF_ONE_PER_S",
+    "AUDIT_LINES_PER_S",
+    "AUDIT_NAMES_MAX",
     "BATCH_BLOCKS_MAX",
     "BATCH_READS_AHEAD",
     "BLOCK_BYTES_MAX",
@@ -23,6 +25,22 @@ __all__ = [
     "CONNECT_TIMEOUT_MS",
     "CONTACT_HURRIED_MS",
     "DELETES_QUEUED_MAX",
+    "DESCRIPTORS_KEPT",
+    "DESCRIPTORS_OF_CLIENT",
+    "DOOR_BARRED_MS",
+    "DOOR_BARRED_SOURCES_MAX",
+    "DOOR_CONNECTIONS_OF_SOURCE_MAX",
+    "DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX",
+    "DOOR_FIRST_MESSAGE_MS",
+    "DOOR_HANDSHAKE_MS",
+    "DOOR_KNOCKS_OF_LOUD",
+    "DOOR_KNOCKS_OF_SOURCE_MAX",
+    "DOOR_LOOK_MS",
+    "DOOR_STREAMS_MAX",
+    "DOOR_TIMEOUT_MS",
+    "DOOR_UNPROVED_BYTES_MAX",
+    "DOOR_UNPROVED_OF_SOURCE_MAX",
+    "DOOR_WINDOW_MS",
     "DRIVES_MAX",
     "DRIVE_CAPACITY_BYTES_DEFAULT",
     "DRIVE_CAPACITY_BYTES_MAX",
@@ -50,6 +68,7 @@ __all__ = [
     "GRANTED_SLOTS",
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
+    "HEALTH_STILL_MS",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
     "INDEX_HEADERS_CHECKED_MAX",
@@ -57,6 +76,7 @@ __all__ = [
     "INLINE_TIMEOUT_MS",
     "KEEPALIVE_MS",
     "KEY_BYTES",
+    "LANDING_AT_ONCE_BYTES",
     "LANDING_BYTES_MAX",
     "LAYERS_MAX",
     "LEARNT_SESSIONS_MAX",
@@ -79,6 +99,7 @@ __all__ = [
     "LOOKUP_MISSES_EXPLAINED_MAX",
     "LOOKUP_RUNS_MAX",
     "NODES_MAX",
+    "OPEN_CALLS_MAX",
     "PAGE_BYTES",
     "PINS_MAX",
     "PINS_OF_TENANT_MAX",
@@ -144,7 +165,9 @@ __all__ = [
     "TRACES_MAX",
     "TRACE_STEPS_MAX",
     "TRANSFERS_TOLD_MAX",
+    "TURNS_OTHERS_MS",
     "TURN_BYTES",
+    "TURN_STEP_BLOCKS",
     "UNSYNCED_FREES_MAX",
     "USER_BYTES",
     "WATCHERS_MAX",
@@ -189,15 +212,37 @@ SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
-CLIENTS_MAX = 64
+CLIENTS_MAX = 4096  # attached to a node; its descriptors and ports may be fewer
+DESCRIPTORS_KEPT = 256  # for drives, listeners and whoever has not attached
+DESCRIPTORS_OF_CLIENT = 4  # his endpoint, what it is connected by, and his calls
 # Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
+# A source is an IPv4 address, or the /64 of an IPv6 one.
+DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
+DOOR_FIRST_MESSAGE_MS = 5_000  # from a stream's beginning to its first message
+DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
+DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
+DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
+DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
+DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to his endpoint; a provider makes one or two
+DOOR_WINDOW_MS = 2_000
+DOOR_KNOCKS_OF_SOURCE_MAX = 200  # connections begun and calls refused, in that time; who has more is barred
+DOOR_UNPROVED_BYTES_MAX = (
+    256 << 10
+)  # that came over such a connection; an honest one's first window is 64 KiB
+DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
+DOOR_BARRED_MS = 10_000
+DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
+OPEN_CALLS_MAX = 16_384  # streams of a node, attached clients among them
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list
-AUDIT_REFUSALS_PER_S = 100  # of more, the audit log has their number only
-WATCHERS_MAX = 64  # of a node
+AUDIT_LINES_PER_S = 100  # of refusals and removals; of more, the audit log has the number only
+AUDIT_LINES_OF_ONE_PER_S = 20  # tenant, or host of one who is none
+AUDIT_NAMES_MAX = 8  # of what was removed at once
+WATCHERS_MAX = 256  # of a node
 WATCHERS_OF_TENANT_MAX = 8
 EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be published
 EVENTS_REPLAYED_MAX = 10_000  # messages that were published and can be asked for again
@@ -205,11 +250,12 @@ WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, he is told the nu
 WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
-GRANTED_SLOTS = 16  # of one client, which it writes into without asking; each is free again once it was read
+GRANTED_SLOTS = 8  # of one client, which it writes into without asking; each is free again once it was read
 GRANTED_PUTS = 4096  # of one client that have fired and are not over
 ROOMS_MIN = 64  # for blocks that come by grants, given to each client's receiver beforehand
 ROOMS_MAX = 4096
 ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
+LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
 LEASE_TIMEOUT_MS = 30_000
@@ -250,6 +296,8 @@ HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a 
 HOT_BYTES_MIN = 128 << 20
 SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
+TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
+TURNS_OTHERS_MS = 1_000  # a tenant who called within this is there
 READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more
@@ -321,7 +369,9 @@ SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one blo
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
-HTTP_CONNECTIONS_MAX = 32  # taken at a time; others wait in the kernel
+HTTP_CONNECTIONS_MAX = 256  # at a time
+HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
+HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
 HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken
 HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out
@@ -374,6 +424,6 @@ assert FETCH_CANCEL_MS < ARRIVAL_GRACE_MS < RPC_TIMEOUT_MS
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
-# A client that comes back may do so before the node has noticed that it had gone; and the node itself takes one.
-assert FABRIC_PORT_LAST - FABRIC_PORT_FIRST + 1 > 2 * CLIENTS_MAX
 assert CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS
+assert DOOR_HANDSHAKE_MS + DOOR_FIRST_MESSAGE_MS <= DOOR_TIMEOUT_MS
+assert 5 * DOOR_BARRED_SOURCES_MAX + 16 < 1 << 12

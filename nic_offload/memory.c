@@ -13,6 +13,7 @@
 int tk_memory_populate(void *address, size_t length)
 {
 	madvise(address, length, MADV_HUGEPAGE);
+	madvise(address, length, MADV_DONTDUMP); /* what people said is in no core dump */
 	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
 }
 

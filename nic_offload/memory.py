@@ -12,27 +12,42 @@ from nic_offload.errors import FabricError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Runs", "allocate"]
+__all__ = ["Runs", "allocate", "populate", "set_aside"]
 
 
 def allocate(length: int) -> mmap.mmap:
     """Zeroed memory in huge pages where the kernel has them, all of it present; NoMemory if there is not as much.
 
+    It is in no core dump.
+
     It takes a while for a large piece, and lets other threads run meanwhile.
     """
+    memory = set_aside(length)
     try:
-        memory = mmap.mmap(-1, length)
+        populate(memory, 0, length)
+    except FabricError:
+        memory.close()
+        raise
+    return memory
+
+
+def set_aside(length: int) -> mmap.mmap:
+    """Addresses for as much memory, none of which is there yet; NoMemory if there are not as many."""
+    try:
+        return mmap.mmap(-1, length)
     except OSError as error:
         raise FabricError.from_code(
             f"Getting {length} bytes of memory", -(error.errno or errno.ENOMEM)
         ) from error
+
+
+def populate(memory: mmap.mmap, start: int, length: int) -> None:
+    """Have a part of it there, in whole pages; NoMemory if there is not as much."""
     view = ffi.from_buffer(memory)
-    code = lib.tk_memory_populate(view, length)
+    code = lib.tk_memory_populate(view + start, length)
     ffi.release(view)
     if code:
-        memory.close()
         raise FabricError.from_code(f"Getting {length} bytes of memory", code)
-    return memory
 
 
 class Runs:

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.durability import Durability
 from kvstore.lookups import Kind
 from kvstore.node.connection import check_block, check_count, check_generation
 from kvstore.node.fetching import FetchRequest
 from kvstore.node.traces import SeenGet
+from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.fabric_call import Leased
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.durability import Durability
     from kvstore.node.calls import HasMetadata
     from kvstore.node.connection import BlockRequest, Connection
     from kvstore.node.landing import Lease
     from kvstore.node.node import Node
     from kvstore.wire.fabric_call import FetchRow
 
-__all__ = ["fetch", "lease_told", "reserve"]
+__all__ = ["already_stored", "fetch", "lease_told", "reserve"]
 
 
 def reserve(
@@ -100,3 +101,43 @@ def fetch(
         looking,
         called=called,
     )
+
+
+def already_stored(
+    node: Node,
+    connection: Connection,
+    blocks: Sequence[BlockRequest],
+    durability: Durability,
+    expires_unix_ms: int,
+) -> tuple[list[bool], set[BlockRequest]]:
+    """Tell which blocks are stored, and which are to hear by their flag that their key is taken."""
+    if durability is Durability.SYNCED:
+        # The index knows what is written, not what is synced; the store sorts it out when the block lands.
+        return [False] * len(blocks), set()
+    found = node.store.lookup([(connection.tenant, block.key) for block in blocks])
+    now_ms = node.clock.wall_ms()
+    doubtful = node.store.doubtful([entry.generation for entry in found if entry is not None])
+    entries = [
+        entry
+        if entry is not None and entry.generation not in doubtful and not 0 < entry.expires_ms <= now_ms
+        else None
+        for entry in found
+    ]
+    stored = [
+        entry is not None
+        and entry.fingerprint == block.fingerprint
+        and entry.length == block.length
+        and lives_as_long(entry.expires_ms, expires_unix_ms)  # else it is put, and its header written anew
+        for entry, block in zip(entries, blocks, strict=True)
+    ]
+    taken = {
+        block
+        for entry, block in zip(entries, blocks, strict=True)
+        if durability is Durability.LANDED
+        and entry is not None
+        and (entry.fingerprint, entry.length) != (block.fingerprint, block.length)
+    }
+    node.store.used(
+        [entry.generation for entry, there in zip(entries, stored, strict=True) if entry and there]
+    )
+    return stored, taken

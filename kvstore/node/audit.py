@@ -2,8 +2,9 @@
 
     {"at_ms": 1763716000000, "what": "attach", "tenant": "acme", "peer": "ipv4:10.0.0.7:50112", "outcome": "ok", ...}
 
-What always holds: a line is in the file before the call that it is of is answered; lines of refusals are bounded, so
-that nobody fills the drive by knocking (the next line counts what was left out); a log that can't be written stops
+What always holds: a line is in the file before the call that it is of is answered; lines of refusals and
+removals are bounded, of one tenant or host and of all, so that nobody fills the drive by knocking, or hides another's
+line (the next line counts what was left out); no token or key of memory is in it; a log that can't be written stops
 nothing, and says so once.
 What it doesn't do: tell of puts and gets, which are too many; `kvstore explain` and the metrics do.
 """
@@ -16,10 +17,11 @@ import os
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
-from kvstore.limits import AUDIT_REFUSALS_PER_S
+from kvstore.limits import AUDIT_LINES_OF_ONE_PER_S, AUDIT_LINES_PER_S, AUDIT_NAMES_MAX
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -38,7 +40,7 @@ class Audit(Handle):
         self._clock = clock
         self._fd = -1
         self._second = 0
-        self._refusals = 0
+        self._lines: dict[str, int] = {}  # of this second, by whom they are of
         self._left_out = 0
         self._failed = False
         if path is not None:
@@ -51,25 +53,54 @@ class Audit(Handle):
         """Something was done."""
         self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
 
+    def removed(self, what: str, *, tenant: str, peer: str, names: Sequence[bytes], **more: int) -> None:
+        """Somebody removed what is his; of many the first are named."""
+        if self._is_too_much(tenant or peer):
+            return
+        named = ",".join(name.hex() for name in names[:AUDIT_NAMES_MAX])
+        self._write(
+            {
+                "what": what,
+                "tenant": tenant,
+                "peer": peer,
+                "outcome": "ok",
+                "named": len(names),
+                "names": named,
+                **more,
+                **self._left_out_before(),
+            }
+        )
+
     def refused(self, what: str, *, tenant: str, peer: str, why: str) -> None:
         """Something was refused to somebody."""
+        if self._is_too_much(_host(peer)):
+            return
+        self._write(
+            {
+                "what": what,
+                "tenant": tenant,
+                "peer": peer,
+                "outcome": "refused",
+                "why": why,
+                **self._left_out_before(),
+            }
+        )
+
+    def _is_too_much(self, of: str) -> bool:
+        """Whether there were as many lines this second as may be, of one or of all."""
         second = self._clock.monotonic_ns() // _SECOND_NS
         if second != self._second:
-            self._second, self._refusals = second, 0
-        self._refusals += 1
-        if self._refusals > AUDIT_REFUSALS_PER_S:
-            self._left_out += 1
-            return
-        line: dict[str, str | int] = {
-            "what": what,
-            "tenant": tenant,
-            "peer": peer,
-            "outcome": "refused",
-            "why": why,
-        }
-        if self._left_out:
-            line["refusals_left_out"], self._left_out = self._left_out, 0
-        self._write(line)
+            self._second, self._lines = second, {}
+        mine, all_lines = self._lines.get(of, 0), sum(self._lines.values())
+        if mine < AUDIT_LINES_OF_ONE_PER_S and all_lines < AUDIT_LINES_PER_S:
+            self._lines[of] = mine + 1
+            return False
+        self._left_out += 1
+        return True
+
+    def _left_out_before(self) -> dict[str, int]:
+        left_out, self._left_out = self._left_out, 0
+        return {"left_out": left_out} if left_out else {}
 
     def _write(self, line: dict[str, str | int]) -> None:
         if self._fd < 0:
@@ -89,3 +120,8 @@ class Audit(Handle):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _host(peer: str) -> str:
+    """What of a peer stays the same when he connects again."""
+    return peer.rpartition(":")[0] or peer

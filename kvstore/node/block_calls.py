@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, PREFIX_STEP_BLOCKS
+from kvstore.limits import BLOCK_BYTES_MAX, TURN_STEP_BLOCKS
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
@@ -46,11 +46,16 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             for block in request.blocks:
                 check_fingerprint(block.fingerprint)
             looking = self._node.lookups.begin(context, tenant.id, Kind.EXISTS, len(request.blocks))
-            states = self._states(tenant.id, request.blocks)
             looking.all_are(Outcome.STORED)
-            for at, state in enumerate(states):
-                if not state.stored:
-                    looking.missed(at, request.blocks[at].key, MissReason(state.miss.reason))
+            states: list[pb.BlockState] = []
+            async with self._node.turns.of(tenant.id) as turn:
+                for first in range(0, len(request.blocks), TURN_STEP_BLOCKS):
+                    if first:
+                        await turn.next()
+                    states += self._states(tenant.id, request.blocks[first : first + TURN_STEP_BLOCKS])
+                    for at, state in enumerate(states[first:], first):
+                        if not state.stored:
+                            looking.missed(at, request.blocks[at].key, MissReason(state.miss.reason))
             looking.over()
             return pb.ExistsResponse(blocks=states)
         raise AssertionError
@@ -62,7 +67,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             check_keys(request.keys)
             check_fingerprint(request.fingerprint)
             looking = self._node.lookups.begin(context, tenant.id, Kind.PREFIX, len(request.keys))
-            stored, miss = self._prefix(tenant.id, request)
+            stored, miss = await self._prefix(tenant.id, request)
             looking.all_are(Outcome.STORED, stored)
             if miss is not None:
                 looking.missed(stored, request.keys[stored], MissReason(miss.reason))
@@ -70,18 +75,23 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             return pb.PrefixResponse(blocks=stored, miss=miss)
         raise AssertionError
 
-    def _prefix(self, tenant: bytes, request: pb.PrefixRequest) -> tuple[int, kvstore_pb2.GetMiss | None]:
+    async def _prefix(
+        self, tenant: bytes, request: pb.PrefixRequest
+    ) -> tuple[int, kvstore_pb2.GetMiss | None]:
         """Give how many blocks could be got without a gap, and the miss of the one behind them."""
         stored = 0
-        for first in range(0, len(request.keys), PREFIX_STEP_BLOCKS):
-            step = [
-                kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint)
-                for key in request.keys[first : first + PREFIX_STEP_BLOCKS]
-            ]
-            for state in self._states(tenant, step):
-                if not state.stored:
-                    return stored, state.miss
-                stored += 1
+        async with self._node.turns.of(tenant) as turn:
+            for first in range(0, len(request.keys), TURN_STEP_BLOCKS):
+                if first:
+                    await turn.next()
+                step = [
+                    kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint)
+                    for key in request.keys[first : first + TURN_STEP_BLOCKS]
+                ]
+                for state in self._states(tenant, step):
+                    if not state.stored:
+                        return stored, state.miss
+                    stored += 1
         return stored, None
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:  # noqa: N802
@@ -98,6 +108,13 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             for one in done:
                 if one.error is not None:
                     raise one.error
+            self._gate.audit.removed(
+                "delete",
+                tenant=tenant.name,
+                peer=context.peer(),
+                names=request.keys,
+                found=sum(one.found for one in done),
+            )
             return pb.DeleteResponse(found=[one.found for one in done])
         raise AssertionError
 
@@ -106,7 +123,13 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            return pb.ExplainResponse(explanations=[self._explain(tenant.id, key) for key in request.keys])
+            told = []
+            async with self._node.turns.of(tenant.id) as turn:
+                for at, key in enumerate(request.keys):
+                    if at and at % TURN_STEP_BLOCKS == 0:
+                        await turn.next()
+                    told.append(self._explain(tenant.id, key))
+            return pb.ExplainResponse(explanations=told)
         raise AssertionError
 
     def _explain(self, tenant: bytes, key: bytes) -> pb.Explanation:
@@ -197,6 +220,3 @@ def _explanation(told: Explanation) -> pb.Explanation:
         idle_ms=gone.idle_ms,
         sentence=str(told),
     )
-
-
-assert PREFIX_STEP_BLOCKS <= BATCH_BLOCKS_MAX

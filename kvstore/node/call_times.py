@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
+from kvstore.node.calls import KINDS
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -19,12 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["CallTimes"]
 
 _OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
-_KINDS: Final = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
 
 
 class CallTimes(grpc.aio.ServerInterceptor):
@@ -53,7 +49,7 @@ class CallTimes(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _watched(self, call: str, handler: Any) -> Any:
-        kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
+        kind, make = KINDS[handler.request_streaming, handler.response_streaming]
         behaviour, timings = getattr(handler, kind), self._timings
 
         # The node's calls that answer with a stream write to it, so that each is one coroutine to be awaited.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
+
+import grpc
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
@@ -23,7 +25,24 @@ if TYPE_CHECKING:
 
     from kvstore.node.statistics import Counters
 
-__all__ = ["Context", "Ends", "HasMetadata", "check_keys", "durability_of", "kept_durability_of", "refusals"]
+__all__ = [
+    "KINDS",
+    "Context",
+    "Ends",
+    "HasMetadata",
+    "check_keys",
+    "durability_of",
+    "kept_durability_of",
+    "refusals",
+]
+
+# A handler's behaviour and what makes such a handler, by whether requests and whether answers are a stream.
+KINDS: Final = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
 
 Context: TypeAlias = "ServicerContext[Any, Any]"
 T = TypeVar("T")

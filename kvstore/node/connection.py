@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import Expired, ProtocolError
@@ -18,16 +19,18 @@ from kvstore.limits import (
     FINGERPRINT_BYTES,
     GENERATION_MAX,
     KEY_BYTES,
+    LANDING_AT_ONCE_BYTES,
 )
 from kvstore.node.cancelling import Cancelled
-from kvstore.node.landing import LandingLayout, Lease, Slots
+from kvstore.node.landing import LandingLayout, Lease, Slots, SlotState
 from kvstore.node.logs import about
 from kvstore.wire.ack import AckCode, ack_word
+from nic_offload.memory import populate
 from nic_offload.trigger import Landing, WordPut, watch_landings
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from kvstore.durability import Durability
     from kvstore.errors import KvError
@@ -134,6 +137,9 @@ class Connection:
         self.acks = acks
         self.layout = layout
         self.slots = Slots(layout.slots)
+        self.filling = 0  # how often its memory is being had, by another thread
+        # Of so many the memory is there: the first, since free ones are taken from the first on.
+        self._slots_there = 0
         self.closed = False
         self.cancelled = Cancelled()
         self._failures: dict[int, KvError] = {}  # by the generations of their leases
@@ -155,6 +161,39 @@ class Connection:
         """Say why these failed, as far as it is known, and forget it."""
         told = ((generation, self._failures.pop(generation, None)) for generation in generations)
         return [(generation, error) for generation, error in told if error is not None]
+
+    def slots_not_there(self, wanted: int) -> int:
+        """Of how many slots the memory has yet to come, so that so many more can be leased."""
+        used = self.layout.slots - self.slots.in_state(SlotState.FREE)
+        return max(0, min(self.layout.slots, used + wanted) - self._slots_there)
+
+    def have_slots(self, count: int) -> Callable[[], None] | None:
+        """Have the memory of so many more; NoMemory if there is not as much.
+
+        It takes a while for much, and others wait: of that the rest is had by a call of what this gives, anywhere.
+        """
+        start, size_bytes = self.layout.header(self._slots_there), count * self.layout.slot_bytes
+        at_once = min(size_bytes, LANDING_AT_ONCE_BYTES)
+        populate(self._memory, start, at_once)
+        self._slots_there += count
+        if at_once == size_bytes:
+            return None
+        return partial(self._have, start + at_once, start + size_bytes)
+
+    def _have(self, start: int, end: int) -> None:
+        """In pieces, since the kernel lets nobody else change what the process has of memory meanwhile."""
+        for at in range(start, end, LANDING_AT_ONCE_BYTES):
+            populate(self._memory, at, min(LANDING_AT_ONCE_BYTES, end - at))
+
+    def all_there(self) -> int:
+        """Note that registering them has brought the memory of all slots; give its bytes."""
+        self._slots_there = self.layout.slots
+        return self.landing_bytes
+
+    @property
+    def landing_bytes(self) -> int:
+        """How much memory is there for blocks to land in."""
+        return self._slots_there * self.layout.slot_bytes
 
     def about(self) -> dict[str, Any]:
         """What a line of the log says about it."""

@@ -12,6 +12,7 @@ What it doesn't do: judge addresses of fabrics without IP, but for their length.
 from __future__ import annotations
 
 import ipaddress
+import resource
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +30,13 @@ from kvstore.endpoints import (
     wildcard,
 )
 from kvstore.errors import AddressRefused, ConfigError, FabricError, ProtocolError
-from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
+from kvstore.limits import (
+    CLIENTS_MAX,
+    DESCRIPTORS_KEPT,
+    DESCRIPTORS_OF_CLIENT,
+    FABRIC_PORT_FIRST,
+    FABRIC_PORT_LAST,
+)
 from nic_offload.sockaddr import SocketAddress, ip_of
 
 if TYPE_CHECKING:
@@ -118,6 +125,12 @@ class FabricAddress:
         if ports is None and not self._listens.is_loopback:
             ports = Ports(FABRIC_PORT_FIRST, FABRIC_PORT_LAST)
         self.ports = ports
+
+    def clients_max(self) -> int:
+        """How many can be attached: as many as this process has descriptors and ports for."""
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        ports = CLIENTS_MAX if self.ports is None else self.ports.last - self.ports.first + 1
+        return max(1, min(CLIENTS_MAX, ports, (descriptors - DESCRIPTORS_KEPT) // DESCRIPTORS_OF_CLIENT))
 
     def fabric_opens_at(self, provider: str) -> str | None:
         """What the node's fabric is opened with."""

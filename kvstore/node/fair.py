@@ -6,7 +6,8 @@ a turn each, not by a thousand blocks.
 
 What always holds: what one connection asks for stays in its order; whoever waits gets his turn after at most one turn
 of each other tenant, unless he may hold no more.
-It doesn't know what is waited for, and bounds nothing: `Shares` says how much of a common memory one may hold.
+It doesn't know what is waited for, and bounds nothing: `Shares` says how much of a common memory one may hold for a
+moment, and `Places` how much of what is held for long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvstore.limits import SHARES, TURN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-__all__ = ["FairQueue", "Shares", "Waiting"]
+__all__ = ["FairQueue", "Places", "Shares", "Waiting"]
 
 
 class Waiting(Protocol):
@@ -183,3 +184,43 @@ class Shares:
         else:
             del self._held[who]
         self.total_bytes -= size_bytes
+
+
+class Places:
+    """Something that is held for long, such as connections: each tenant has a part that nobody else can take.
+
+    Half of it is divided among all tenants of the node; of the other half one may have no more than he leaves free. So
+    whoever comes last finds his own part, and who is alone has all.
+    """
+
+    def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
+        """`tenants` tells of how many the node knows."""
+        self.capacity = capacity
+        self.total = 0
+        self._tenants = tenants
+        self._held: dict[Hashable, int] = {}
+
+    def left(self, who: Hashable) -> int:
+        """How much more he may take."""
+        tenants, held = self._tenants(), self._held.get(who, 0)
+        free = self.capacity - self.total
+        if tenants <= 1:
+            return free
+        own = max(1, self.capacity // (2 * tenants))
+        common = max(0, self.capacity - own * tenants)
+        others = sum(max(0, one - own) for whose, one in self._held.items() if whose != who)
+        most = own + max(0, common - others) // 2
+        return max(0, min(free, most - held))
+
+    def take(self, who: Hashable, count: int = 1) -> None:
+        """Note that he has taken so much."""
+        self._held[who] = self._held.get(who, 0) + count
+        self.total += count
+
+    def give_back(self, who: Hashable, count: int = 1) -> None:
+        """Note that he no longer has it."""
+        left = self._held.pop(who, 0) - count
+        assert left >= 0
+        if left:
+            self._held[who] = left
+        self.total -= count

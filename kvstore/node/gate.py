@@ -1,23 +1,28 @@
 """The gate: every call passes it, and comes out with a tenant or not at all.
 
 What always holds: who calls is found out before anything of the request is looked at but the tenant that it names; a
-refusal is an error of the tree with its own status, and is in the audit log; requests are counted before they are done.
+refusal is an error of the tree with its own status, and is in the audit log; requests are counted before they are done;
+what stays open is ended by `recheck` once its credentials let nobody in any more.
 """
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvstore.errors import NotAuthenticated, TenantDenied
+from kvstore.errors import NotAuthenticated, Overloaded, TenantDenied
+from kvstore.limits import OPEN_CALLS_MAX
+from kvstore.node.fair import Places
 from kvstore.node.tenants import credentials_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from grpc.aio import ServicerContext
 
     from kvstore.node.audit import Audit
-    from kvstore.node.tenants import Credentials, Tenant, Tenants
+    from kvstore.node.tenants import Caller, Credentials, Tenant, Tenants
 
 __all__ = ["Gate"]
 
@@ -29,8 +34,13 @@ class Gate:
 
     def __init__(self, tenants: Tenants, audit: Audit) -> None:
         self.before: Callable[[], object] = lambda: None  # is done before each call
+        self.let_in: Callable[[str], object] = lambda _: None  # hears the peer of each call that is let in
+        self.turned_away: Callable[[str], object] = lambda _: None  # and of each that is not
+        self.heard: Callable[[bytes], object] = lambda _: None  # and the tenant that it is for
         self.tenants = tenants
         self.audit = audit
+        self._open = Places(OPEN_CALLS_MAX, tenants.known)
+        self._staying: dict[asyncio.Timeout, tuple[Credentials, str | None]] = {}
 
     def enter(self, what: str, context: _Context, claimed: str = "", requests: int = 1) -> Tenant:
         """The tenant for whom the call is done; NotAuthenticated, TenantDenied or Overloaded."""
@@ -47,18 +57,75 @@ class Gate:
         requests: int = 1,
     ) -> Tenant:
         """The same for a caller who doesn't come over gRPC."""
-        try:
-            tenant = self.tenants.caller(metadata, certificate).tenant(claimed)
-        except (NotAuthenticated, TenantDenied) as error:
-            self.audit.refused(what, tenant=claimed[:64], peer=peer, why=str(error))
-            raise
+        _, tenant = self._let_in(what, metadata, certificate, peer, claimed)
+        self.heard(tenant.id)
         tenant.rate.take(max(1, requests))
         self.before()
         return tenant
 
+    def _let_in(
+        self,
+        what: str,
+        metadata: Iterable[tuple[str, str | bytes]],
+        certificate: Mapping[str, Iterable[bytes]],
+        peer: str,
+        claimed: str,
+    ) -> tuple[Caller, Tenant]:
+        try:
+            caller = self.tenants.caller(metadata, certificate)
+            tenant = caller.tenant(claimed)
+        except (NotAuthenticated, TenantDenied) as error:
+            self.audit.refused(what, tenant=claimed[:64], peer=peer, why=str(error))
+            self.turned_away(peer)
+            raise
+        self.let_in(peer)
+        return caller, tenant
+
+    def knows(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether a call that has nothing but this to show may be one of a tenant's; of an open node any may."""
+        try:
+            self.tenants.caller(metadata, {})
+        except NotAuthenticated:
+            return False
+        return True
+
     def credentials(self, context: _Context) -> Credentials:
         """By what a call that stays open was let in."""
         return credentials_of(context.invocation_metadata() or (), context.auth_context())
+
+    @contextmanager
+    def staying(self, what: str, context: _Context) -> Iterator[asyncio.Timeout]:
+        """Find out who makes a call that stays open; `recheck` ends what is done under the scope that this gives.
+
+        Overloaded if his tenant has as many open as he may.
+        """
+        metadata, certificate = context.invocation_metadata() or (), context.auth_context()
+        caller, _ = self._let_in(what, metadata, certificate, context.peer(), "")
+        if not self._open.left(caller.proved):
+            raise Overloaded("The tenant has as many calls open as his share of the node's is.")
+        self._open.take(caller.proved)
+        scope = asyncio.timeout(None)
+        self._staying[scope] = (credentials_of(metadata, certificate), caller.proved)
+        try:
+            yield scope
+        finally:
+            del self._staying[scope]
+            self._open.give_back(caller.proved)
+
+    def recheck(self) -> None:
+        """End what stays open though its caller would not be let in now: the file was read again."""
+        now_s = asyncio.get_running_loop().time()
+        for scope, (credentials, name) in self._staying.items():
+            if name is not None and not scope.expired() and not self.tenants.admits(credentials, name):
+                scope.reschedule(now_s)
+
+    def refused(self, what: str, context: _Context, why: str) -> None:
+        """Write down that a call was refused though its caller may be here."""
+        try:
+            tenant = self.tenants.of(self.credentials(context)).proved or ""
+        except NotAuthenticated:
+            tenant = ""
+        self.audit.refused(what, tenant=tenant, peer=context.peer(), why=why)
 
     def enter_with(self, what: str, context: _Context, requests: int = 1) -> Tenant | None:
         """The tenant whose connections the caller may use; None for any, on an open node."""

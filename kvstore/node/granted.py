@@ -153,11 +153,16 @@ class Granted:
     def open(self, connection: Connection) -> PutArea | None:
         """Let a connection's client put by grants; None if it is not to.
 
-        Who has a limit of requests asks for each slot; and the hot memory has to have room for a block.
+        Who has a limit of requests asks for each slot, and so does who finds no landing memory left of their tenant's
+        share; and the hot memory has to have room for a block.
         """
-        slot_bytes = LandingLayout(1, connection.layout.block_bytes_max).slot_bytes
-        if connection.owner.rate.is_limited or slot_bytes > self._memory.size_bytes:
+        layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
+        landing = self._node.landing
+        if connection.owner.rate.is_limited or layout.slot_bytes > self._memory.size_bytes:
             return None
+        if layout.total_bytes > landing.left(connection.tenant):
+            return None
+        landing.take(connection.tenant, layout.total_bytes)
         area = self._areas[connection.number] = PutArea(connection, self._memory)
         return area
 
@@ -173,6 +178,7 @@ class Granted:
         self._gathering.discard(area)
         self._empty(area)
         area.close()
+        self._node.landing.give_back(connection.tenant, area.layout.total_bytes)
 
     # --- rooms
 

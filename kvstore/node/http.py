@@ -1,8 +1,13 @@
-"""A small HTTP/1.1 server on the node's own loop: GET and HEAD, one request a connection, nothing else.
+"""A small HTTP/1.1 server on a thread and a loop of its own: GET and HEAD, one request a connection, nothing else.
 
-What always holds: so many connections at a time and no more, those in their handshake included; a request has a bounded
-size, comes within its time or not at all, and its answer is taken within its time; it passes the gate first, but for
-health. Where clients need certificates, who shows none is told nothing but health. There is no way to change anything.
+Health is answered on that thread, whatever the node's does meanwhile; what else is asked passes the gate and is
+answered on the node's.
+
+What always holds: so many connections at a time and no more, those in their handshake included, and so many of one
+source; where one more comes, it takes the place of the oldest of its source whose request has not come, or of the
+source that has most. A request has a bounded size, comes within its time or not at all, and its answer is taken within
+its time; it passes the gate first, but for health. Where clients need certificates, who shows none is told nothing but
+health. There is no way to change anything.
 What it does not do: keep a connection, take a body, compress. It is asked by a Prometheus and a few people.
 
 A node without tenants believes whoever comes over loopback. A browser does that for any page of the Internet whose name
@@ -19,18 +24,22 @@ import ipaddress
 import logging
 import socket
 import ssl
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
 from kvstore.limits import (
     HTTP_CONNECTIONS_MAX,
+    HTTP_CONNECTIONS_OF_SOURCE_MAX,
     HTTP_REQUEST_BYTES_MAX,
     HTTP_REQUESTS_PER_S,
     HTTP_TIMEOUT_MS,
 )
+from kvstore.node.doorkeeper import source_of
 from kvstore.node.rates import Rate
+from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -45,6 +54,7 @@ __all__ = ["Answer", "HttpServer", "Question"]
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = HTTP_TIMEOUT_MS / 1000
+_FIELDS_MAX: Final = 8
 _REASONS: Final = {
     200: "OK",
     400: "Bad Request",
@@ -91,6 +101,26 @@ class _Bad(Exception):
         self.status = status
 
 
+class _Asked(NamedTuple):
+    """What the node needs to know of a request."""
+
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    peer: tuple[Any, ...]
+    certificate: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Who is here, and how far he has come."""
+
+    source: str
+    connection: socket.socket
+    has_asked: bool = False
+    leaves: bool = False
+
+
 class HttpServer:
     """Answers what `pages` has an answer for; the pages of `health` answer anybody."""
 
@@ -108,13 +138,16 @@ class HttpServer:
         self._tls = tls
         self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
         self._rate = Rate(clock, HTTP_REQUESTS_PER_S)
-        self._room = asyncio.Semaphore(HTTP_CONNECTIONS_MAX)
-        self._serving: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
+        self._serving: dict[asyncio.Task[None], _Caller] = {}  # the longest here stands first
+        self._node_loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
 
     def listen(self, host: str, port: int) -> str:
-        """Take the port; gives the address as people write it."""
+        """Take the port; gives the address as people write it. The running loop is the node's."""
         # As gRPC does, it takes either wildcard for that of both families.
         every = host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6()  # noqa: S104
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
@@ -125,43 +158,88 @@ class HttpServer:
         except OSError as error:
             raise ConfigError(f"--http could not listen on {host}:{port}: {error.strerror}.") from error
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._listener))
+        self._node_loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="kvstore-http", daemon=True
+        )
+        self._thread.start()
         shown = f"[{host}]" if ":" in host else host
-        return f"{'http' if self._tls is None else 'https'}://{shown}:{self._listener.getsockname()[1]}"
+        return f"{'http' if self._tls is None else 'https'}://{shown}:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._listener is not None
+        return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
         """Let go of the port, and of who is there."""
-        tasks = [*self._serving, *([self._accepting] if self._accepting is not None else [])]
+        if self._thread is None or self._listener is None:
+            return
+        self._closing.set()
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(stop.set)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._listener.close()
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if self._closing.is_set():
+            return
+        assert self._listener is not None
+        accepting = asyncio.create_task(self._accept(self._listener))
+        await self._stop.wait()
+        tasks = [*self._serving, accepting]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._room.acquire()
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, address = await loop.sock_accept(listener)
             except OSError as error:  # the process has no descriptor left, or the caller has gone
                 log.warning("--http could not take a connection: %s", error)
-                self._room.release()
                 await asyncio.sleep(
                     0.1
-                )  # what is wrong does not pass at once, and a loop would stop the node
+                )  # what is wrong does not pass at once, and a loop would stop the others
                 continue
-            task = asyncio.create_task(self._serve(connection))
-            self._serving.add(task)
+            caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)
+            if not self._make_room(caller.source):
+                connection.close()
+                continue
+            task = asyncio.create_task(self._serve(caller))
+            self._serving[task] = caller
             task.add_done_callback(self._over)
+            await asyncio.sleep(0)  # who is there goes on, however many come
+
+    def _make_room(self, source: str) -> bool:
+        """Let somebody go if there are as many as may be, of this source or of all; False if nobody can."""
+        of: dict[str, int] = {}
+        here = [one for one in self._serving.values() if not one.leaves]
+        for one in here:
+            of[one.source] = of.get(one.source, 0) + 1
+        if of.get(source, 0) < HTTP_CONNECTIONS_OF_SOURCE_MAX:
+            if len(here) < HTTP_CONNECTIONS_MAX:
+                return True
+            source = max(of, key=of.__getitem__)
+        for one in here:
+            if one.source == source and not one.has_asked:
+                one.leaves = True
+                with contextlib.suppress(OSError):
+                    one.connection.shutdown(socket.SHUT_RDWR)  # who reads from it sees its end
+                return True
+        return False
 
     def _over(self, task: asyncio.Task[None]) -> None:
-        self._serving.discard(task)
-        self._room.release()
+        self._serving.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
             log.error("--http failed to answer", exc_info=task.exception())
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, caller: _Caller) -> None:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=HTTP_REQUEST_BYTES_MAX)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -169,16 +247,16 @@ class HttpServer:
         handshake_s = None if tls is None else _TIMEOUT_S
         try:
             transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=handshake_s
+                lambda: protocol, caller.connection, ssl=tls, ssl_handshake_timeout=handshake_s
             )
         except OSError:  # a handshake that failed is its caller's matter
-            connection.close()
+            caller.connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
             with contextlib.suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(_TIMEOUT_S):
-                    head, answer = await self._answer(reader, writer)
+                    head, answer = await self._answer(caller, reader, writer)
                 writer.write(_encoded(answer, with_body=head != "HEAD"))
                 async with asyncio.timeout(_TIMEOUT_S):
                     await writer.drain()
@@ -187,34 +265,43 @@ class HttpServer:
         finally:
             transport.abort()  # whoever has not taken it by now does not get it; nothing after a clean end
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, Answer]:
+    async def _answer(
+        self, caller: _Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[str, Answer]:
         method = ""
         try:
             method, path, query, headers = await _read(reader)
+            caller.has_asked = True
             if path in self._health:
                 return method, self._health[path]()
-            question = Question(self._admit(path, headers, writer), query)
-            page = self._pages.get(path)
-            if page is None:
-                raise _Bad(404, "There is no such page.")  # noqa: TRY301 - one way out for all that is refused
-            return method, await page(question)
+            peer = writer.get_extra_info("peername") or ("?", 0)
+            asked = _Asked(path, query, headers, peer, writer.get_extra_info("peercert") or {})
+            assert self._node_loop is not None
+            there = asyncio.run_coroutine_threadsafe(self._told(asked), self._node_loop)
+            return method, await asyncio.wrap_future(there)
         except (_Bad, KvError) as error:
             return method, _refusal(error)
 
-    def _admit(self, path: str, headers: Mapping[str, str], writer: asyncio.StreamWriter) -> Tenant:
-        peer = writer.get_extra_info("peername") or ("?", 0)
-        what, who = f"http {path[:32]}", f"http:{peer[0]}:{peer[1]}"
-        certificate = writer.get_extra_info("peercert") or {}
-        if self._wants_certificate and not certificate:  # before he can use up what others may ask
+    async def _told(self, asked: _Asked) -> Answer:
+        """What the node answers, on its thread."""
+        question = Question(self._admit(asked), asked.query)
+        page = self._pages.get(asked.path)
+        if page is None:
+            raise _Bad(404, "There is no such page.")
+        return await page(question)
+
+    def _admit(self, asked: _Asked) -> Tenant:
+        what, who = f"http {asked.path[:32]}", f"http:{asked.peer[0]}:{asked.peer[1]}"
+        if self._wants_certificate and not asked.certificate:  # before he can use up what others may ask
             why = "Here is nothing but /healthz and /readyz for clients without a certificate."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)
         self._rate.take(1)
-        if self._gate.tenants.is_open and not _is_address(headers.get("host", "")):
+        if self._gate.tenants.is_open and not _is_address(asked.headers.get("host", "")):
             raise _Bad(
                 403, "A node without tenants answers to an address or to localhost, and to no other name."
             )
-        return self._gate.admit(what, _metadata(headers), _names(certificate), who)
+        return self._gate.admit(what, _metadata(asked.headers), _names(asked.certificate), who)
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str], dict[str, str]]:
@@ -236,7 +323,11 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
             raise _Bad(400, "A header has a name, a colon and a value.")
         headers[name.lower()] = value.strip()
     path, _, query = words[1].partition("?")
-    return words[0], path, dict(parse_qsl(query, max_num_fields=8)), headers
+    try:
+        fields = dict(parse_qsl(query, max_num_fields=_FIELDS_MAX))
+    except ValueError:
+        raise _Bad(400, f"A question has {_FIELDS_MAX} fields at most.") from None
+    return words[0], path, fields, headers
 
 
 def _metadata(headers: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -254,12 +345,13 @@ def _metadata(headers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _names(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
     """The names in a client's certificate, as gRPC calls them."""
-    alternative = [value for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "URI")]
+    alternative = list(certificate.get("subjectAltName", ()))
     common = [
         value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"
     ]
     return {
-        "x509_subject_alternative_name": [one.encode() for one in alternative],
+        "peer_dns": [value.encode() for kind, value in alternative if kind == "DNS"],
+        "x509_subject_alternative_name": [str(value).encode() for _, value in alternative],
         "x509_common_name": [one.encode() for one in common],
     }
 

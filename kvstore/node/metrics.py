@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 
 from kvstore.durability import Durability
-from kvstore.limits import CLIENTS_MAX, LANDING_BYTES_MAX, PINS_MAX
+from kvstore.limits import LANDING_BYTES_MAX, PINS_MAX
 from kvstore.miss import MissReason
 from kvstore.node.timings import BUCKETS_S
 
@@ -197,7 +197,7 @@ def _of_bounds(node: Node) -> list[Metric]:
     return [
         _gauges("kvstore_waiting", "What was accepted and is not done, by kind.", "what", waiting),
         _gauge("kvstore_connections", "Clients attached.", len(node)),
-        _gauge("kvstore_connections_limit", "Clients that may be.", CLIENTS_MAX),
+        _gauge("kvstore_connections_limit", "Clients that may be.", node.places.capacity),
         _gauge("kvstore_leases", "Slots leased, or with blocks that are not on the drive yet.", node.leases),
         _gauge("kvstore_pins", "Pins that last.", node.pins.count),
         _gauge("kvstore_pins_limit", "Pins that there may be.", PINS_MAX),

@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
@@ -22,7 +24,6 @@ from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
-    CLIENTS_MAX,
     HOT_BYTES_DEFAULT,
     LANDING_BYTES_MAX,
     LEASE_TIMEOUT_MS,
@@ -31,9 +32,11 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
+from kvstore.node.asked import already_stored
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
+from kvstore.node.fair import Places
 from kvstore.node.fetching import Fetches
 from kvstore.node.granted import Granted
 from kvstore.node.hot import HotMemory
@@ -47,13 +50,14 @@ from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
 from kvstore.node.traced import End
 from kvstore.node.traces import Traces
+from kvstore.node.turns import Turns
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
-from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
-from nic_offload.memory import allocate
+from nic_offload.memory import set_aside
+from nic_offload.sockaddr import SocketAddress
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -70,12 +74,16 @@ if TYPE_CHECKING:
     from kvstore.storage.keeping import Listener
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
+    from nic_offload.sockaddr import Ip
     from nic_offload.trigger import WordPut
 
 __all__ = ["Node"]
 
 log = logging.getLogger(__name__)
 
+_FILLER_NICE: Final = (
+    10  # of the thread that has memory for those who put, so that it takes what others leave
+)
 _TAKEN: Final = "Another block is stored under the key, of another length or layout."
 
 
@@ -91,9 +99,12 @@ class Node:
         lookup_log: LookupLog | None = None,
         spans: NodeSpans | None = None,
         address: FabricAddress | None = None,
+        tenants_known: Callable[[], int] = lambda: 1,
     ) -> None:
+        """`tenants_known` tells how many share what there is."""
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
+        self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
         self.spans = spans
         self.store = store
         self.fabric = fabric
@@ -107,12 +118,17 @@ class Node:
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
-        self._landing_bytes = 0
+        self.places = Places(self.address.clients_max(), tenants_known)
+        # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
+        self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm"}
+        self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes
+        self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
-        self.began_ns = clock.monotonic_ns()
+        self.began_ns = self.ticked_ns = clock.monotonic_ns()  # when it was last seen to go on
         self.counters = Counters()
         self.timings = Timings(clock)
-        self.watchers = Watchers(clock)
+        self.turns = Turns(clock)
+        self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
         self.granted = Granted(self)
@@ -153,11 +169,12 @@ class Node:
     @property
     def landing_bytes(self) -> int:
         """How much memory is given to clients to put into."""
-        return self._landing_bytes
+        return self.landing.total
 
     def _tick(self) -> None:
         """Do what only time brings about."""
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
+        self.ticked_ns = self.clock.monotonic_ns()
         self.take_note()
         self.hot.pages.free_what_went()
         self.granted.tick()
@@ -187,15 +204,30 @@ class Node:
                 f"The node's fabric is {self.fabric.provider} and the client's is {provider};"
                 " start one with the other's."
             )
-        if len(self._connections) >= CLIENTS_MAX:
-            raise Overloaded(f"The node has {CLIENTS_MAX} clients attached, which is its bound.")
         if not 1 <= block_bytes_max <= BLOCK_BYTES_MAX:
             raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
         client = self.address.believed(peer_address, caller, self.fabric)
-        layout = self._layout(block_bytes_max, slots)
-        self._landing_bytes += layout.total_bytes
+        async with self.turns.of(tenant.id, rest=3):  # to open an endpoint takes milliseconds
+            return self._attached(tenant, credentials, client, peer_address, acks, block_bytes_max, slots)
+
+    def _attached(
+        self,
+        tenant: Tenant,
+        credentials: Credentials,
+        client: SocketAddress | None,
+        peer_address: bytes,
+        acks: AckArea,
+        block_bytes_max: int,
+        slots: int,
+    ) -> tuple[Connection, bytes]:
+        if not self.places.left(tenant.id):
+            raise Overloaded(
+                f"{len(self._connections)} clients are attached, of {self.places.capacity}, and the tenant has his"
+                " share of them."
+            )
+        layout = self._layout(tenant, block_bytes_max, slots)
         try:
-            memory = await self._loop.run_in_executor(None, allocate, layout.total_bytes)
+            memory = set_aside(layout.total_bytes)
             opened = self.address.open(self.fabric, client)
             known_as = peer_address if client is None else client.packed(self.fabric.ip_version)
             try:
@@ -218,25 +250,60 @@ class Node:
                     memory.close()
                 raise
         except NoMemory as error:
-            self._landing_bytes -= layout.total_bytes
             raise Overloaded(
                 f"The node's machine has no {layout.total_bytes} bytes of memory for a client's {layout.slots} slots;"
                 " attach with fewer, or later."
             ) from error
-        except BaseException:
-            self._landing_bytes -= layout.total_bytes
-            raise  # the memory, if there is any, goes with its last reference
+        self.places.take(tenant.id)
+        if self._pins:
+            self.landing.take(tenant.id, connection.all_there())
+        if client is not None:
+            self.at_endpoint(SocketAddress.of(opened.told).port, client.ip)
         self._connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
         return connection, opened.told
 
-    def _layout(self, block_bytes_max: int, slots: int) -> LandingLayout:
-        free_bytes = LANDING_BYTES_MAX - self._landing_bytes
-        one = LandingLayout(1, block_bytes_max)
-        granted = min(max(slots, 1), SLOTS_PER_CLIENT_MAX, free_bytes // one.total_bytes)
+    def _layout(self, tenant: Tenant, block_bytes_max: int, slots: int) -> LandingLayout:
+        granted = min(max(slots, 1), SLOTS_PER_CLIENT_MAX)
+        if self._pins:
+            granted = min(
+                granted, self.landing.left(tenant.id) // LandingLayout(1, block_bytes_max).slot_bytes
+            )
         if granted < 1:
-            raise Overloaded("The node's landing memory is all given to other clients.")
+            raise Overloaded("The tenant's share of the node's landing memory is all given to clients.")
         return LandingLayout(granted, block_bytes_max)
+
+    def _let_land(self, connection: Connection, slots: int) -> None:
+        """Have memory for so many more slots of a connection, as far as it has not been there; Overloaded without."""
+        layout, new = connection.layout, connection.slots_not_there(slots)
+        if not new:
+            return
+        size_bytes = new * layout.slot_bytes
+        if size_bytes > self.landing.left(connection.tenant):
+            raise Overloaded(
+                f"The tenant's share of the node's landing memory has no {size_bytes} bytes left for {new} more slots;"
+                " wait for puts to finish, or detach clients."
+            )
+        try:
+            rest = connection.have_slots(new)
+        except NoMemory as error:
+            raise Overloaded(
+                f"The node's machine has no {size_bytes} bytes of memory for {new} more slots; try again later."
+            ) from error
+        self.landing.take(connection.tenant, size_bytes)
+        if rest is not None:  # it takes no longer than the bytes that come
+            connection.filling += 1
+            filling = self._loop.run_in_executor(self._filler, rest)
+            filling.add_done_callback(lambda done: self._filled(connection, done))
+
+    def _filled(self, connection: Connection, done: asyncio.Future[None]) -> None:
+        connection.filling -= 1
+        failed = None if done.cancelled() else done.exception()
+        if connection.closed:
+            self._free_if_idle(connection)
+        elif failed is not None:
+            log.warning("%s The connection is closed.", failed, extra=connection.about())
+            self.detach(connection)
 
     def detach(self, connection: Connection) -> None:
         """Close a connection. What had landed is still kept; the rest is forgotten."""
@@ -249,16 +316,17 @@ class Node:
         self.fetches.forget(connection)
         self.fabric_calls.close(connection)
         self._closing.add(connection)
+        self.places.give_back(connection.tenant)
         self._free_if_idle(connection)
         log.info("detached", extra=connection.about())
 
     def _free_if_idle(self, connection: Connection) -> None:
         # Every leased slot still ends in an event: its block had landed, or its watch was withdrawn.
         busy = connection.slots.in_state(SlotState.WRITING) + connection.slots.in_state(SlotState.LEASED)
-        if connection.closed and not busy:
+        if connection.closed and not busy and not connection.filling:
             self._closing.discard(connection)
             self._freed.set()
-            self._landing_bytes -= connection.layout.total_bytes
+            self.landing.give_back(connection.tenant, connection.landing_bytes)
             connection.free_memory()
 
     def detach_all(self, where: Callable[[Connection], bool]) -> None:
@@ -310,7 +378,7 @@ class Node:
         for block in blocks:
             connection.check(block)
         refuse_expired(expires_unix_ms, self.clock.wall_ms())
-        stored, taken = self._stored(connection, blocks, durability, expires_unix_ms)
+        stored, taken = already_stored(self, connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
@@ -318,6 +386,7 @@ class Node:
             expires_unix_ms and durability is Durability.LANDED
         ):  # what lands later would be acknowledged, and be over
             lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
+        self._let_land(connection, len(wanted))
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms, taken)
@@ -327,47 +396,6 @@ class Node:
             lease.leased_ns, lease.deadline_ns = now_ns, deadline_ns
         in_order = iter(leases)
         return [None if there else next(in_order) for there in stored]
-
-    def _stored(
-        self,
-        connection: Connection,
-        blocks: Sequence[BlockRequest],
-        durability: Durability,
-        expires_unix_ms: int,
-    ) -> tuple[list[bool], set[BlockRequest]]:
-        """Tell which blocks are stored, and which are to hear by their flag that their key is taken."""
-        if durability is Durability.SYNCED:
-            # The index knows what is written, not what is synced; the store sorts it out when the block lands.
-            return [False] * len(blocks), set()
-        found = self.store.lookup([(connection.tenant, block.key) for block in blocks])
-        now_ms = self.clock.wall_ms()
-        doubtful = self.store.doubtful([entry.generation for entry in found if entry is not None])
-        entries = [
-            entry
-            if entry is not None and entry.generation not in doubtful and not 0 < entry.expires_ms <= now_ms
-            else None
-            for entry in found
-        ]
-        stored = [
-            entry is not None
-            and entry.fingerprint == block.fingerprint
-            and entry.length == block.length
-            and lives_as_long(
-                entry.expires_ms, expires_unix_ms
-            )  # else it is put, and its header written anew
-            for entry, block in zip(entries, blocks, strict=True)
-        ]
-        taken = {
-            block
-            for entry, block in zip(entries, blocks, strict=True)
-            if durability is Durability.LANDED
-            and entry is not None
-            and (entry.fingerprint, entry.length) != (block.fingerprint, block.length)
-        }
-        self.store.used(
-            [entry.generation for entry, there in zip(entries, stored, strict=True) if entry and there]
-        )
-        return stored, taken
 
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
         """Take leases back from a client that promises not to write.
@@ -546,6 +574,7 @@ class Node:
             self.detach(connection)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
+        self._filler.shutdown(wait=False, cancel_futures=True)
         self._timer.cancel()
         self.lookups.close()
         self._loop.remove_reader(self.fabric.fileno())

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ProtocolError
-from kvstore.limits import SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.limits import HEALTH_STILL_MS, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 from kvstore.node.http import Answer, HttpServer
 from kvstore.node.metrics import CONTENT_TYPE, gathered, rendered
 from kvstore.node.ui_state import state
@@ -77,8 +77,16 @@ def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -
 
         pages["/"] = show
         pages["/ui/state.json"] = tell
-    health = {"/healthz": lambda: Answer(b"serving\n"), "/readyz": lambda: _readiness(node.readiness.why)}
+    health = {"/healthz": lambda: _health(node), "/readyz": lambda: _readiness(node.readiness.why)}
     return HttpServer(gate, node.clock, health, pages, tls)
+
+
+def _health(node: Node) -> Answer:
+    """On the server's thread: of the node's thread nothing but when it was last seen."""
+    still_ms = (node.clock.monotonic_ns() - node.ticked_ns) // 1_000_000
+    if still_ms < HEALTH_STILL_MS:
+        return Answer(b"serving\n")
+    return Answer(f"the node has stood still for {still_ms} ms\n".encode(), status=503)
 
 
 def _readiness(why: str) -> Answer:

@@ -19,11 +19,13 @@ import grpc
 from kvstore.clock import SystemClock
 from kvstore.config import show_size
 from kvstore.errors import ConfigError, KvError
-from kvstore.limits import KEEPALIVE_MS, READINESS_RETRY_MS
+from kvstore.limits import DOOR_HANDSHAKE_MS, DOOR_STREAMS_MAX, KEEPALIVE_MS, READINESS_RETRY_MS
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.call_times import CallTimes
+from kvstore.node.door import Door
+from kvstore.node.doorkeeper import Doorkeeper
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
 from kvstore.node.listening import Certificates, listen
@@ -38,6 +40,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants
+from kvstore.node.undumped import keep_out_of_dumps
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
@@ -53,11 +56,12 @@ from nic_offload.fabric import Fabric
 from nic_offload.library import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.node.fabric_address import Network
     from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
@@ -73,6 +77,9 @@ _PROGRESS_NS = 1_000_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
     *keepalive_options(),
+    ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
+    ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection leaves the others their turns
+    ("grpc.server_handshake_timeout_ms", DOOR_HANDSHAKE_MS),
     (
         "grpc.http2.min_ping_interval_without_data_ms",
         KEEPALIVE_MS // 5,
@@ -82,7 +89,7 @@ _GRPC_OPTIONS = (
 
 def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
-    gate.before = node.take_note
+    gate.before, gate.heard = node.take_note, node.turns.heard
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
@@ -111,7 +118,7 @@ def _reload(
     told: Settings,
     read_again: Callable[[], Settings],
     node: Node,
-    tenants: Tenants,
+    gate: Gate,
     certificates: Certificates | None,
 ) -> Settings:
     """Read settings, tenants and certificates again; give what the node goes by then.
@@ -139,7 +146,7 @@ def _reload(
     logging.getLogger().setLevel(config.log_level.upper())
     log.info("The settings were read again: %s changed.", ", ".join(now) or "nothing")
     if config.tenants is not None:
-        _reload_tenants(node, tenants, config.tenants)
+        _reload_tenants(node, gate, config.tenants)
     if certificates is not None:
         _reload_certificates(certificates, config)
     elif config.tls_certificate is not None:
@@ -156,7 +163,8 @@ def _reload_certificates(certificates: Certificates, config: NodeConfig) -> None
         log.info("The certificates were read again, for connections that begin from now on.")
 
 
-def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
+def _reload_tenants(node: Node, gate: Gate, path: Path) -> None:
+    tenants = gate.tenants
     try:
         log.info("%d tenants", tenants.load(path))
         node.store.change_quotas(tenants.quotas())
@@ -165,6 +173,7 @@ def _reload_tenants(node: Node, tenants: Tenants, path: Path) -> None:
         return
     node.fabric_calls.limits_changed()
     node.detach_all(lambda one: not tenants.admits(one.credentials, one.owner.name))
+    gate.recheck()
 
 
 def _serve_http(
@@ -176,6 +185,20 @@ def _serve_http(
     http = http_server(node, gate, certificates, ui=config.ui)
     log.info("metrics%s at %s", " and the page" if config.ui else "", http.listen(host, port))
     return http
+
+
+def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) -> Doorkeeper:
+    loop = asyncio.get_running_loop()
+
+    def turned_away(source: str, why: str, connections: int) -> None:
+        said = {"tenant": "", "peer": source, "why": f"{why} ({connections})"}
+        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", **said))
+
+    keeper = Doorkeeper(node.clock, port, turned_away, clients)
+    gate.let_in, gate.turned_away = keeper.proved, keeper.refused
+    node.at_endpoint = keeper.expects
+    keeper.start()
+    return keeper
 
 
 def _drives_shown(store: Store) -> str:
@@ -242,15 +265,23 @@ async def _serve_node(
 
     def reload() -> None:
         nonlocal told
-        told = _reload(told, read_again, node, tenants, certificates)
+        told = _reload(told, read_again, node, gate, certificates)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
-    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(CallTimes(node.timings),))
+    wants_certificates = config.tls_clients is not None
+    server = grpc.aio.server(
+        options=_GRPC_OPTIONS,
+        interceptors=(
+            Door(gate, node.counters, wants_certificates=wants_certificates),
+            CallTimes(node.timings),
+        ),
+    )
     health = add_services(server, node, gate)
-    http = None
+    http = keeper = None
     try:
         await health.begin(ready=False)
         address = listen(server, config, certificates)
+        keeper = _keep_door(node, gate, int(address.rpartition(":")[2]), config.fabric_clients)
         await server.start()
         statistics = store.statistics()
         log.info(
@@ -265,6 +296,7 @@ async def _serve_node(
         )
         if config.http is not None:
             http = _serve_http(node, gate, config, certificates, *config.http)
+            keeper.also_at(http.port)
         await _become_ready(node, health, address, stop)
         await stop.wait()
         log.info("stopping")
@@ -276,12 +308,15 @@ async def _serve_node(
         if events is not None:
             events.close()
         await server.stop(_STOP_GRACE_S)
+        if keeper is not None:
+            keeper.close()
 
 
 async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     clock = SystemClock()
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
+    keep_out_of_dumps()
     certificates = Certificates.of(config)  # before a drive is opened
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -307,11 +342,10 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         collector = None if config.otel is None else _trace_to(config.otel, store.name, clock)
         spans = None if collector is None else collector.spans
         lookup_log = LookupLog(config.data / "lookups")
-        node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address)
+        tenants = Tenants(store.salt, clock)
+        node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
         try:
-            await _serve_node(
-                told, read_again, node, Gate(Tenants(store.salt, clock), audit), certificates, stop
-            )
+            await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed
             await node.close()
             if collector is not None:

@@ -166,11 +166,17 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     ) -> pb.TruncateSessionResponse:
         """Let a session name its first blocks only."""
         async with refusals(context, self._node.counters):
-            name = _name(self._enter("truncate session", context, request.name), request.name)
+            tenant = self._enter("truncate session", context, request.name)
+            name = _name(tenant, request.name)
             item = SessionItem(
                 name, SessionStep.TRUNCATE, kept_durability_of(request.durability), 0, blocks=request.blocks
             )
-            return pb.TruncateSessionResponse(blocks=await self._changed(item, request.name))
+            left = await self._changed(item, request.name)
+            names = [name.user + name.session]
+            self._gate.audit.removed(
+                "truncate session", tenant=tenant.name, peer=context.peer(), names=names, blocks=left
+            )
+            return pb.TruncateSessionResponse(blocks=left)
         raise AssertionError
 
     async def RemoveSession(  # noqa: N802
@@ -190,7 +196,13 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             done = await self._do(item)
             self._node.traces.forget(name)
             self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
-            self._gate.audit.note("remove session", tenant=tenant.name, peer=context.peer())
+            self._gate.audit.removed(
+                "remove session",
+                tenant=tenant.name,
+                peer=context.peer(),
+                names=[name.user + name.session],
+                unreferenced=len(done.unreferenced),
+            )
             return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
         raise AssertionError
 

@@ -6,7 +6,7 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
 
     [acme]
     tokens_sha256 = ["9f86d0..."]        # `kvstore token` makes one; several while one replaces the other
-    certificates = ["engine-1.acme"]     # subject alternative names of client certificates
+    certificates = ["engine-1.acme"]     # names of hosts in client certificates (SAN dNSName; without any SAN, the CN)
     requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
     bytes = 500_000_000_000              # what his blocks may take on the drives; 0 (the default) is no limit
     observer = true                      # at --http he sees all tenants' figures and sessions, and not only his own
@@ -40,7 +40,9 @@ __all__ = ["Caller", "Credentials", "Tenant", "Tenants", "credentials_of", "toke
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _BEARER: Final = "bearer "
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_CERTIFICATE_NAMES: Final = ("x509_subject_alternative_name", "x509_common_name")
+_HOSTS: Final = "peer_dns"  # the names of hosts among the alternative ones, as gRPC calls them
+_ALTERNATIVE: Final = "x509_subject_alternative_name"  # those of all types
+_COMMON: Final = "x509_common_name"
 
 
 def token_digest(token: str) -> str:
@@ -114,6 +116,10 @@ class Tenants:
         self._entries = entries
         return len(entries)
 
+    def known(self) -> int:
+        """How many share the node; on an open one names prove nothing, and all callers are one."""
+        return 1 if self._entries is None else len(self._entries)
+
     @property
     def is_open(self) -> bool:
         """Whether callers are taken at their word."""
@@ -184,9 +190,9 @@ def credentials_of(
 ) -> Credentials:
     """What of a call and its handshake proves who calls."""
     token = _token(metadata)
-    names = (
-        one.decode("utf-8", "replace") for kind in _CERTIFICATE_NAMES for one in certificate.get(kind, ())
-    )
+    # Who signs an address for mail, or a name beside which there are others, means no host by it.
+    kind = _HOSTS if any(certificate.get(_ALTERNATIVE) or ()) else _COMMON
+    names = (one.decode("utf-8", "replace") for one in certificate.get(kind) or ())
     return Credentials(None if token is None else token_digest(token), tuple(names))
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import Overloaded
 from kvstore.limits import WATCH_EVENTS_MAX, WATCH_EVENTS_SENT_MAX, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.node.fair import Places
 from kvstore.wire import observing_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.items import Reason
@@ -57,8 +58,10 @@ class Watcher:
 class Watchers:
     """All of a node."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, tenants: Callable[[], int]) -> None:
+        """`tenants` tells of how many the node knows."""
         self._clock = clock
+        self._places = Places(WATCHERS_MAX, tenants)
         self._of_tenant: dict[bytes, list[Watcher]] = {}
 
     def __len__(self) -> int:
@@ -68,13 +71,15 @@ class Watchers:
     def watching(self, tenant: bytes) -> Iterator[Watcher]:
         """Watch a tenant's events for as long as this lasts; Overloaded if too many do."""
         mine = self._of_tenant.get(tenant, [])
-        if len(mine) >= WATCHERS_OF_TENANT_MAX or len(self) >= WATCHERS_MAX:
+        if len(mine) >= WATCHERS_OF_TENANT_MAX or not self._places.left(tenant):
             raise Overloaded("As many clients watch as the node tells of events; watch with fewer.")
         watcher = Watcher()
+        self._places.take(tenant)
         self._of_tenant[tenant] = [*mine, watcher]
         try:
             yield watcher
         finally:
+            self._places.give_back(tenant)
             left = [one for one in self._of_tenant[tenant] if one is not watcher]
             if left:
                 self._of_tenant[tenant] = left

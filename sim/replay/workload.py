@@ -74,7 +74,7 @@ def _mooncake(path: Path, block_tokens: int) -> Iterator[Request]:
                 blocks = tuple(map(int, row["hash_ids"]))
                 user = None if row.get("user") is None else int(row["user"])
                 request = Request(arrival_s, tokens, int(row["output_length"]), blocks)
-            except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
                 accepted = "an object with timestamp (ms), input_length, output_length and hash_ids"
                 raise _bad(path, line, f"unreadable ({error!r})", accepted) from error
             _checked(path, line, *request[:3])

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.errors import FabricError, KvError, NoMemory, Overloaded
+from kvstore.node import connection as connection_module
 from kvstore.node import node as node_module
 from nic_offload.memory import allocate
 from tests.client.test_promises import put
@@ -95,16 +96,45 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
 ) -> None:
     """Once that was said to be an error of the protocol."""
     rig = Rig(node)
-    real: Any = allocate
     with monkeypatch.context() as patched:
-        patched.setattr(node_module, "allocate", lambda _: real(MORE_THAN_THERE_IS))
+        patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
         with pytest.raises(Overloaded, match=r"has no \d+ bytes of memory for a client's \d+ slots"):
             rig.client.attach()
     assert is_as_before(node)
     block = rig.block(0, 1000)
+    with monkeypatch.context() as patched:
+        patched.setattr(connection_module, "populate", lambda *_: allocate(MORE_THAN_THERE_IS))
+        with pytest.raises(Overloaded, match=r"has no \d+ bytes of memory for 1 more slots"):
+            rig.client.reserve([block])
+    assert node.call(lambda inside: inside.landing_bytes) == 0
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
     rig.close()
+
+
+def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(node: NodeInProcess) -> None:
+    rig = Rig(node)
+    rig.client.attach()
+    seen = [node.call(lambda inside: inside.landing_bytes)]
+    for blocks in (1, 1, 3, 2, 3):
+        rig.client.reserve([rig.block(at, 1000) for at in range(blocks)]).give_back()
+        seen.append(node.call(lambda inside: inside.landing_bytes))
+    slot = seen[1]
+    assert seen == [0, slot, slot, 3 * slot, 3 * slot, 3 * slot]
+    assert slot >= 1 << 20
+    rig.close()
+    wait_until(lambda: is_as_before(node), "all of it is given back")
+
+
+def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> None:
+    """Once to give back the landing memory that it never had was an error, and the rest of its end was not done."""
+    rig = Rig(node)
+    assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
+    (connection,) = node.call(lambda inside: list(inside._connections.values()))
+    assert node.call(lambda inside: inside.landing_bytes) == 0
+    rig.close()
+    wait_until(lambda: is_as_before(node), "nothing is left")
+    assert node.call(lambda _: connection._memory.closed)
 
 
 def test_memory_that_is_not_there_is_a_typed_error() -> None:
@@ -117,8 +147,25 @@ def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
 ) -> None:
     rig = Rig(node)
     with monkeypatch.context() as patched:
-        patched.setattr(node_module, "allocate", lambda _: allocate(MORE_THAN_THERE_IS))
+        patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
         (outcome,) = rig.client.get([Block(rig.key(0), rig.to_region, 0, 10)], timeout_s=WAIT_S)
     assert "memory" in str(outcome)
     rig.to_region.close()
+    rig.close()
+
+
+def test_a_tenant_puts_into_his_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
+    rig = Rig(node)
+    rig.client.attach()
+    slots = 8
+
+    def share(inside: Any) -> None:
+        inside.landing.capacity = 2 * slots * (1 << 20) + slots * 8192
+        inside.landing._tenants = lambda: 2
+
+    node.call(share)
+    rig.client.reserve([rig.block(at, 1000) for at in range(slots)]).give_back()
+    with pytest.raises(Overloaded, match="share of the node's landing memory"):
+        rig.client.reserve([rig.block(at, 1000) for at in range(slots + 1)])
+    put(rig, [rig.block(0, 1000)])
     rig.close()

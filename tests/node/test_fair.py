@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.limits import SHARES, TURN_BYTES
-from kvstore.node.fair import FairQueue, Shares
+from kvstore.node.fair import FairQueue, Places, Shares
 
 MIB = 1 << 20
 
@@ -159,3 +159,47 @@ def test_what_is_larger_than_all_there_is_may_be_held_alone() -> None:
     assert shares.may_hold("a", 500)
     shares.hold("a", 500)
     assert not shares.may_hold("b", 1)
+
+
+def filled(places: Places, who: str) -> int:
+    """How much he gets who takes all that he can, one by one."""
+    count = 0
+    while places.left(who):
+        places.take(who)
+        count += 1
+    return count
+
+
+def test_of_what_is_held_for_long_each_tenant_has_a_part_that_nobody_else_can_take() -> None:
+    """In whatever order they come; who is alone has all."""
+    assert filled(Places(100, lambda: 1), "alone") == 100
+    for tenants in (2, 3, 10, 50):
+        places = Places(100, lambda tenants=tenants: tenants)  # type: ignore[misc]
+        got = [filled(places, f"tenant {number}") for number in range(tenants)]
+        assert min(got) >= 100 // (2 * tenants)
+        assert got[0] <= 100 // (2 * tenants) + 25 + 1
+        assert sum(got) <= 100
+
+
+def test_what_is_given_back_can_be_taken_by_others() -> None:
+    places = Places(8, lambda: 2)
+    assert (filled(places, "first"), filled(places, "second")) == (4, 3)
+    places.give_back("first", 4)
+    assert places.left("second") == 1
+    assert places.left("first") == 3
+    places.give_back("second", 3)
+    assert (places.total, places.left("third")) == (0, 4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 20)), max_size=60))
+def test_whatever_others_do_a_tenants_own_part_can_be_had(steps: list[tuple[int, int]]) -> None:
+    places, held = Places(200, lambda: 5), [0] * 5
+    for who, wanted in steps:
+        change = min(wanted, places.left(who)) if wanted > 0 else max(wanted, -held[who])
+        if change > 0:
+            places.take(who, change)
+        elif change < 0:
+            places.give_back(who, -change)
+        held[who] += change
+        assert places.total == sum(held) <= 200
+        assert all(places.left(one) + held[one] >= 20 for one in range(5))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import re
 import socket
 import ssl
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -20,19 +25,27 @@ from kvstore.client import Client
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, NodeUnavailable, Overloaded
-from kvstore.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_BYTES_MAX, HTTP_REQUESTS_PER_S, UI_SESSIONS_MAX
+from kvstore.limits import (
+    HEALTH_STILL_MS,
+    HTTP_CONNECTIONS_MAX,
+    HTTP_CONNECTIONS_OF_SOURCE_MAX,
+    HTTP_REQUEST_BYTES_MAX,
+    HTTP_REQUESTS_PER_S,
+    HTTP_TIMEOUT_MS,
+    UI_SESSIONS_MAX,
+)
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.gate import Gate
-from kvstore.node.http import HttpServer, _Bad
+from kvstore.node.http import HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
+from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -272,6 +285,7 @@ def raw(url: str, sent: bytes) -> bytes:
         (b"\x16\x03\x01\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * HTTP_REQUEST_BYTES_MAX + b"\r\n\r\n", b"400"),
+        (b"GET /metrics?" + b"&".join(b"f%d=1" % at for at in range(9)) + b" HTTP/1.1\r\n\r\n", b"400"),
         (b"GET /../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"404"),
     ],
 )
@@ -284,15 +298,62 @@ def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> Non
     url = http_url(node)
     host, _, port = url.removeprefix("http://").rpartition(":")
     silent = [
-        socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(HTTP_CONNECTIONS_MAX + 8)
+        socket.create_connection((host, int(port)), WAIT_S, (f"127.0.0.{2 + at % 40}", 0))
+        for at in range(HTTP_CONNECTIONS_MAX + 60)
     ]
-    assert ask(url + "/healthz")[0] == 200  # within its own deadline, which is that of the test
+    began = time.monotonic()
+    assert ask(url + "/healthz")[0] == 200
+    assert ask(url + "/metrics")[0] == 200
+    assert time.monotonic() - began < HTTP_TIMEOUT_MS / 1000, "nobody's place had to come free by itself"
     with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
     for connection in silent[:HTTP_CONNECTIONS_MAX]:
         assert connection.recv(1) == b""
     for connection in silent:
         connection.close()
+
+
+def test_who_holds_all_that_a_source_may_loses_the_oldest_that_has_not_asked(node: NodeProcess) -> None:
+    host, _, port = http_url(node).removeprefix("http://").rpartition(":")
+    with contextlib.ExitStack() as undo:
+
+        def come() -> socket.socket:
+            return undo.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+
+        first, *others = [come() for _ in range(HTTP_CONNECTIONS_OF_SOURCE_MAX)]
+        time.sleep(0.2)
+        last = come()
+        began = time.monotonic()
+        assert first.recv(1) == b""
+        assert time.monotonic() - began < HTTP_TIMEOUT_MS / 2000
+        for one in (others[-1], last):
+            one.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert one.recv(12) == b"HTTP/1.1 200"
+
+
+def test_health_is_answered_while_the_node_stands_still(node: NodeProcess) -> None:
+    """Its thread has a socket of its own; the node's thread is held by a call that takes long."""
+    url = http_url(node)
+    with small_client(node.target) as client:
+        stop = threading.Event()
+
+        def ask_much() -> None:
+            keys = [os.urandom(32) for _ in range(1024)]
+            while not stop.is_set():
+                client.explain(keys)
+
+        asking = [threading.Thread(target=ask_much) for _ in range(4)]
+        for one in asking:
+            one.start()
+        try:
+            for _ in range(20):
+                began = time.monotonic()
+                assert ask(url + "/healthz")[0] == 200
+                assert time.monotonic() - began < 1
+        finally:
+            stop.set()
+            for one in asking:
+                one.join()
 
 
 def test_who_asks_too_often_is_told_when_to_come_again(node: NodeProcess) -> None:
@@ -355,11 +416,7 @@ def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
 
 
 def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Path) -> None:  # noqa: F811
-    class Nobody:
-        def get_extra_info(self, name: str) -> object:
-            return {"peername": ("127.0.0.1", 1), "peercert": None}[name]
-
-    clock, nobody = FakeClock(), cast("asyncio.StreamWriter", Nobody())
+    clock, nobody = FakeClock(), _Asked("/metrics", {}, {}, ("127.0.0.1", 1), {})
     gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
     tls = Certificates(
         NodeConfig(
@@ -372,7 +429,7 @@ def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Pa
     server = HttpServer(gate, clock, {}, {}, tls)
     for _ in range(4 * HTTP_REQUESTS_PER_S):
         with pytest.raises(_Bad, match="without a certificate"):
-            server._admit("/metrics", {}, nobody)
+            server._admit(nobody)
     server._rate.take(HTTP_REQUESTS_PER_S)
 
 
@@ -409,3 +466,12 @@ def test_a_port_that_is_taken_ends_the_start_in_one_sentence(tmp_path: Path) -> 
     assert ended.stderr.splitlines()[-1].startswith(f"kvstore: --http could not listen on {at}")
     assert "Traceback" not in ended.stderr
     assert "never awaited" not in ended.stderr
+
+
+def test_health_says_when_the_nodes_thread_stands_still_for_good() -> None:
+    clock = FakeClock()
+    node = cast("Any", SimpleNamespace(clock=clock, ticked_ns=clock.monotonic_ns()))
+    clock.now_ms += HEALTH_STILL_MS - 1
+    assert _health(node).status == 200
+    clock.now_ms += 1
+    assert _health(node).status == 503

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +26,6 @@ from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _WAIT_MS = 20_000
 TENANT, OTHER = b"t" * 16, b"o" * 16
@@ -212,3 +212,9 @@ def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch
         with pytest.raises(ConfigError, match="can't be published"):
             asyncio.run(server._serve(told, lambda: told))
     assert made[0]._timer.cancelled()
+
+
+def test_a_node_with_tenants_publishes_none() -> None:
+    """Whoever listens hears of all tenants' blocks: ZeroMQ asks nobody who he is."""
+    with pytest.raises(ConfigError, match="a node with --tenants publishes none"):
+        NodeConfig(Path(), tenants=Path("tenants.toml"), events=EventsConfig("ipc:///events"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.errors import ConfigError, NotAuthenticated, Overloaded, TenantDenied
-from kvstore.limits import AUDIT_REFUSALS_PER_S, TENANTS_MAX
+from kvstore.limits import AUDIT_LINES_OF_ONE_PER_S, AUDIT_LINES_PER_S, AUDIT_NAMES_MAX, TENANTS_MAX
 from kvstore.node.audit import Audit
 from kvstore.node.rates import Rate
 from kvstore.node.tenants import Credentials, Tenants, token_digest
@@ -67,8 +67,10 @@ def by_token(tenants: Tenants, token: str, scheme: str = "Bearer") -> Caller:
     return tenants.caller([("other", b"\x00"), ("authorization", f"{scheme} {token}")], {})
 
 
-def by_certificate(tenants: Tenants, *names: bytes, kind: str = "x509_subject_alternative_name") -> Caller:
-    return tenants.caller([], {kind: names, "transport_security_type": [b"ssl"]})
+def by_certificate(tenants: Tenants, *hosts: bytes, common: bytes = b"node", other: bytes = b"") -> Caller:
+    alternative = (*hosts, other) if other else hosts
+    told = {"peer_dns": hosts, "x509_subject_alternative_name": alternative, "x509_common_name": [common]}
+    return tenants.caller([], {kind: names for kind, names in told.items() if names})
 
 
 def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
@@ -87,10 +89,19 @@ def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
 
 def test_a_certificate_proves_the_tenant_who_has_its_name(tenants: Tenants) -> None:
     assert by_certificate(tenants, b"other", b"engine.zeta").tenant("").name == "zeta"
-    assert by_certificate(tenants, b"engine.zeta", kind="x509_common_name").tenant("").name == "zeta"
+    assert by_certificate(tenants, common=b"engine.zeta").tenant("").name == "zeta"
     for names in ((b"acme",), (b"engine",), (b"\xff",)):
         with pytest.raises(NotAuthenticated, match="certificate's names"):
             by_certificate(tenants, *names)
+
+
+def test_a_name_that_is_no_hosts_proves_nothing(tenants: Tenants) -> None:
+    """An address for mail or a URI among the alternative names, or a common name beside alternative ones."""
+    with pytest.raises(NotAuthenticated):
+        by_certificate(tenants, other=b"engine.zeta")
+    for more in ({"hosts": [b"other"]}, {"hosts": [], "other": b"spiffe://x/engine.zeta"}):
+        with pytest.raises(NotAuthenticated):
+            by_certificate(tenants, *more["hosts"], common=b"engine.zeta", other=more.get("other", b""))  # type: ignore[arg-type]
 
 
 def test_a_bad_token_is_not_made_good_by_a_certificate(tenants: Tenants) -> None:
@@ -230,7 +241,7 @@ def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldCl
     path = tmp_path / "audit.jsonl"
     with Audit(clock, path) as audit:
         audit.note("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
-        for _ in range(AUDIT_REFUSALS_PER_S + 30):
+        for _ in range(AUDIT_LINES_OF_ONE_PER_S + 30):
             audit.refused("get", tenant="zeta\n", peer="ipv4:6.6.6.6:6", why="no")
         audit.note("detach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
         clock.now_ns += 10**9
@@ -244,14 +255,37 @@ def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldCl
         "outcome": "ok",
         "connection": 7,
     }
-    assert len(refused) == AUDIT_REFUSALS_PER_S
+    assert len(refused) == AUDIT_LINES_OF_ONE_PER_S
     assert all(line["outcome"] == "refused" for line in refused)
     assert detach["what"] == "detach"
-    assert last["refusals_left_out"] == 30
+    assert last["left_out"] == 30
     assert path.stat().st_mode & 0o777 == 0o600
     with Audit(clock, path) as audit:
         audit.note("attach", tenant="acme", peer="p")
-    assert len(lines(path)) == AUDIT_REFUSALS_PER_S + 4, "a log is gone on with"
+    assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S + 4, "a log is gone on with"
+
+
+def test_who_fills_the_audit_log_hides_nobody_elses_lines(clock: HeldClock, tmp_path: Path) -> None:
+    with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
+        for port in range(1000):
+            audit.refused("get", tenant="", peer=f"ipv4:6.6.6.6:{port}", why="no")
+        audit.refused("get", tenant="", peer="ipv4:7.7.7.7:1", why="no")
+        keys = [bytes([number] * 32) for number in range(AUDIT_NAMES_MAX + 5)]
+        audit.removed("delete", tenant="acme", peer="ipv4:1.2.3.4:5", names=keys, found=3)
+        for host in range(1000):
+            audit.refused("get", tenant="", peer=f"ipv4:8.8.{host >> 8}.{host & 255}:1", why="no")
+    told = lines(path)
+    assert len(told) == AUDIT_LINES_PER_S
+    assert told[AUDIT_LINES_OF_ONE_PER_S]["peer"] == "ipv4:7.7.7.7:1"
+    assert told[AUDIT_LINES_OF_ONE_PER_S]["left_out"] == 1000 - AUDIT_LINES_OF_ONE_PER_S
+    removed = told[AUDIT_LINES_OF_ONE_PER_S + 1]
+    assert (removed["what"], removed["tenant"], removed["named"], removed["found"]) == (
+        "delete",
+        "acme",
+        13,
+        3,
+    )
+    assert removed["names"] == ",".join(key.hex() for key in keys[:AUDIT_NAMES_MAX])
 
 
 def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_nothing_later(

@@ -76,6 +76,12 @@ def test_without_sessions_nothing_is_shared(tmp_path: Path) -> None:
             "Timestamp\n1\n",
             "t.csv:2 is unreadable (KeyError('Request tokens')); it takes a request, a line",
         ),
+        ("t.jsonl", "[" * 100_000, "t.jsonl:1 is unreadable (RecursionError("),
+        (
+            "t.jsonl",
+            '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": [1]}',
+            "t.jsonl:1 is unreadable (OverflowError(",
+        ),
         ("t.csv", HEAD + "x,a,m,1,1,2,c\n", "t.csv:2 is unreadable (ValueError("),
     ],
 )

@@ -1,0 +1,123 @@
+"""Turns of the node's thread: calls that name many blocks do their work in steps, and tenants take turns by time spent.
+
+What always holds: one step at a time; of the tenants who wait, the one who has had least goes next, and his calls in
+the order in which they came; whoever has not waited for long has saved nothing up. While tenants beside him call, as
+much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
+What it doesn't do: interrupt a step; its caller makes it short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.limits import TURNS_OTHERS_MS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvstore.clock import Clock
+
+__all__ = ["Turn", "Turns"]
+
+_NS = 1_000_000_000
+
+
+class Turn:
+    """One call's, while it may work."""
+
+    def __init__(self, turns: Turns, tenant: bytes, rest: int) -> None:
+        self._turns = turns
+        self._rest = rest
+        self._tenant = tenant
+        self._is_mine = False
+
+    async def next(self) -> None:
+        """Let others work, and come back when it is this one's turn again."""
+        self.end()
+        await self.begin()
+
+    async def begin(self) -> None:
+        """Wait until it is this one's turn."""
+        await self._turns.wait(self._tenant)
+        self._is_mine = True
+
+    def end(self) -> None:
+        """Let others work, if it was this one's turn."""
+        if self._is_mine:
+            self._is_mine = False
+            self._turns.over(self._tenant, self._rest)
+
+
+class Turns:
+    """Of one node's thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
+        self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
+        self._is_given = False  # somebody works, or will in a moment
+        self._began_ns = 0
+        self._last = self._other = (b"", 0)  # who called last, and who that was not him, and when
+
+    def heard(self, tenant: bytes) -> None:
+        """Note that a tenant called, for whatever."""
+        if tenant != self._last[0]:
+            self._other = self._last
+        self._last = (tenant, self._clock.monotonic_ns())
+
+    @asynccontextmanager
+    async def of(self, tenant: bytes, rest: int = 1) -> AsyncIterator[Turn]:
+        """Work under this in steps, with `next` between them; `rest` times what each took is left to others."""
+        turn = Turn(self, tenant, rest)
+        await turn.begin()
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+    async def wait(self, tenant: bytes) -> None:
+        """Wait until it is this tenant's turn."""
+        if tenant not in self._spent_ns:
+            self._spent_ns[tenant] = min(self._spent_ns.values(), default=0)
+        if not self._is_given:
+            self._begin()
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self.over(tenant)  # it had come to be his turn
+            raise
+
+    def over(self, tenant: bytes, rest: int = 0) -> None:
+        """End a step."""
+        now_ns = self._clock.monotonic_ns()
+        took_ns = now_ns - self._began_ns
+        self._spent_ns[tenant] += took_ns
+        whose, when_ns = self._other if self._last[0] == tenant else self._last
+        others_call = whose != b"" and now_ns - when_ns < TURNS_OTHERS_MS * 1_000_000
+        asyncio.get_running_loop().call_later(rest * took_ns / _NS if others_call else 0, self._give)
+
+    def _begin(self) -> None:
+        self._is_given = True
+        self._began_ns = self._clock.monotonic_ns()
+
+    def _give(self) -> None:
+        """Let the next one work."""
+        self._is_given = False
+        for tenant in [one for one in self._spent_ns if one not in self._waiting]:
+            del self._spent_ns[tenant]
+        while self._waiting:
+            tenant = min(self._waiting, key=self._spent_ns.__getitem__)
+            mine = self._waiting[tenant].popleft()
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+            if not mine.done():
+                self._begin()
+                mine.set_result(None)
+                return

@@ -1,0 +1,1 @@
+"""Fuzzers: bytes that nobody would send who means well, into whatever reads what others wrote."""

@@ -1,0 +1,205 @@
+/*
+ * A fuzzer of the desk (libFuzzer): calls of a peer, as they lie in memory, into `answer_at_desk`.
+ *
+ * The desk and its shelf are the real ones; of the progress thread there is as much as they call. What always holds,
+ * or it stops: nothing is sent but from registered memory, to a word that the peer has, in a call answered whole.
+ * The first byte of an input says what of it is put right, so that more than checksums is reached.
+ */
+#define _GNU_SOURCE
+#include "../../nic_offload/call.h"
+#include "../../nic_offload/parts.h"
+#include "../../nic_offload/shelf.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCKS 16
+#define BLOCK_BYTES 512
+#define ACK_BASE 0x10000
+#define ACK_WORDS 64
+#define GENERATION 5
+
+static uint8_t memory[BLOCKS * BLOCK_BYTES];
+static struct tk_fabric *fabric;
+static struct tk_endpoint *endpoint;
+static struct tk_region *region;
+static struct tk_shelf *shelf;
+static struct tk_desk *desk;
+static uint32_t taken, fired, answers;
+static int spoilt;
+
+static void must(int holds)
+{
+	if (!holds)
+		abort();
+}
+
+int fabric_refusal(const struct tk_fabric *one)
+{
+	(void)one;
+	return 0;
+}
+
+uint64_t tk_now_ns(void)
+{
+	static uint64_t now;
+	return ++now;
+}
+
+struct work *take_free_work(struct tk_fabric *one, uint32_t count)
+{
+	(void)one;
+	struct work *first = NULL;
+	for (uint32_t i = 0; i < count; i++) {
+		struct work *work = calloc(1, sizeof *work);
+		work->next = first;
+		first = work;
+	}
+	taken += count;
+	return first;
+}
+
+void adopt(struct tk_fabric *one, struct work *work)
+{
+	(void)one;
+	(void)work;
+}
+
+void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
+{
+	(void)one;
+	(void)now_ns;
+	const struct tk_operation *op = &work->op;
+	must(op->endpoint == endpoint && op->flag_target >= ACK_BASE && op->flag_target % 8 == 0);
+	must(op->flag_target < ACK_BASE + 8 * ACK_WORDS);
+	fired++;
+	if (work->shelved) {
+		must(op->local >= (uint64_t)(uintptr_t)memory && op->length <= BLOCK_BYTES);
+		must(op->local + op->length <= (uint64_t)(uintptr_t)memory + sizeof memory);
+		if (spoilt && fired % 3 == 0)
+			miss_at_desk(work);
+		over_at_desk(work, fired % 5 == 0 ? -5 : 0);
+	}
+	free(work);
+}
+
+static void begin(void)
+{
+	fabric = calloc(1, sizeof *fabric);
+	endpoint = calloc(1, sizeof *endpoint);
+	region = calloc(1, sizeof *region);
+	pthread_mutex_init(&fabric->handle_lock, NULL);
+	endpoint->fabric = region->fabric = fabric;
+	region->address = (uint64_t)(uintptr_t)memory;
+	region->length = sizeof memory;
+	must(tk_shelf_open(fabric, region, &shelf) == 0);
+	struct tk_desk_setup setup = {
+		.endpoint = endpoint,
+		.ack_base = ACK_BASE,
+		.bytes_max = sizeof memory,
+		.ack_words = ACK_WORDS,
+		.served_code = 0x7f,
+		.corrupt_code = 0x82,
+	};
+	must(tk_desk_open(shelf, &setup, &desk) == 0);
+	tk_desk_answers(desk, 1);
+}
+
+static void fill_shelf(void)
+{
+	static uint64_t id;
+	struct tk_shelved blocks[BLOCKS] = {0};
+	for (int i = 0; i < BLOCKS; i++) {
+		memset(blocks[i].key, i, TK_KEY_BYTES);
+		blocks[i].id = ++id;
+		blocks[i].address = (uint64_t)(uintptr_t)memory + i * BLOCK_BYTES;
+		blocks[i].length = BLOCK_BYTES;
+	}
+	must(tk_shelf_put(shelf, blocks, BLOCKS) == 0);
+}
+
+static void put_right(uint8_t *call, size_t length, uint8_t what)
+{
+	struct call_head *head = (void *)call;
+	if (length < sizeof *head)
+		return;
+	if (what & 2) {
+		head->length = (uint32_t)length;
+		head->generation = GENERATION;
+		head->kind = CALL_FETCH;
+		head->flags = 0;
+	}
+	if (what & 4) {
+		uint32_t rows = (uint32_t)((length - sizeof *head) / sizeof(struct call_fetch_row));
+		head->metadata_bytes = (uint32_t)(length - sizeof *head - rows * sizeof(struct call_fetch_row));
+		head->blocks = rows;
+		head->ack_word %= ACK_WORDS;
+		memset(head->fingerprint, 0, sizeof head->fingerprint);
+		struct call_fetch_row *row = (void *)(call + sizeof *head + head->metadata_bytes);
+		for (uint32_t i = 0; i < rows && !(head->metadata_bytes % 8); i++) {
+			memset(row[i].key, row[i].key[0] % (BLOCKS + 1), TK_KEY_BYTES);
+			row[i].length = BLOCK_BYTES;
+			row[i].ack_word %= ACK_WORDS + 1;
+			row[i].ack_generation = row[i].ack_generation % 1000;
+		}
+	}
+	if (what & 1)
+		head->crc32c = tk_crc32c(call + sizeof head->crc32c, length - sizeof head->crc32c, 0);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+	static uint8_t told[1 << 20];
+	if (!fabric)
+		begin();
+	if (size < 9 || size > TK_CALL_BYTES)
+		return 0;
+	fill_shelf();
+	uint8_t *call = calloc(1, TK_CALL_BYTES); /* a place of its own, with nothing of the caller's behind it */
+	memcpy(call, data + 8, size - 8);
+	put_right(call, size - 8, data[0]);
+	spoilt = data[1] & 1;
+	taken = fired = 0;
+	struct tk_landing landing = {
+		.endpoint = endpoint,
+		.generation = GENERATION,
+		.payload = (uint64_t)(uintptr_t)call,
+		.desk = desk,
+	};
+	int answered = answer_at_desk(fabric, &landing);
+	answers += answered;
+	must(answered ? taken > 1 && fired == taken : !fired);
+	must(desk->under_way_bytes == 0);
+	while (tk_served_take(shelf, told, sizeof told) > 0)
+		;
+	must(shelf->served_bytes == 0);
+	for (int i = 0; i < BLOCKS; i++) {
+		uint8_t owner[TK_OWNER_BYTES] = {0}, key[TK_KEY_BYTES];
+		memset(key, i, sizeof key);
+		tk_shelf_unlist(shelf, owner, key);
+	}
+	must(tk_shelf_count(shelf) == 0);
+	free(call);
+	return 0;
+}
+
+#ifdef STANDALONE
+#include <stdio.h>
+
+/* So many inputs, the same each time, for a compiler without libFuzzer; prints how many the desk answered. */
+int main(int count, char **arguments)
+{
+	static uint8_t data[2200];
+	uint64_t state = 1, runs = count > 1 ? strtoull(arguments[1], NULL, 10) : 0;
+	for (uint64_t run = 0; run < runs; run++) {
+		for (size_t at = 0; at < sizeof data; at++) {
+			state = state * 6364136223846793005u + 1442695040888963407u;
+			data[at] = (uint8_t)(state >> 56);
+		}
+		size_t rows = state >> 40 & 15, size = 8 + sizeof(struct call_head) + rows * sizeof(struct call_fetch_row);
+		LLVMFuzzerTestOneInput(data, run % 4 ? size : size + (state >> 50 & 63));
+	}
+	printf("%u\n", answers);
+	return 0;
+}
+#endif

@@ -1,0 +1,167 @@
+"""What is fuzzed: for each parser a function of bytes that ends, with an answer or with an error of the tree.
+
+What always holds: nothing here listens, and what is written lies in a folder of the run's own. A parser that ends in
+another error than its own is a find, and so is an answer that its own writer would not have given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import shutil
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from google.protobuf.message import DecodeError
+
+from kvstore.client.session_file import Reader
+from kvstore.clock import SystemClock
+from kvstore.errors import ConfigError, Corrupt, KvError
+from kvstore.limits import BATCH_BLOCKS_MAX, HTTP_REQUEST_BYTES_MAX, PAGE_BYTES
+from kvstore.node.http import _Bad, _metadata, _read
+from kvstore.node.tenants import Tenants
+from kvstore.storage.index_file import DATA_NAME, check_structure
+from kvstore.storage.store import Store
+from kvstore.wire import fabric_call, manifest, parts, record
+from kvstore.wire.lookups_pb2 import LookupsByCaller
+from kvstore.wire.traceparent import TRACEPARENT_HEADER, parent_in
+from nic_offload.checksum import crc32c
+from sim.replay.workload import read_trace
+from sim.units import OutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SEEDS", "TARGETS"]
+
+_FOLDER: Final = Path(tempfile.mkdtemp(prefix="kvstore-fuzz-"))
+_CODEC: Final = record.HeaderCodec(bytes(32), bytes(16))
+
+
+def fabric_calls(data: bytes) -> None:
+    """A call that a client has put into the node's memory, and an answer that a node has put into a client's."""
+    summed = crc32c(data[4:]).to_bytes(4, "little") + data[4:]
+    long = summed[:4] + len(data).to_bytes(4, "little") + (1).to_bytes(8, "little") + summed[16:]
+    for told in (data, crc32c(long[4:]).to_bytes(4, "little") + long[4:]):
+        with suppress(KvError):
+            call, rows = fabric_call.read_call(told, 1)
+            assert len(rows) <= BATCH_BLOCKS_MAX
+            assert all(isinstance(name, str) for name, _ in call.metadata)
+        with suppress(KvError):
+            fabric_call.leases_of(told, 1)
+    assert 0 <= fabric_call.length_said(data[: fabric_call.LENGTH_END]) <= fabric_call.CALL_BYTES
+    with suppress(KvError):
+        fabric_call.metadata_of(data)
+
+
+def grpc_fields(data: bytes) -> None:
+    """Messages that the node takes apart by itself, and headers."""
+    with suppress(KvError, DecodeError):
+        parts.parse_put(data)
+    with suppress(KvError, DecodeError):
+        list(parts.got_parts(data))
+    with suppress(DecodeError):
+        LookupsByCaller.FromString(data)
+    parent_in([(TRACEPARENT_HEADER, data.decode("latin-1"))])
+
+
+def http(data: bytes) -> None:
+    """A request, up to who asks."""
+
+    async def read() -> None:
+        reader = asyncio.StreamReader(limit=HTTP_REQUEST_BYTES_MAX)
+        reader.feed_data(data + b"\r\n\r\n")
+        reader.feed_eof()
+        with suppress(_Bad, asyncio.IncompleteReadError):
+            _, _, _, headers = await _read(reader)
+            _metadata(headers)
+
+    asyncio.run(read())
+
+
+def tenants(data: bytes) -> None:
+    """The file of tenants."""
+    path = _FOLDER / "tenants.toml"
+    path.write_bytes(data)
+    with suppress(ConfigError):
+        assert Tenants(bytes(16), SystemClock()).load(path)
+
+
+def sessions(data: bytes) -> None:
+    """A session in a file, and one as it lies on the drive."""
+    with suppress(KvError):
+        reader = Reader(io.BytesIO(data))
+        for _ in reader.blocks():
+            pass
+        reader.read_end()
+    found = manifest.parse_manifest(data)
+    assert found is None or manifest.pack_manifest(found) == data
+
+
+def traces(data: bytes) -> None:
+    """A trace of requests, in either form."""
+    for name in ("t.jsonl", "t.csv"):
+        path = _FOLDER / name
+        path.write_bytes(data)
+        with suppress(OutOfRange):
+            assert read_trace(path)
+
+
+def records(data: bytes) -> None:
+    """A header page of the drive, and a superblock."""
+    _CODEC.parse(data, 0, 0)
+    page = data[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0")
+    record.parse_superblock(page)
+    record.foreign_version(page)
+
+
+@cache
+def _an_index() -> bytes:
+    with Store.open(_FOLDER / "store", capacity_bytes=16 << 20, clock=SystemClock()):
+        pass
+    data = (_FOLDER / "store" / "index-0" / DATA_NAME).read_bytes()
+    shutil.rmtree(_FOLDER / "store")
+    return data
+
+
+def index(data: bytes) -> None:
+    """The file of an index, with bytes of it changed: three of the input say where and one to what."""
+    folder, spoilt = _FOLDER / "index", bytearray(_an_index())
+    folder.mkdir(exist_ok=True)
+    for at in range(0, len(data) - 3, 4):
+        spoilt[int.from_bytes(data[at : at + 3], "little") % len(spoilt)] = data[at + 3]
+    (folder / DATA_NAME).write_bytes(spoilt)
+    with suppress(Corrupt):
+        check_structure(folder)
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    one.__name__: one for one in (fabric_calls, grpc_fields, http, tenants, sessions, traces, records, index)
+}
+# From where mutation begins: inputs that each parser takes, or nearly.
+SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
+    "fabric_calls": (bytes(64), bytes(16) + b"\1" + bytes(47) + bytes(64), bytes(24)),
+    "grpc_fields": (
+        bytes.fromhex("0a0461636d65100222080a040a02aaaa1200"),
+        b"00-0123456789abcdef0123456789abcdef-0123456789abcdef-01",
+    ),
+    "http": (
+        b"GET /metrics?after=ab&x=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Basic YTpi",
+        b"HEAD / HTTP/1.0\r\nAuthorization: Bearer x",
+    ),
+    "tenants": (
+        b'[a]\ntokens_sha256 = ["' + b"0" * 64 + b'"]\nrequests_per_s = 5\nbytes = 1\nobserver = true\n',
+        b'[b]\ncertificates = ["c"]\n',
+    ),
+    "sessions": (bytes(64), bytes(100)),
+    "traces": (
+        b'{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n',
+        b"Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens\n1,a,1,m,5,5\n",
+    ),
+    "records": (b"TKVREC" + bytes(130), bytes(200)),
+    "index": (bytes(8), b"\x00\x10\x00\xff", b"\x08\x20\x00\x01" * 3),
+}
+assert SEEDS.keys() == TARGETS.keys()

@@ -1,0 +1,60 @@
+"""The short form of `make fuzz`: some hundred inputs of each parser, with no signal of what code they reach."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.targets import SEEDS, TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXAMPLES = 200
+C_RUNS = 20_000
+TIMEOUT_S = 100
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changed(seed: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
+    """Parts of an input, at parts of a thousand of its length, made into others."""
+    data = bytearray(seed)
+    for at, length, part in changes:
+        start = at * len(data) // 1000
+        data[start : start + length] = part
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
+    target: Callable[[bytes], None] = TARGETS[name]
+    changes = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 8), st.binary(max_size=8)), max_size=6)
+    mutated = st.builds(changed, st.sampled_from(SEEDS[name]), changes)
+
+    @settings(max_examples=EXAMPLES)
+    @given(st.one_of(st.binary(max_size=300), mutated))
+    def run(data: bytes) -> None:
+        target(data)
+
+    for seed in SEEDS[name]:
+        target(seed)
+    run()
+
+
+def test_the_desk_stands_calls_of_any_kind(tmp_path: Path) -> None:
+    """In C, with the compiler that builds the core: inputs made up by the harness itself."""
+    core = [f"nic_offload/{name}.c" for name in ("desk", "shelf", "siphash", "crc32c")]
+    built = tmp_path / "desk"
+    flags = ["-g", "-O1", "-DSTANDALONE", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    command = ["gcc", *flags, "-o", str(built), "tests/fuzz/desk.c", *core, "-lpthread"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+    ran = subprocess.run(
+        [built, str(C_RUNS)], check=True, timeout=TIMEOUT_S, stdout=subprocess.PIPE, text=True
+    )
+    answered = int(ran.stdout)
+    assert C_RUNS // 100 < answered < C_RUNS

@@ -1,0 +1,305 @@
+"""Attacks as programs: `python -m tests.hostile.attacks NAME SECONDS SOURCE JSON`, from an address of their own.
+
+Each runs for its time and then prints one line of JSON that says how much it did. It is nice to others, for on a test's
+machine it would take the core that the node or its neighbour needs, which on a machine of its own it would not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvstore.wire import blocks_pb2 as blocks
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire import kvstore_pb2 as pb
+from nic_offload.sockaddr import SocketAddress, ip_of
+from tests.hostile import h2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Told = dict[str, Any]
+_ATTACH = "/kvstore.v1.KvStore/Attach"
+_STREAMS = 200  # of one connection
+
+
+def _bearer(told: Told) -> tuple[tuple[str, str], ...]:
+    token = told.get("token")
+    return () if token is None else (("authorization", f"Bearer {token}"),)
+
+
+def resets(told: Told, until: float, source: str) -> Told:
+    """HTTP/2 rapid reset, on ever new connections."""
+    streams = [1 + 2 * number for number in range(5000)]
+    chunk = b"".join(h2.headers(one, _ATTACH, *_bearer(told)) + h2.reset(one) for one in streams)
+    sent = connections = 0
+    while time.monotonic() < until:
+        with suppress(OSError), h2.connected("127.0.0.1", told["port"], source, 1.0) as link:
+            connections += 1
+            link.sendall(chunk)
+            sent += len(streams)
+    return {"resets": sent, "connections": connections}
+
+
+def resets_of_one(told: Told, until: float, source: str) -> Told:
+    """The same on one connection, for as long as the node lets it be."""
+    sent, first = 0, 1
+    link = None
+    while time.monotonic() < until:
+        with suppress(OSError):
+            if link is None:
+                link, first = h2.connected("127.0.0.1", told["port"], source, 1.0), 1
+            streams = range(first, first + 2000, 2)
+            link.sendall(
+                b"".join(h2.headers(one, _ATTACH, *_bearer(told)) + h2.reset(one) for one in streams)
+            )
+            sent, first = sent + len(streams), first + 2000
+            continue
+        link = None
+    return {"resets": sent}
+
+
+def silent_streams(told: Told, until: float, source: str) -> Told:
+    """Attach streams whose first message never comes."""
+    links, refused = [], 0
+    for _ in range(told["streams"] // _STREAMS):
+        with suppress(OSError):
+            link = h2.connected("127.0.0.1", told["port"], source, 1.0)
+            link.sendall(
+                b"".join(h2.headers(1 + 2 * one, _ATTACH, *_bearer(told)) for one in range(_STREAMS))
+            )
+            links.append(link)
+            continue
+        refused += 1
+    time.sleep(max(0.0, until - time.monotonic()))
+    return {"streams": len(links) * _STREAMS, "refused": refused}
+
+
+def idle(told: Told, until: float, source: str) -> Told:
+    """TCP connections over which nothing is said; those that are ended are begun again."""
+    links: list[socket.socket] = []
+    begun = 0
+    while time.monotonic() < until:
+        while len(links) < told["connections"] and time.monotonic() < until:
+            try:
+                links.append(socket.create_connection(("127.0.0.1", told["port"]), 0.2, (source, 0)))
+            except OSError:
+                break
+            begun += 1
+        time.sleep(0.1)
+        links = [link for link in links if not _ended(link)]
+    return {"begun": begun, "held": len(links)}
+
+
+def _ended(link: socket.socket) -> bool:
+    link.setblocking(False)
+    try:
+        return link.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def slow_http(told: Told, until: float, source: str) -> Told:
+    """Connections that send their request a byte at a time."""
+    links: list[socket.socket] = []
+    begun, text = 0, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 4000
+    while time.monotonic() < until:
+        for _ in range(told["connections"] - len(links)):
+            try:
+                links.append(socket.create_connection(("127.0.0.1", told["port"]), 0.2, (source, 0)))
+            except OSError:
+                break
+            begun += 1
+        for link in list(links):
+            try:
+                link.setblocking(False)
+                link.send(text[begun % len(text) :][:1])
+            except OSError:
+                links.remove(link)
+        time.sleep(0.2)
+    return {"begun": begun, "held": len(links)}
+
+
+def attach_request(told: Told, address: bytes) -> pb.AttachRequest:
+    more: dict[str, Any] = {name: told[name] for name in ("slots", "block_bytes_max") if name in told}
+    return pb.AttachRequest(
+        **({"block_bytes_max": 4096, "slots": 1} | more),
+        provider="net",
+        fabric_address=address,
+        ack_words=1,
+        ack_base=0,
+        ack_key=0,
+    )
+
+
+def _channel(told: Told, number: int = 0) -> grpc.Channel:
+    return grpc.insecure_channel(f"127.0.0.1:{told['port']}", options=(("of_its_own", number),))
+
+
+def address(number: int) -> bytes:
+    return SocketAddress(ip_of("127.0.0.1"), 10_000 + number).told
+
+
+def failing_attaches(told: Told, until: float, _: str) -> Told:
+    """Attaches with addresses that are none, or of nobody who can be reached, and words that lie nowhere."""
+    stub = kvstore_pb2_grpc.KvStoreStub(_channel(told))  # type: ignore[no-untyped-call]
+    tried = [
+        attach_request(told, address)
+        for address in (
+            bytes(16),
+            bytes((1, *bytes(15))),
+            bytes((40, *bytes(15))),
+            b"",
+            b"x" * 400,
+            SocketAddress(ip_of("127.0.0.9"), 9).told,
+            SocketAddress(ip_of("0.0.0.0"), 9).told,
+        )
+    ]
+    refused: dict[str, int] = {}
+    while time.monotonic() < until:
+        for request in tried:
+            try:
+                next(stub.Attach(iter([request]), metadata=_bearer(told), timeout=5))
+            except grpc.RpcError as error:
+                name = error.code().name
+                refused[name] = refused.get(name, 0) + 1
+    return refused
+
+
+def attaches(told: Told, until: float, _: str) -> Told:
+    """As many attachments as the node gives, and all landing memory that it gives with them."""
+    held: list[Any] = []
+    refused: dict[str, int] = {}
+    at = 0
+    while time.monotonic() < until:
+        at += 1
+        if len(held) >= told.get("most", 1 << 30):
+            time.sleep(0.1)
+            continue
+        stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, at // _STREAMS))  # type: ignore[no-untyped-call]
+
+        def requests(
+            number: int = at % 50_000,
+        ) -> Iterator[Any]:
+            yield attach_request(told, address(number))
+            time.sleep(max(0.0, until + 5 - time.monotonic()))
+
+        call = stub.Attach(requests(), metadata=_bearer(told))
+        try:
+            next(call)
+            held.append(call)
+        except grpc.RpcError as error:
+            name = error.code().name
+            refused[name] = refused.get(name, 0) + 1
+            time.sleep(0.01)
+    return {"held": len(held), **refused}
+
+
+def landing(told: Told, until: float, _: str) -> Told:
+    """All the memory to put into that the node gives: connections with large blocks, and leases of all their slots."""
+    held: list[Any] = []
+    leased = 0
+    refused: dict[str, int] = {}
+    while time.monotonic() < until:
+        stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
+        request = attach_request(told | {"slots": 32, "block_bytes_max": 8 << 20}, address(len(held)))
+
+        def requests(first: pb.AttachRequest = request) -> Iterator[Any]:
+            yield first
+            time.sleep(max(0.0, until + 5 - time.monotonic()))
+
+        call = stub.Attach(requests(), metadata=_bearer(told))
+        try:
+            number = next(call).connection
+            held.append(call)
+            for _slot in range(32):
+                name = pb.BlockName(key=os.urandom(32), fingerprint=bytes(16), length=8 << 20)
+                wanted = pb.ReserveRequest(
+                    connection=number, blocks=[pb.ReserveBlock(name=name)], durability=pb.DURABILITY_WRITTEN
+                )
+                stub.Reserve(wanted, metadata=_bearer(told), timeout=20)
+                leased += 1
+        except grpc.RpcError as error:
+            name_of = error.code().name
+            refused[name_of] = refused.get(name_of, 0) + 1
+            time.sleep(0.2)
+    return {"held": len(held), "leased_bytes": leased * (8 << 20), **refused}
+
+
+def heavy(told: Told, until: float, _: str) -> Told:
+    """Four loops of a call that names a thousand blocks."""
+    stub = blocks_pb2_grpc.BlocksStub(_channel(told))  # type: ignore[no-untyped-call]
+    names = [
+        pb.BlockName(key=os.urandom(32), fingerprint=bytes(16), length=4096) for _ in range(told["blocks"])
+    ]
+    made: dict[str, Callable[[], Any]] = {
+        "Exists": lambda: stub.Exists.future(
+            blocks.ExistsRequest(blocks=names), metadata=_bearer(told), timeout=20
+        ),
+        "Prefix": lambda: stub.Prefix.future(
+            blocks.PrefixRequest(keys=[one.key for one in names], fingerprint=bytes(16)),
+            metadata=_bearer(told),
+        ),
+        "Explain": lambda: stub.Explain.future(
+            blocks.ExplainRequest(keys=[one.key for one in names]), metadata=_bearer(told), timeout=20
+        ),
+    }
+    ask = made[told["call"]]
+    under_way = [ask() for _ in range(4)]
+    done: dict[str, int] = {}
+    while time.monotonic() < until:
+        for at, call in enumerate(under_way):
+            try:
+                call.result()
+                name = "OK"
+            except grpc.RpcError as error:
+                name = error.code().name
+            done[name] = done.get(name, 0) + 1
+            under_way[at] = ask()
+    return done
+
+
+def unknown(told: Told, until: float, _: str) -> Told:
+    """Calls without a token, or with nobody's, as fast as they go."""
+    stub = kvstore_pb2_grpc.KvStoreStub(_channel(told))  # type: ignore[no-untyped-call]
+    refused: dict[str, int] = {}
+    while time.monotonic() < until:
+        try:
+            stub.Status(pb.StatusRequest(), metadata=_bearer(told), timeout=5)
+        except grpc.RpcError as error:
+            name = error.code().name
+            refused[name] = refused.get(name, 0) + 1
+    return refused
+
+
+ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
+    one.__name__: one
+    for one in (
+        resets,
+        resets_of_one,
+        silent_streams,
+        idle,
+        slow_http,
+        failing_attaches,
+        attaches,
+        landing,
+        heavy,
+        unknown,
+    )
+}
+
+if __name__ == "__main__":
+    os.nice(5)
+    name, seconds, source, told = sys.argv[1:]
+    did = ATTACKS[name](json.loads(told), time.monotonic() + float(seconds), source)
+    print(json.dumps(did), flush=True)  # noqa: T201 - what it is asked for
+    os._exit(0)  # what is held goes with the process

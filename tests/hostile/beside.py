@@ -1,0 +1,149 @@
+"""A well-behaved neighbour, an attack beside him, and what of it he and the node may notice.
+
+What always holds: what he is compared with is himself alone, in the same run; an attack is a process of its own, from
+an address of its own, and is ended by its id. The first moments of an attack, in which the node finds out whose it is,
+are measured apart: they may be slow, and may not fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from kvstore.client import Hit
+from kvstore.errors import KvError
+from kvstore.names import block_key
+from kvstore.node.tenants import token_digest
+from tests.conftest import small_client, small_node
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.client import Client
+    from kvstore.demo.node_process import NodeProcess
+
+SECONDS = float(os.environ.get("TRIGGERKV_HOSTILE_S", "4"))
+ALONE_S = 2.0  # before the attack, and again behind it
+FIRST_S = 2.0  # in which the node finds out who attacks it
+SLOWER_MAX = 2.0
+NOISE_S = 0.010  # a p99 below this says nothing: so much comes of other work on the machine
+MEMORY_MAX = 64 << 20
+ATTACKER = "127.0.0.2"
+PAGE = 4096
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Times(NamedTuple):
+    """What the neighbour saw."""
+
+    calls: int
+    p50_s: float
+    p99_s: float
+    errors: list[str]
+
+
+class Beside:
+    """A node with two tenants, `good` and `evil`, and the good one's client."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.tenants = folder / "tenants.toml"
+        self.audit = folder / "audit.jsonl"
+        self.write_tenants("good", "evil")
+        more = ("--tenants", str(self.tenants), "--audit", str(self.audit), *arguments)
+        self.node: NodeProcess = small_node(folder / "node", arguments=more)
+        self.port = int(self.node.target.rpartition(":")[2])
+        self.client: Client = small_client(self.node.target, token="good")
+        self.keys = [block_key(b"good", bytes([number])) for number in range(8)]
+        for key in self.keys:
+            self.client.put_inline(key, key * 128)
+
+    def write_tenants(self, *names: str) -> None:
+        entries = [f'[{one}]\ntokens_sha256 = ["{token_digest(one)}"]\n' for one in names]
+        self.tenants.write_text("".join(entries))
+
+    def times(self, seconds: float) -> Times:
+        """Let the neighbour get for so long."""
+        taken: list[float] = []
+        errors: list[str] = []
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            began = time.monotonic()
+            try:
+                found = self.client.get_inline(self.keys[len(taken) % len(self.keys)], PAGE)
+                if not isinstance(found, Hit) and not isinstance(found, bytes):
+                    errors.append(str(found))
+            except KvError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            taken.append(time.monotonic() - began)
+        taken.sort()
+        return Times(len(taken), taken[len(taken) // 2], taken[len(taken) * 99 // 100], errors)
+
+    @contextmanager
+    def attack(self, name: str, seconds: float, **told: Any) -> Iterator[dict[str, Any]]:
+        """Run an attack for so long beside what is done here; what it did is there at the end."""
+        did: dict[str, Any] = {}
+        command = [sys.executable, "-m", "tests.hostile.attacks", name, str(seconds), ATTACKER]
+        with subprocess.Popen(
+            [*command, json.dumps({"port": self.port} | told)], stdout=subprocess.PIPE, text=True, cwd=_ROOT
+        ) as process:
+            try:
+                yield did
+                out, _ = process.communicate(timeout=seconds + 30)
+                did.update(json.loads(out))
+            finally:
+                process.kill()
+
+    def endure(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
+        """The neighbour alone, then beside an attack that has begun; he must see no error at any time."""
+        alone = self.times(ALONE_S)
+        descriptors, memory = self.descriptors(), self.memory_bytes()
+        with self.attack(name, SECONDS + FIRST_S, **told) as did:
+            first = self.times(FIRST_S)
+            under = self.times(SECONDS)
+        alone = max(alone, self.times(ALONE_S), key=lambda one: one.p99_s)  # the machine has other work
+        print(  # noqa: T201 - pytest shows it with -s, or when the test fails
+            f"{name}: alone {alone}; at first {first}; under {under}; it did {did}"
+        )
+        assert not alone.errors + first.errors + under.errors
+        wait_until(lambda: self.descriptors() <= descriptors + 2, "the node has its descriptors back", 30)
+        wait_until(
+            lambda: self.memory_bytes() <= memory + MEMORY_MAX,
+            f"the node has its memory back: {self.memory_bytes()} of {memory}",
+            30,
+        )
+        return alone, under, did
+
+    def descriptors(self) -> int:
+        """How many the node has."""
+        return len(list(Path(f"/proc/{self.node.pid}/fd").iterdir()))
+
+    def memory_bytes(self) -> int:
+        """What the node takes of the machine."""
+        pages = Path(f"/proc/{self.node.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def audited(self) -> list[dict[str, Any]]:
+        """The lines of its audit log."""
+        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+
+    def close(self) -> None:
+        self.client.close()
+        self.node.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_as_fast(alone: Times, under: Times) -> bool:
+    """Whether the neighbour was at most twice as slow."""
+    return under.p99_s <= SLOWER_MAX * max(alone.p99_s, NOISE_S)

@@ -1,0 +1,64 @@
+"""Frames of HTTP/2 as an attacker sends them, who keeps to no rule that a client library would keep to.
+
+It is what the tests need and no more: it reads nothing but what they look at, and does no flow control.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+__all__ = ["PREFACE", "connected", "data", "goes_away", "headers", "reset"]
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_DATA, _HEADERS, _RESET = 0, 1, 3
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def _text(text: str) -> bytes:
+    assert len(text) < 127
+    return bytes((len(text),)) + text.encode()
+
+
+def headers(stream: int, path: str, *more: tuple[str, str], ends: bool = False) -> bytes:
+    """The beginning of a call, without a table: each is the same bytes but for its number."""
+    block = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("node")
+    for name, value in (("content-type", "application/grpc"), ("te", "trailers"), *more):
+        block += b"\x00" + _text(name) + _text(value)
+    return _frame(_HEADERS, _END_HEADERS | (_END_STREAM if ends else 0), stream, block)
+
+
+def reset(stream: int) -> bytes:
+    """The end of a call whose caller has lost interest."""
+    return _frame(_RESET, 0, stream, struct.pack(">I", 8))
+
+
+def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
+    """One message of gRPC."""
+    body = b"\x00" + struct.pack(">I", len(message)) + message
+    return _frame(_DATA, _END_STREAM if ends else 0, stream, body)
+
+
+def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float = 5.0) -> socket.socket:
+    """A connection of HTTP/2 from this address, whose greeting is said."""
+    link = socket.create_connection((host, port), timeout_s, (source, 0))
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.sendall(PREFACE)
+    return link
+
+
+def goes_away(link: socket.socket, within_s: float) -> bool:
+    """Whether the other side ends the connection within this time; what else it says is passed over."""
+    link.settimeout(within_s)
+    try:
+        while link.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,223 @@
+"""Each attack that once hurt a neighbour, beside one: with one tenant's token, or with none."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.client import Block
+from kvstore.errors import KvError
+from kvstore.limits import LANDING_BYTES_MAX
+from kvstore.names import block_key
+from kvstore.wire import batches_pb2 as batches
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import observing_pb2 as observing
+from kvstore.wire.batches_pb2_grpc import BatchesStub
+from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+from kvstore.wire.observing_pb2_grpc import ObservingStub
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+from nic_offload.sockaddr import SocketAddress, ip_of
+from tests.conftest import small_client
+from tests.hostile.attacks import attach_request
+from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.timed, pytest.mark.slow]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[Beside]:
+    with Beside(tmp_path) as beside:
+        yield beside
+
+
+@pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
+@pytest.mark.parametrize("name", ["resets", "resets_of_one"])
+def test_rapid_reset(beside: Beside, name: str, token: dict[str, Any]) -> None:
+    alone, under, did = beside.endure(name, **token)
+    assert did["resets"] > 0
+    assert is_as_fast(alone, under)
+
+
+@pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
+def test_silent_streams(beside: Beside, token: dict[str, Any]) -> None:
+    alone, under, did = beside.endure("silent_streams", streams=3000, **token)
+    assert did["streams"] > 0
+    assert is_as_fast(alone, under)
+
+
+def test_idle_connections_to_the_port_for_calls(beside: Beside) -> None:
+    alone, under, did = beside.endure("idle", connections=1000)
+    assert did["held"] <= 64
+    assert is_as_fast(alone, under)
+
+
+def test_calls_of_nobody(beside: Beside) -> None:
+    alone, under, did = beside.endure("unknown", token="nobody's")
+    assert did["UNAUTHENTICATED"] > 0
+    assert is_as_fast(alone, under)
+
+
+@pytest.mark.parametrize("call", ["Exists", "Prefix", "Explain"])
+def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
+    alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)
+    assert did["OK"] > 0
+    assert is_as_fast(alone, under)
+
+
+@pytest.mark.parametrize("name", ["attaches", "landing"])
+def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
+    """Somebody who was not there before attaches and puts in the middle of it."""
+    came: list[str] = []
+
+    def come() -> None:
+        time.sleep(FIRST_S + SECONDS / 2)
+        try:
+            with small_client(beside.node.target, token="good") as client, FlagWords.create(1) as flags:
+                kv = client.register(allocate(1 << 20))
+                puts = client.reserve([Block(block_key(b"late"), kv, 0, 1 << 20)]).arm(flags[0])
+                flags[0].store(1)
+                came.extend(str(one.error) for one in puts.wait(20))
+        except KvError as error:
+            came.append(str(error))
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    alone, under, did = beside.endure(name, token="evil")
+    coming.join()
+    assert did["held"] > 0
+    assert did.get("leased_bytes", 0) <= LANDING_BYTES_MAX // 2
+    assert came == ["None"]
+    assert is_as_fast(alone, under)
+
+
+def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
+    """A supervisor's probe waits for a second; it asks all the time, and each answer comes in half of that."""
+    with Beside(tmp_path, "--http", "127.0.0.1:0") as beside:
+        (found,) = re.findall(r"metrics at http://127.0.0.1:(\d+)", beside.node.log())
+        stop, took = threading.Event(), list[float]()
+
+        def probe() -> None:
+            while not stop.wait(0.1):
+                began = time.monotonic()
+                with urllib.request.urlopen(f"http://127.0.0.1:{found}/healthz", timeout=5) as answer:
+                    assert answer.status == 200
+                took.append(time.monotonic() - began)
+
+        probing = threading.Thread(target=probe)
+        probing.start()
+        try:
+            alone, under, did = beside.endure("slow_http", connections=400, port=int(found))
+        finally:
+            stop.set()
+            probing.join()
+    assert did["begun"] > 0
+    assert len(took) > 20
+    assert max(took) < 0.5
+    assert is_as_fast(alone, under)
+
+
+def test_attaches_that_fail(beside: Beside) -> None:
+    alone, under, did = beside.endure("failing_attaches", token="evil")
+    assert set(did) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    lines = [one for one in beside.audited() if (one["what"], one["outcome"]) == ("attach", "refused")]
+    assert {one["tenant"] for one in lines} == {"evil"}
+    assert sum(one.get("refusals_left_out", 0) + 1 for one in lines) > 0
+    assert is_as_fast(alone, under)
+
+
+def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside) -> None:
+    beside.client.attach()
+    link = beside.client._link
+    assert link is not None
+    alone, under, did = beside.endure("idle", connections=1000, port=SocketAddress.of(link.node_address).port)
+    assert did["held"] <= 64
+    assert is_as_fast(alone, under)
+    with small_client(beside.node.target, token="good") as another:
+        another.attach()
+    beside.client.attach()
+    assert beside.client._link is link, "the neighbour has the connection that he had"
+
+
+@pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])
+def test_a_stream_ends_when_its_token_is_taken_out_of_the_file(beside: Beside, call: str) -> None:
+    def requests() -> Iterator[Any]:
+        if call == "PutBatch":
+            name = pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)
+            yield batches.PutBatchRequest(parts=[batches.PutPart(name=name, chunk=b"x")])
+        elif call == "GetBatch":
+            yield batches.GetBatchRequest(
+                blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)]
+            )
+        else:
+            yield attach_request({}, SocketAddress(ip_of("127.0.0.1"), 9).told)
+        ended.wait(20)
+
+    ended = threading.Event()
+    bearer = (("authorization", "Bearer evil"),)
+    with grpc.insecure_channel(beside.node.target) as channel:
+        made: Any
+        if call == "Watch":
+            watching = ObservingStub(channel)  # type: ignore[no-untyped-call]
+            made = watching.Watch(observing.WatchRequest(), metadata=bearer)
+        elif call == "Attach":
+            attaching = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+            made = attaching.Attach(requests(), metadata=bearer)
+        else:
+            batching = BatchesStub(channel)  # type: ignore[no-untyped-call]
+            made = getattr(batching, call)(requests(), metadata=bearer)
+        next(made)
+        beside.write_tenants("good")
+        began = time.monotonic()
+        os.kill(beside.node.pid, signal.SIGHUP)
+        with suppress(grpc.RpcError):
+            for _ in made:
+                pass
+        took = time.monotonic() - began
+        ended.set()
+        ended_with = {"Attach": grpc.StatusCode.OK, "Watch": grpc.StatusCode.PERMISSION_DENIED}
+        assert made.code() in {grpc.StatusCode.UNAUTHENTICATED, ended_with.get(call)}
+        assert took < 2
+
+
+def test_what_somebody_removes_is_in_the_audit_log_with_who_and_what(beside: Beside) -> None:
+    beside.client.delete(beside.keys[:2])
+    session = beside.client.session("user", "chat")
+    session.append(beside.keys[2:4], 32)
+    session.truncate(1)
+    session.remove()
+    lines = [
+        one for one in beside.audited() if one["what"] in {"delete", "truncate session", "remove session"}
+    ]
+    assert [(one["what"], one["tenant"], one["named"]) for one in lines] == [
+        ("delete", "good", 2),
+        ("truncate session", "good", 1),
+        ("remove session", "good", 1),
+    ]
+    assert lines[0]["names"] == ",".join(key.hex() for key in beside.keys[:2])
+    assert lines[0]["found"] == 2
+    assert lines[1]["names"] == lines[2]["names"] != ""
+
+
+def test_whatever_is_refused_to_a_tenant_is_in_the_audit_log(beside: Beside) -> None:
+    with small_client(beside.node.target, token="evil") as client:
+        with pytest.raises(KvError):
+            client.exists([b"no key"])
+        with pytest.raises(KvError):
+            client.session("user", "x" * 1000).append(beside.keys, 1)
+    refused = [(one["what"], one["tenant"]) for one in beside.audited() if one["outcome"] == "refused"]
+    assert ("exists", "evil") in refused
+    assert "evil" not in {one.get("why") for one in beside.audited()}

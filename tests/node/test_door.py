@@ -1,0 +1,119 @@
+"""The door: nothing is awaited from, nor kept for, who has not shown who he is; a stream says in time what it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.errors import Overloaded
+from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.node.audit import Audit
+from kvstore.node.gate import Gate
+from kvstore.node.tenants import Tenants, token_digest
+from kvstore.node.watching import Watchers
+from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+from tests.conftest import small_node
+from tests.hostile import h2
+from tests.storage.fakes import FakeClock
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+WAIT_S = 20.0
+PATHS = ("KvStore/Attach", "KvStore/Status", "Batches/PutBatch", "Observing/Watch", "Blocks/Exists")
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    folder = tmp_path_factory.mktemp("door")
+    (folder / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
+    with small_node(folder / "node", arguments=("--tenants", str(folder / "tenants.toml"))) as node:
+        yield node
+
+
+def answered(link: socket.socket, within_s: float) -> bytes:
+    """What comes until there is a frame of headers, with which a call ends that is refused."""
+    link.settimeout(within_s)
+    said = b""
+    while b"grpc-status" not in said:
+        said += link.recv(1 << 16)
+    return said
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("token", [(), (("authorization", "Bearer nobody's"),)], ids=["none", "nobody's"])
+def test_who_shows_nothing_is_refused_before_his_message_is_awaited(
+    guarded: NodeProcess, path: str, token: Any
+) -> None:
+    with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2])) as link:
+        link.sendall(h2.headers(1, f"/kvstore.v1.{path}", *token))
+        assert b"16" in answered(link, DOOR_FIRST_MESSAGE_MS / 2000)
+
+
+def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> None:
+    def nothing() -> Iterator[Any]:
+        time.sleep(WAIT_S)
+        yield from ()
+
+    with grpc.insecure_channel(guarded.target) as channel:
+        stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        began = time.monotonic()
+        call = stub.Attach(nothing(), metadata=(("authorization", "Bearer acme"),), timeout=WAIT_S)
+        with pytest.raises(grpc.RpcError, match="first message did not come"):
+            next(call)
+        took = time.monotonic() - began
+    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert DOOR_FIRST_MESSAGE_MS / 1000 <= took < DOOR_FIRST_MESSAGE_MS / 1000 + 5
+
+
+def test_a_tenant_has_no_more_calls_open_than_his_share(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tenants = Tenants(bytes(16), clock)
+    (tmp_path / "t.toml").write_text(
+        "".join(f'[{name}]\ntokens_sha256 = ["{token_digest(name)}"]\n' for name in ("acme", "zeta"))
+    )
+    tenants.load(tmp_path / "t.toml")
+    gate = Gate(tenants, Audit(clock, None))
+    gate._open.capacity = 8
+
+    def coming(token: str) -> Any:
+        said = [("authorization", f"Bearer {token}")]
+        return SimpleNamespace(
+            invocation_metadata=lambda: said, auth_context=dict[str, Any], peer=lambda: "ipv4:127.0.0.1:1"
+        )
+
+    async def come() -> None:
+        with ExitStack() as undo:
+            for _ in range(4):
+                undo.enter_context(gate.staying("attach", coming("acme")))
+            with pytest.raises(Overloaded, match="as many calls open"):
+                undo.enter_context(gate.staying("attach", coming("acme")))
+            undo.enter_context(gate.staying("attach", coming("zeta")))
+
+    asyncio.run(come())
+    assert gate._open.total == 0
+
+
+def test_watchers_of_many_tenants_leave_each_tenant_his_own() -> None:
+    tenants = 64
+    watchers = Watchers(FakeClock(), lambda: tenants)
+    with ExitStack() as undo:
+        for tenant in range(tenants):
+            had = 0
+            while had < WATCHERS_OF_TENANT_MAX:
+                try:
+                    undo.enter_context(watchers.watching(bytes([tenant])))
+                except Overloaded:
+                    break
+                had += 1
+            assert had >= WATCHERS_MAX // (2 * tenants)

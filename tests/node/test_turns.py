@@ -1,0 +1,101 @@
+"""Heavy calls take turns: by the time that their tenants have had, and half of the thread at most beside others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.clock import SystemClock
+from kvstore.limits import TURNS_OTHERS_MS
+from kvstore.node.turns import Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+MS = 1_000_000
+WAIT_S = 20.0
+
+
+class Clock(SystemClock):
+    """Time stands still but for what steps take."""
+
+    now_ns = 1_000 * MS
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
+def run(done: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await done()
+
+    asyncio.run(bounded())
+
+
+async def work(
+    turns: Turns, clock: Clock, tenant: bytes, steps: int, took_ms: int, order: list[bytes]
+) -> None:
+    async with turns.of(tenant) as turn:
+        for step in range(steps):
+            if step:
+                await turn.next()
+            order.append(tenant)
+            clock.now_ns += took_ms * MS
+
+
+def test_tenants_take_turns_by_the_time_they_have_had() -> None:
+    """One has four calls of long steps and one a single call of short ones: the second is not behind the first."""
+    clock, order = Clock(), list[bytes]()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        greedy = [work(turns, clock, b"greedy", 10, 3, order) for _ in range(4)]
+        await asyncio.gather(*greedy, work(turns, clock, b"modest", 9, 1, order))
+
+    run(done)
+    assert len(order) == 49
+    assert max(at for at, tenant in enumerate(order) if tenant == b"modest") <= 15
+
+
+def test_beside_others_a_step_is_followed_by_as_much_time_for_them() -> None:
+    clock, paused = Clock(), list[float]()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        loop = asyncio.get_running_loop()
+        real = loop.call_later
+
+        def noted(delay: float, *more: object) -> object:
+            paused.append(delay)
+            return real(0, *more)  # type: ignore[arg-type]
+
+        loop.call_later = noted  # type: ignore[method-assign, assignment]
+        turns.heard(b"heavy")
+        await work(turns, clock, b"heavy", 2, 5, [])
+        turns.heard(b"other")
+        turns.heard(b"heavy")
+        await work(turns, clock, b"heavy", 2, 5, [])
+        clock.now_ns += (TURNS_OTHERS_MS + 1) * MS
+        await work(turns, clock, b"heavy", 2, 5, [])
+        loop.call_later = real  # type: ignore[method-assign]
+
+    run(done)
+    assert [one for one in paused if one < 1] == [0, 0, 0.005, 0.005, 0, 0]
+
+
+def test_a_call_that_is_given_up_keeps_nobody_waiting() -> None:
+    clock, order = Clock(), list[bytes]()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        async with turns.of(b"first"):
+            waiting = [asyncio.create_task(work(turns, clock, b"gone", 1, 1, order)) for _ in range(3)]
+            last = asyncio.create_task(work(turns, clock, b"last", 3, 1, order))
+            await asyncio.sleep(0)
+            for one in waiting:
+                one.cancel()
+        await last
+
+    run(done)
+    assert order == [b"last"] * 3
