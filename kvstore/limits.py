@@ -64,6 +64,7 @@ __all__ = [
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
     "GET_THREADS",
+    "GRANTED_BYTES_MAX",
     "GRANTED_PUTS",
     "GRANTED_SLOTS",
     "GUARDS_OF_A_KIND_MAX",
@@ -251,6 +252,7 @@ WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
 GRANTED_SLOTS = 8  # of one client, which it writes into without asking; each is free again once it was read
+GRANTED_BYTES_MAX = 2 << 30  # of slots that clients of a node were granted
 GRANTED_PUTS = 4096  # of one client that have fired and are not over
 ROOMS_MIN = 64  # for blocks that come by grants, given to each client's receiver beforehand
 ROOMS_MAX = 4096

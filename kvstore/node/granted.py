@@ -22,6 +22,7 @@ from kvstore.durability import Durability
 from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
+    GRANTED_BYTES_MAX,
     GRANTED_SLOTS,
     HEADER_BYTES,
     PAGE_BYTES,
@@ -29,6 +30,7 @@ from kvstore.limits import (
     ROOMS_MAX,
     ROOMS_MIN,
 )
+from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
 from kvstore.node.told import Told
 from kvstore.node.traced import End
@@ -41,7 +43,7 @@ from nic_offload.sender import HEAD_PAGE_BYTES, Area
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.errors import StorageError
     from kvstore.node.connection import Connection
@@ -137,8 +139,9 @@ class PutArea:
 class Granted:
     """All of a node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, tenants_known: Callable[[], int]) -> None:
         self._node = node
+        self._slots = Places(GRANTED_BYTES_MAX, tenants_known)  # bytes
         self._memory = node.hot
         self._areas: dict[int, PutArea] = {}  # by number of the connection
         self._landed: dict[Name, Landed] = {}
@@ -153,16 +156,15 @@ class Granted:
     def open(self, connection: Connection) -> PutArea | None:
         """Let a connection's client put by grants; None if it is not to.
 
-        Who has a limit of requests asks for each slot, and so does who finds no landing memory left of their tenant's
-        share; and the hot memory has to have room for a block.
+        Who has a limit of requests asks for each slot, and so does who finds none of their tenant's share of slots
+        left; and the hot memory has to have room for a block.
         """
         layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
-        landing = self._node.landing
         if connection.owner.rate.is_limited or layout.slot_bytes > self._memory.size_bytes:
             return None
-        if layout.total_bytes > landing.left(connection.tenant):
+        if layout.total_bytes > self._slots.left(connection.tenant):
             return None
-        landing.take(connection.tenant, layout.total_bytes)
+        self._slots.take(connection.tenant, layout.total_bytes)
         area = self._areas[connection.number] = PutArea(connection, self._memory)
         return area
 
@@ -178,7 +180,7 @@ class Granted:
         self._gathering.discard(area)
         self._empty(area)
         area.close()
-        self._node.landing.give_back(connection.tenant, area.layout.total_bytes)
+        self._slots.give_back(connection.tenant, area.layout.total_bytes)
 
     # --- rooms
 

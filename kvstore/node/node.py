@@ -131,7 +131,7 @@ class Node:
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
-        self.granted = Granted(self)
+        self.granted = Granted(self, tenants_known)
         self.fetches = Fetches(
             fabric,
             store,

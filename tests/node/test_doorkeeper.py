@@ -149,8 +149,10 @@ def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
 
         def come(source: str) -> socket.socket:
             ours = undo.enter_context(socket.create_connection((HERE, port), 5.0, (source, 0)))
-            undo.enter_context(endpoint.accept()[0])
+            theirs.append(undo.enter_context(endpoint.accept()[0]))
             return ours
+
+        theirs: list[socket.socket] = []
 
         foreign = come(THERE)
         door.look()
@@ -160,6 +162,7 @@ def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
         door.look()
         assert stays(several)
         several.close()
+        theirs[-1].close()
         own = []
         for _ in range(DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
             own.append(come(HERE))
