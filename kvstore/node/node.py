@@ -222,8 +222,8 @@ class Node:
     ) -> tuple[Connection, bytes]:
         if not self.places.left(tenant.id):
             raise Overloaded(
-                f"{len(self._connections)} clients are attached, of {self.places.capacity}, and the tenant has his"
-                " share of them."
+                f"{len(self._connections)} clients are attached, of the {self.places.capacity} that the node's ports"
+                " (--fabric-ports) and descriptors allow, and the tenant has its share of them; detach some."
             )
         layout = self._layout(tenant, block_bytes_max, slots)
         try:
