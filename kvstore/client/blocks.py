@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import KeyTaken, ProtocolError
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
@@ -49,8 +49,7 @@ class Hit:
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PutResult:
+class PutResult(NamedTuple):
     """How a put ended. Times are nanoseconds of CLOCK_MONOTONIC, 0 where a thing did not happen."""
 
     key: bytes

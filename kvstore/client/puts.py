@@ -38,6 +38,7 @@ __all__ = ["ArmedPuts"]
 
 _CODE_BITS = 8
 _CODE_MASK = (1 << _CODE_BITS) - 1
+_REACHED = (None, *Durability)  # by code
 
 
 class ArmedPuts:
@@ -223,12 +224,20 @@ class ArmedPuts:
         if self._counter is not None:
             self._counter.close()
 
+    _has_stored = False  # whether any is known to be stored already
+
     def _is_stored(self, i: int) -> bool:  # noqa: ARG002 - of none it is known here
         """Whether the node has it already, so that nothing is sent."""
         return False
 
     def _now(self, late: KvError | None = None) -> list[PutResult]:
-        return [self._result(i, row, late) for i, row in enumerate(self._group.rows())]
+        rows = self._group.rows()
+        if late is None and not self._errors and not self._keys and not self._has_stored:
+            return [
+                PutResult(block.key, _REACHED[code], None, False, fired_ns, landed_ns, over_ns)
+                for block, (fired_ns, landed_ns, over_ns, code, _) in zip(self._blocks, rows, strict=True)
+            ]
+        return [self._result(i, row, late) for i, row in enumerate(rows)]
 
     def _result(self, i: int, row: Row, late: KvError | None) -> PutResult:
         key = self._keys.get(i) or self._blocks[i].key
@@ -237,7 +246,7 @@ class ArmedPuts:
         error = self._errors.get(i) if row.over else late
         return PutResult(
             key=key,
-            durability=Durability(row.code) if row.code else None,
+            durability=_REACHED[row.code],
             error=error,
             fired_ns=row.fired_ns,
             landed_ns=row.landed_ns,

@@ -123,6 +123,7 @@ class _LeasedPuts(ArmedPuts):
         span: PutSpan | None = None,
     ) -> None:
         self._leases, self._words = leases, words
+        self._has_stored = any(lease.already_stored for lease in leases)
         self._kept_words: set[int] = set()  # numbers of puts whose words are given back with their leases
         super().__init__(client, link, blocks, durability, flag, deadline_ns, watch, span)
 
