@@ -233,15 +233,24 @@ static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 		set_time(receiver, at_ns);
 }
 
+/* Under the lock. */
+static int give_room_back(struct tk_receiver *receiver)
+{
+	int status = grow((void **)&receiver->rooms, &receiver->rooms_capacity, receiver->rooms_count,
+			  sizeof *receiver->rooms);
+	if (!status)
+		receiver->rooms[receiver->rooms_count++] = receiver->reading.room;
+	return status;
+}
+
 static void break_off(struct tk_receiver *receiver, int status)
 {
 	receiver->endpoint = NULL;
 	receiver->queue_count = 0;
 	pthread_mutex_lock(&receiver->lock);
 	receiver->broken = status;
-	if (receiver->reading.is_open && !grow((void **)&receiver->rooms, &receiver->rooms_capacity,
-					       receiver->rooms_count, sizeof *receiver->rooms))
-		receiver->rooms[receiver->rooms_count++] = receiver->reading.room;
+	if (receiver->reading.is_open)
+		give_room_back(receiver);
 	receiver->reading.is_open = 0;
 	tell(receiver);
 	pthread_mutex_unlock(&receiver->lock);
@@ -416,24 +425,23 @@ static int settle(struct tk_receiver *receiver)
 	memcpy(came.fingerprint, head->fingerprint, sizeof came.fingerprint);
 	pthread_mutex_lock(&receiver->lock);
 	int status = grow((void **)&receiver->came, &receiver->came_capacity, receiver->came_count, sizeof came);
-	status = status ? status
-			: grow((void **)&receiver->rooms, &receiver->rooms_capacity, receiver->rooms_count,
-			       sizeof *receiver->rooms);
 	pthread_mutex_unlock(&receiver->lock);
 	if (status)
 		return status; /* once more in the next round */
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
 	if (reading->code == receiver->setup.landed_code) {
-		receiver->came[receiver->came_count++] = came;
+		receiver->came[receiver->came_count++] = came; /* nobody else adds to them */
 		tell_of(receiver, &came);
 	} else {
-		receiver->rooms[receiver->rooms_count++] = reading->room;
-		receiver->differed += reading->code == receiver->setup.differs_code;
-		receiver->taken += reading->code == receiver->setup.taken_code;
-		receiver->expired += reading->code == receiver->setup.expired_code;
+		status = give_room_back(receiver);
+		receiver->differed += !status && reading->code == receiver->setup.differs_code;
+		receiver->taken += !status && reading->code == receiver->setup.taken_code;
+		receiver->expired += !status && reading->code == receiver->setup.expired_code;
 	}
 	pthread_mutex_unlock(&receiver->lock);
+	if (status)
+		return status;
 	reading->is_whole = 1;
 	return 0;
 }
