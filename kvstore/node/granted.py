@@ -200,7 +200,8 @@ class Granted:
             area.idle_ticks = 0
             area.target = min(ROOMS_MAX, area.target * 2)
             self._empty(area)  # of rooms that were too small for what has come
-        if not state.wanted_pages or state.rooms > area.target // 2:
+        is_idle = area.idle_ticks and not state.starved and area not in self._hungry
+        if is_idle or not state.wanted_pages or state.rooms > area.target // 2:
             return
         given: list[Room] = []
         pages, shares = self._memory.pages, self._memory.shares

@@ -149,6 +149,8 @@ def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(node: NodeInProc
     rig.client.put([rig.block(0, LENGTH)])
     assert node.call(lambda inside: inside.hot.shares.total_bytes) > 0
     wait_until(lambda: node.call(lambda inside: inside.hot.shares.total_bytes) == 0, "it is given back")
+    time.sleep(0.3)
+    assert node.call(lambda inside: inside.hot.shares.total_bytes) == 0, "and not taken again"
     assert rig.client.put([rig.block(1, LENGTH)])[0].error is None
 
 
