@@ -10,6 +10,7 @@
 #   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
+#   TRIGGERKV_RANDOM_EXAMPLES=1    other examples of Hypothesis' each time: to search; without it a run is like the last one
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
 #   TRIGGERKV_CONVERSATION_RUNS=n how often `make test-engines` holds ten conversations while all goes wrong (1)
 #   TRIGGERKV_SEED=n              the seed of the first one
@@ -68,7 +69,7 @@ test-hostile: setup ## tests/hostile: attacks with one tenant's token or none, b
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
-	@TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
+	@TRIGGERKV_RANDOM_EXAMPLES=1 TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
 
 .PHONY: soak

@@ -109,6 +109,7 @@ void over_at_desk(struct work *work, int status);
 /* sender.c: puts by grants, the client's side */
 void sender_fire(struct tk_fabric *fabric, struct work *work);
 void sender_summed(struct work *work);
+uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata); /* any thread */
 uint32_t sender_head(const struct work *work, const void **bytes); /* returns how many */
 void *sender_head_desc(const struct work *work);
 void sender_put_over(struct tk_fabric *fabric, struct work *work);

@@ -19,7 +19,6 @@
 #include "shelf.h"
 
 #include <errno.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -271,12 +270,6 @@ static void scan(struct tk_receiver *receiver)
 static char *head_end(const struct tk_receiver *receiver, uint32_t slot)
 {
 	return (char *)receiver->setup.slots + slot * receiver->setup.slot_bytes + TK_HEAD_PAGE;
-}
-
-static uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata)
-{
-	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
-	return tk_crc32c(&head->metadata_bytes, sizeof *head - offsetof(struct tk_put_head, metadata_bytes), crc32c);
 }
 
 static int is_put(const struct tk_receiver *receiver, const struct tk_put_head *head, uint64_t generation)

@@ -183,7 +183,7 @@ static int may_be_sent(const struct tk_operation *op)
 	return is_named && metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
 }
 
-/* Gives the put a slot and a word, if there are any. */
+/* Gives the put a slot and a word, if there are any; its bytes are to be summed next. */
 static int grant(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
@@ -202,9 +202,13 @@ static int grant(struct tk_fabric *fabric, struct work *work)
 	sender->slots_free--;
 	sender->words_free--;
 	make_head(work);
+	return 1;
+}
+
+static void sum(struct tk_fabric *fabric, struct work *work)
+{
 	work->state = WORK_SUMMING;
 	queue_push(&fabric->summing, work);
-	return 1;
 }
 
 void sender_fire(struct tk_fabric *fabric, struct work *work)
@@ -212,7 +216,9 @@ void sender_fire(struct tk_fabric *fabric, struct work *work)
 	struct tk_sender *sender = work->op.sender;
 	if (!may_be_sent(&work->op)) {
 		finish(fabric, work, -EINVAL);
-	} else if (sender->ungranted.head || !grant(fabric, work)) {
+	} else if (!sender->ungranted.head && grant(fabric, work)) {
+		sum(fabric, work);
+	} else {
 		work->state = WORK_UNGRANTED;
 		queue_push(&sender->ungranted, work);
 	}
@@ -227,21 +233,17 @@ int poll_senders(struct tk_fabric *fabric)
 {
 	int busy = 0;
 	for (struct tk_sender *sender = fabric->senders; sender; sender = sender->next)
-		while (sender->ungranted.head) {
-			struct work *work = queue_pop(&sender->ungranted);
-			if (!grant(fabric, work)) {
-				work->next = sender->ungranted.head; /* it stays the first */
-				work->previous = NULL;
-				if (work->next)
-					work->next->previous = work;
-				else
-					sender->ungranted.tail = work;
-				sender->ungranted.head = work;
-				break;
-			}
+		while (sender->ungranted.head && grant(fabric, sender->ungranted.head)) {
+			sum(fabric, queue_pop(&sender->ungranted));
 			busy = 1;
 		}
 	return busy;
+}
+
+uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata)
+{
+	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
+	return tk_crc32c(&head->metadata_bytes, sizeof *head - offsetof(struct tk_put_head, metadata_bytes), crc32c);
 }
 
 void sender_summed(struct work *work)
@@ -249,10 +251,7 @@ void sender_summed(struct work *work)
 	struct tk_put_head *head = head_of(work);
 	head->crc32c = work->crc;
 	head->flags |= TK_PUT_HAS_CRC;
-	const char *metadata = (const char *)head - head->metadata_bytes;
-	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
-	head->head_crc32c =
-		tk_crc32c(&head->metadata_bytes, sizeof *head - offsetof(struct tk_put_head, metadata_bytes), crc32c);
+	head->head_crc32c = sum_of_head(head, (const char *)head - head->metadata_bytes);
 }
 
 /* The put's own end. What was never posted leaves slot and word to the next. */

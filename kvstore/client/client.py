@@ -265,7 +265,7 @@ class Client(Handle):
         deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
         try:
             heads = Heads([one.key for one in blocks], self.fingerprint, durability, expires_unix_ms, said)
-            return ArmedPuts.armed(self, link, blocks, durability, flag, deadline_ns, watch, span, heads)
+            return ArmedPuts(self, link, blocks, durability, flag, deadline_ns, watch, span, heads)
         except KvError as error:
             if span is not None:
                 span.failed(error)
@@ -374,9 +374,7 @@ class Client(Handle):
         get = self._getting(blocks, layout, timeout_s, None, None, is_awaited=True)
         try:
             return get.wait()
-        except (
-            BaseException
-        ):  # a signal: the caller goes, and the get still has to be ended by who waits for it
+        except BaseException:  # such as a signal's: the get still has to be waited for, to be ended
             threading.Thread(target=get.wait, name="kvstore-get", daemon=True).start()
             raise
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import PutResult
 from kvstore.durability import Durability
@@ -80,25 +80,8 @@ class ArmedPuts:
             self._tag = client.next_tags()
             self._group = Group(client.fabric, self._tag, len(blocks))
             self._start(flag, deadline_ns)
-
-    @classmethod
-    def armed(
-        cls,
-        client: Host,
-        link: Link,
-        blocks: Sequence[Block],
-        durability: Durability,
-        flag: FlagWord | Counter | None,
-        deadline_ns: int,
-        watch: Watch | None,
-        span: PutSpan | None,
-        heads: Heads,
-    ) -> Self:
-        """Arm, and tell who watches."""
-        puts = cls(client, link, blocks, durability, flag, deadline_ns, watch, span, heads)
         if watch is not None:
-            watch.armed(blocks, puts)
-        return puts
+            watch.armed(blocks, self)
 
     def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
         sender, heads = self._link.sender, self._heads

@@ -73,7 +73,7 @@ class Reservation:
         """Queue the puts: each goes out when `flag` reaches its block's threshold, without one at once."""
         self._spend()
         try:
-            puts = _LeasedPuts(
+            return _LeasedPuts(
                 self._client,
                 self._link,
                 self._blocks,
@@ -89,9 +89,6 @@ class Reservation:
             if self._span is not None:
                 self._span.failed(error)
             raise
-        if self._watch is not None:
-            self._watch.armed(self._blocks, puts)
-        return puts
 
     def give_back(self) -> None:
         """Return the leases: nothing will be put. When this returns, the slots are free again."""

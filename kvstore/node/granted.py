@@ -39,7 +39,7 @@ from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
 from nic_offload.receiver import Receiver, Room
-from nic_offload.sender import HEAD_PAGE_BYTES, Area
+from nic_offload.sender import HEAD_PAGE_BYTES, METADATA_BYTES_MAX, Area
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ __all__ = ["Granted", "Landed", "PutArea"]
 
 log = logging.getLogger(__name__)
 
-_HEAD_BYTES: Final = 128
 _RETRY_S: Final = 0.001
 _GATHERED_PAGES_MAX: Final = 65  # of a block: larger ones keep a drive at work by themselves
 _WRITTEN: Final = Durability.WRITTEN
@@ -164,8 +163,8 @@ class Granted:
             return None
         if layout.total_bytes > self._slots.left(connection.tenant):
             return None
-        self._slots.take(connection.tenant, layout.total_bytes)
         area = self._areas[connection.number] = PutArea(connection, self._memory)
+        self._slots.take(connection.tenant, layout.total_bytes)
         return area
 
     def close(self, connection: Connection) -> None:
@@ -323,7 +322,7 @@ class Granted:
             area.unheard.append(landed)
             leases.append(lease)
             if one.metadata_bytes:
-                end = one.address + HEAD_PAGE_BYTES - _HEAD_BYTES
+                end = one.address + METADATA_BYTES_MAX
                 data = ctypes.string_at(end - one.metadata_bytes, one.metadata_bytes)
                 told.setdefault(data, []).append(lease)
         node.counters.leased += len(came)

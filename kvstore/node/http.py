@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import ipaddress
 import logging
@@ -338,7 +337,7 @@ def _metadata(headers: Mapping[str, str]) -> list[tuple[str, str]]:
         return [("authorization", authorization)] if authorization else []
     try:
         _, _, token = base64.b64decode(said.strip(), validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, not ASCII, or not UTF-8 inside
         raise _Bad(400, "The header Authorization can't be read.") from None
     return [("authorization", f"Bearer {token}")]
 

@@ -151,6 +151,7 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
     "http": (
         b"GET /metrics?after=ab&x=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Basic YTpi",
         b"HEAD / HTTP/1.0\r\nAuthorization: Bearer x",
+        b"GET / HTTP/1.1\r\nAuthorization: Basic \x80",  # not ASCII: once an error of our own
     ),
     "tenants": (
         b'[a]\ntokens_sha256 = ["' + b"0" * 64 + b'"]\nrequests_per_s = 5\nbytes = 1\nobserver = true\n',
