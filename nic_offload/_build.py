@@ -39,6 +39,7 @@ _PARTS = (
     "nic",
     "nic_hand",
     "receiver",
+    "names",
     "rest",
     "sender",
     "shelf",

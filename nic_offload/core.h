@@ -355,6 +355,8 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
+/* Names, owner and key of each, under which something is stored from now on, or nothing. */
+void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
 int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id); /* -ENOENT: it is not known any more; -EEXIST */
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* from the beginning it leaves all calls to the application */
@@ -436,7 +438,10 @@ struct tk_came {
 	uint64_t address;
 	uint64_t ack_generation, expires_unix_ms, landed_ns;
 	uint32_t ack_word, room, length, crc32c, metadata_bytes;
-	uint8_t durability, listed, zeros[2];
+	uint8_t durability, listed;
+	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and who wants to hear no
+			      more than that it landed has heard nothing yet */
+	uint8_t zero;
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };

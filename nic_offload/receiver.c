@@ -8,8 +8,9 @@
  *
  * What always holds: nothing that the peer writes into a slot after its flag counts, because nothing there is read twice;
  * a block is on the shelf before its peer hears of it, and only if its bytes have the checksum that its head says, if it
- * says one; a room holds one block; what is no put ends all: nothing more is taken from that peer. Without a room
- * a put waits where it is, and its peer with it.
+ * says one; one under whose name something may be stored is not listed, and is answered by the application, which knows
+ * those bytes; a room holds one block; what is no put ends all: nothing more is taken from that peer. Without a room a put
+ * waits where it is, and its peer with it.
  *
  * Whether a block may stay is for the application to decide, which is told of each by `tk_receiver_take`.
  */
@@ -33,7 +34,7 @@
 /* A put that is being read. */
 struct reading {
 	int is_open;
-	int is_whole; /* it has been read, and its peer is to be told `code` */
+	int is_whole; /* it has been read, and its peer is to be told `code`, if that is any */
 	uint32_t slot, code, copied;
 	struct tk_room room;
 	struct tk_put_head head;
@@ -224,7 +225,7 @@ static void tell(struct tk_receiver *receiver)
 static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 {
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
-	if (came->durability > receiver->setup.landed_code)
+	if (came->durability > receiver->setup.landed_code || came->is_stored)
 		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
 	if (at_ns <= now_ns || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
 		tell(receiver);
@@ -353,7 +354,8 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 	}
 }
 
-/* Lists it, unless another block has the name or its life is counted. Returns what its peer is to hear. */
+/* Lists it, unless another block has the name, or may have it, or its life is counted. Returns what its peer is to hear;
+ * 0: nothing yet. */
 static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
@@ -371,10 +373,15 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	const struct shelved *there = shelf_find(shelf, block.owner, block.key);
 	int is_other = there && (there->block.length != block.length || there->block.crc32c != block.crc32c ||
 				 memcmp(there->block.fingerprint, block.fingerprint, sizeof block.fingerprint));
-	came->listed = !there && !came->expires_unix_ms && !shelf_list(shelf, &block);
+	const uint8_t *name = (const uint8_t *)&block; /* which begins with owner and key */
+	came->is_stored = !there && names_have(&shelf->stored, name);
+	came->listed = !there && !came->is_stored && !came->expires_unix_ms && !shelf_list(shelf, &block);
+	if (!there && !came->listed) /* the next of this name is to find it */
+		names_change(&shelf->stored, name, 1, 1);
 	pthread_mutex_unlock(&shelf->lock);
-	/* Who wants more than that it is here hears the rest from the application. */
-	return is_other && came->durability == setup->landed_code ? setup->taken_code : setup->landed_code;
+	if (came->durability > setup->landed_code)
+		return setup->landed_code; /* it hears the rest from the application */
+	return is_other ? setup->taken_code : came->is_stored ? 0 : setup->landed_code;
 }
 
 /* Who is told `landed` and no more could not be told afterwards that it was too late. */
@@ -423,7 +430,7 @@ static int settle(struct tk_receiver *receiver)
 		return status; /* once more in the next round */
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
-	if (reading->code == receiver->setup.landed_code) {
+	if (!reading->code || reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came; /* nobody else adds to them */
 		tell_of(receiver, &came);
 	} else {
@@ -439,21 +446,28 @@ static int settle(struct tk_receiver *receiver)
 	return 0;
 }
 
-/* Tells the peer, which may use the slot again. A peer that is gone, or gave a word that is none, hears nothing. */
-static int answer(struct tk_receiver *receiver)
+/* Tells the peer. One that is gone, or gave a word that is none, hears nothing. */
+static int tell_peer(struct tk_receiver *receiver)
 {
-	struct reading *reading = &receiver->reading;
-	const struct tk_put_head *head = &reading->head;
-	receiver->generations[reading->slot] = receiver->due[reading->slot] = head->generation + 1;
-	uint64_t word = head->ack_generation << ACK_CODE_BITS | reading->code;
+	const struct tk_put_head *head = &receiver->reading.head;
+	uint64_t word = head->ack_generation << ACK_CODE_BITS | receiver->reading.code;
 	uint64_t target = receiver->setup.ack_base + (uint64_t)head->ack_word * 8;
 	int status = post_word(receiver->fabric, receiver->endpoint, word, receiver->setup.peer, target,
 			       receiver->setup.ack_key);
-	if (status == -FI_EAGAIN)
+	if (status != -FI_EAGAIN)
+		receiver->fabric->statistics.acks_sent++;
+	return status != -FI_EAGAIN;
+}
+
+/* Is done with the slot, which is the peer's again when that has a word, now or from the application. */
+static int answer(struct tk_receiver *receiver)
+{
+	struct reading *reading = &receiver->reading;
+	receiver->generations[reading->slot] = receiver->due[reading->slot] = reading->head.generation + 1;
+	if (reading->code && !tell_peer(receiver))
 		return 0;
 	reading->is_open = 0;
 	receiver->fabric->statistics.landed++;
-	receiver->fabric->statistics.acks_sent++;
 	return 1;
 }
 

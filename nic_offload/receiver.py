@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
-_CAME = struct.Struct("=5Q5IBB2x32s16s")
+_CAME = struct.Struct("=5Q5IBBBx32s16s")
 _STATE = struct.Struct("=6Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
@@ -55,6 +55,7 @@ class Came(NamedTuple):
     metadata_bytes: int  # which lie before the room's second page, and the head behind them
     durability: int
     listed: int
+    is_stored: int  # or may be: not listed, and a client that wants to hear `landed` has not heard it
     key: bytes
     fingerprint: bytes
 

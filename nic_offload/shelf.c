@@ -203,6 +203,11 @@ int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
 	return status;
 }
 
+void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored)
+{
+	names_change(&shelf->stored, names, count, are_stored);
+}
+
 int tk_shelf_count(struct tk_shelf *shelf)
 {
 	pthread_mutex_lock(&shelf->lock);
@@ -227,6 +232,7 @@ static void free_shelf(struct tk_shelf *shelf)
 		free(served);
 	}
 	pthread_mutex_destroy(&shelf->lock);
+	names_free(&shelf->stored);
 	free(shelf->named);
 	free(shelf->known);
 	free(shelf->call);
@@ -253,6 +259,7 @@ int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_
 	if (!shelf)
 		return -ENOMEM;
 	pthread_mutex_init(&shelf->lock, NULL);
+	int status_of_names = names_init(&shelf->stored);
 	shelf->fabric = fabric;
 	shelf->region = region;
 	shelf->chains = CHAINS_MIN;
@@ -260,7 +267,7 @@ int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_
 	shelf->known = calloc(CHAINS_MIN, sizeof(void *));
 	shelf->call = malloc(TK_CALL_BYTES);
 	shelf->found = calloc(TK_CALL_BLOCKS, sizeof(void *));
-	if (!shelf->named || !shelf->known || !shelf->call || !shelf->found ||
+	if (status_of_names || !shelf->named || !shelf->known || !shelf->call || !shelf->found ||
 	    getrandom(shelf->secret, sizeof shelf->secret, 0) != sizeof shelf->secret) {
 		free_shelf(shelf);
 		return -ENOMEM;

@@ -5,6 +5,7 @@
 #define TRIGGERKV_SHELF_H
 
 #include "fabric.h"
+#include "names.h"
 
 /* A block on the shelf. It is found by name while it is listed, and by id until nobody sends it any more. */
 struct shelved {
@@ -35,6 +36,7 @@ struct tk_shelf {
 	struct tk_shelf *next;
 	struct tk_region *region;
 	uint64_t secret[2];
+	struct names stored; /* or on their way there from here */
 	uint8_t *call;		/* the progress thread's copy of the one that it reads */
 	struct shelved **found; /* its blocks */
 

@@ -30,6 +30,7 @@ _SERVED = struct.Struct("=4Q5I4x")
 assert _SHELVED.size == ffi.sizeof("struct tk_shelved")
 assert _SERVED.size == ffi.sizeof("struct tk_served")
 _SERVED_BYTES = 1 << 20
+_NAME_BYTES = 48
 
 
 class Shelved(NamedTuple):
@@ -91,6 +92,14 @@ class Shelf:
     def rename(self, block_id: int, new_id: int) -> bool:
         """Know a block by another id from now on; False if it is not known, or another one has that."""
         return not self._fabric.closed and not lib.tk_shelf_rename(self.handle, block_id, new_id)
+
+    def stored(self, names: bytes, *, are_stored: bool) -> None:
+        """Note names, owner and key of each, under which something is stored now, or nothing.
+
+        What comes under a name that is stored is not listed, nor acknowledged before its bytes were compared.
+        """
+        if not self._fabric.closed:
+            lib.tk_shelf_stored(self.handle, names, len(names) // _NAME_BYTES, are_stored)
 
     def open_desk(
         self,

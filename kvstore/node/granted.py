@@ -73,7 +73,7 @@ assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 class Landed:
     """A block that has landed and is not known to the store yet."""
 
-    __slots__ = ("area", "came", "connection", "is_gone", "lease", "name", "piece")
+    __slots__ = ("area", "came", "connection", "is_awaited", "is_gone", "lease", "name", "piece")
 
     def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
         self.area = area  # which holds the piece's memory
@@ -83,6 +83,8 @@ class Landed:
         self.lease = lease
         self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
         self.is_gone = False  # nobody is to read it any more
+        # Whether its client has not heard all that it asked for.
+        self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
 
 
 class PutArea:
@@ -404,14 +406,17 @@ class Granted:
             node.traces.saw(Step.KEPT, leases, durability.name.lower())
 
     def _code(self, one: Landed, done: PutDone) -> AckCode | None:
-        lease, connection = one.lease, one.connection
-        if done.error is None:
-            return _ACKS[+done.durability] if lease.durability > Durability.LANDED else None
-        self._note_failure(lease, connection, done.error)
-        return None if lease.durability is Durability.LANDED else code_of_error(done.error)
+        """What its client is to hear now; None if it has heard all that it asked for."""
+        if done.error is not None:
+            self._note_failure(one, done.error)
+            return code_of_error(done.error) if one.is_awaited else None
+        if one.lease.durability is Durability.LANDED:
+            return AckCode.LANDED if one.is_awaited else None
+        return _ACKS[+done.durability]
 
-    def _note_failure(self, lease: Lease, connection: Connection, error: StorageError) -> None:
-        if lease.durability is Durability.LANDED:
+    def _note_failure(self, one: Landed, error: StorageError) -> None:
+        lease, connection = one.lease, one.connection
+        if not one.is_awaited:
             self._node.counters.lost(error)
             log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
             return
@@ -424,6 +429,7 @@ class Granted:
         memory, pages = self._memory, self._memory.pages
         entries = self._node.store.lookup([one.name for one in landed])
         hot: list[tuple[bytes, bytes, Entry | None]] = []
+        gone: list[Name] = []
         for one, entry in zip(landed, entries, strict=True):
             came, piece = one.came, one.piece
             if self._landed.get(one.name) is one:
@@ -435,7 +441,10 @@ class Granted:
                 pages.retire(piece, came.id)
             pages.release(piece)
             memory.shares.release(one.area, piece.pages * PAGE_BYTES)
+            if entry is None and one.name not in self._landed:
+                gone.append(one.name)
         memory.shelve(hot)
+        memory.gone(gone)
         self._node.note_freed()
         self.feed_hungry()
         if self._node.fetches.waiting:  # the memory was held against them
@@ -458,7 +467,7 @@ class Granted:
     def find(self, item: GetItem, now_ms: int) -> Landed | None:
         """The block of this name that has landed and is not stored yet, as far as it is the one that is meant."""
         one = self._landed.get((item.tenant, item.key))
-        if one is None or one.is_gone:
+        if one is None or one.is_gone or one.came.is_stored:  # which the store is to compare first
             return None
         came = one.came
         is_over = 0 < came.expires_unix_ms <= now_ms

@@ -286,11 +286,23 @@ class HotMemory:
                 kept.append((*name, entry))
         self.shelve(kept)
 
-    def changed(self, names: Sequence[Name], lookup: Lookup) -> None:
+    def changed(self, names: Sequence[Name], lookup: Lookup, *, are_new: bool) -> None:
         """The index names something else under these, or nothing: nobody is sent what it named, nor is that kept."""
+        if are_new:  # before they are unlisted: what comes meanwhile is to find the one or the other
+            self.stored(names)
         for tenant, key in names:
             self.shelf.unlist(tenant, key)
         self.pages.drop_dead(names, lookup)
+        if not are_new:
+            self.gone([name for name, entry in zip(names, lookup(names), strict=True) if entry is None])
+
+    def stored(self, names: Iterable[Name]) -> None:
+        """Something is stored under these names: what comes under them is compared with that."""
+        self.shelf.stored(b"".join(map(b"".join, names)), are_stored=True)
+
+    def gone(self, names: Iterable[Name]) -> None:
+        """Nothing is stored under these names any more."""
+        self.shelf.stored(b"".join(map(b"".join, names)), are_stored=False)
 
     def close(self) -> None:
         """Give the memory back; the fabric is closed already."""

@@ -131,6 +131,8 @@ class Node:
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
+        for names in store.names():
+            self.hot.shelf.stored(names, are_stored=True)
         self.granted = Granted(self, tenants_known)
         self.fetches = Fetches(
             fabric,
@@ -162,7 +164,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.changed(names, self.store.lookup)
+        self.hot.changed(names, self.store.lookup, are_new=reason is None)
         for listener in self.block_listeners:
             listener(names, reason)
 

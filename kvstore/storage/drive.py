@@ -58,7 +58,7 @@ from nic_offload.checksum import crc32c_at
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -329,6 +329,10 @@ class Drive(Handle):
     def missing(self, tenant: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Give those of these keys that are not stored here, in their order."""
         return self._index.missing(tenant, keys, self._clock.wall_ms())
+
+    def names(self) -> Iterator[bytes]:
+        """Give the names of all blocks, many at once: tenant and key, tenant and key."""
+        return self._index.names()
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Tell which block has each generation."""

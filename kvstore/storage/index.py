@@ -313,6 +313,13 @@ class Index:
             for name, value in transaction.cursor(self.blocks):
                 yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(value))
 
+    def names(self) -> Iterator[bytes]:
+        """Give the names of all blocks, many at once: tenant and key, tenant and key."""
+        with self.reading() as transaction:
+            keys = transaction.cursor(self.blocks).iternext(values=False)
+            while part := b"".join(islice(keys, _LIVES_AT_ONCE)):
+                yield part
+
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
         """Give generation, name, offset and length of all blocks, in the order of generations."""
         with self.reading() as transaction:

@@ -49,7 +49,7 @@ from kvstore.storage.renewals import lives_as_long
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -207,6 +207,11 @@ class Store(Handle):
             if missing:
                 return first + next(at for at, key in enumerate(step) if key in missing)
         return len(keys)
+
+    def names(self) -> Iterator[bytes]:
+        """Give the names of all blocks, many at once: tenant and key, tenant and key."""
+        for drive in self.drives:
+            yield from drive.names()
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Tell which block has each generation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from kvstore.client import Block, Client
 from kvstore.client.block_calls import Stored
 from kvstore.client.blocks import Hit
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, KeyTaken, KvError, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -37,6 +38,10 @@ LANDED = Durability.LANDED
 def node(tmp_path: Path) -> Iterator[NodeInProcess]:
     with NodeInProcess(tmp_path / "node") as node:
         yield node
+
+
+def full(*_: object) -> None:
+    raise Overloaded("The drive has as many puts to do as it accepts.")
 
 
 def is_settled(node: NodeInProcess) -> bool:
@@ -215,9 +220,6 @@ def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> 
 def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
     node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise Overloaded("The drive has as many puts to do as it accepts.")
-
     with monkeypatch.context() as patched:
         patched.setattr(node.node.store, "put", full)
         kept, gone = rig.block(0, LENGTH), rig.block(1, LENGTH)
@@ -249,3 +251,76 @@ def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_c
             [rig.block(length % 983, length // 2 + 1, offset=0), rig.block(length % 977, MIB, offset=0)]
         )
         assert (first.error, second.error) == (None, None)
+
+
+def forget_hot(inside: Node) -> None:
+    """Leave the blocks to the drive alone."""
+    pages = inside.hot.pages
+    for generation in [*pages._probation, *pages._protected]:
+        piece = pages.peek(generation)
+        assert piece is not None
+        pages.forget(piece)
+
+
+def lost(node: NodeInProcess) -> int:
+    return int(node.call(lambda inside: inside.counters.landed_taken + inside.counters.landed_failed))
+
+
+@pytest.mark.parametrize("is_new_life", [False, True])
+def test_other_bytes_under_a_key_that_only_the_drive_has_are_refused(
+    tmp_path: Path, *, is_new_life: bool
+) -> None:
+    """`landed` is said before the drive is asked, so the node has to know what names are there."""
+    with ExitStack() as stack:
+        node = stack.enter_context(NodeInProcess(tmp_path / "node"))
+        rig = Rig(node)
+        blocks = [rig.block(number, LENGTH) for number in range(40)]
+        assert all(one.error is None for one in rig.client.put(blocks))
+        if is_new_life:
+            rig.client.close()
+            stack.pop_all().close()
+            node = stack.enter_context(NodeInProcess(tmp_path / "node"))
+            old, rig = rig, Rig(node)
+            rig.name, rig.source[:] = old.name, old.source[:]
+        stack.callback(rig.close)
+        wait_until(lambda: is_settled(node), "it is on the drive")
+        node.call(forget_hot)
+        blocks = [rig.block(number, LENGTH) for number in range(40)]
+        others = [rig.block(number, LENGTH, offset=MIB // 2) for number in range(20)]
+        results = rig.client.put([*others, *blocks[20:]], durability=LANDED)
+        assert all(isinstance(one.error, KeyTaken) for one in results[:20])
+        assert [(one.error, one.durability) for one in results[20:]] == [(None, LANDED)] * 20
+        assert rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S) == [
+            Hit(block.key) for block in blocks
+        ]
+        assert all(map(rig.is_exact, blocks[-16:]))
+        assert lost(node) == 0
+        rig.client.delete([block.key for block in blocks])
+        assert all(one.error is None for one in rig.client.put(others, durability=LANDED))
+
+
+def test_other_bytes_under_a_key_that_is_to_expire_are_refused(node: NodeInProcess, rig: Rig) -> None:
+    soon_ms = int(time.time() * 1000) + 60_000
+    for number in range(30):
+        block, other = rig.block(number, LENGTH), rig.block(number, LENGTH, offset=MIB // 2)
+        first = rig.client.arm([block], durability=LANDED, expires_unix_ms=soon_ms)
+        assert first.wait(WAIT_S)[0].error is None
+        second = rig.client.arm([other], durability=LANDED, expires_unix_ms=soon_ms)
+        assert isinstance(second.wait(WAIT_S)[0].error, KeyTaken), number
+    assert lost(node) == 0
+
+
+def test_a_name_is_free_again_when_its_block_is_gone(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is there to be compared with, so `landed` is said without the drive."""
+    block = rig.block(0, LENGTH)
+    for _ in range(3):
+        assert rig.client.put([block])[0].error is None
+        rig.client.delete([block.key])
+        wait_until(lambda: is_settled(node), "nothing is under way")
+        with monkeypatch.context() as patched:
+            patched.setattr(node.node.store, "put", full)
+            assert rig.client.arm([block], durability=LANDED).wait(WAIT_S)[0].error is None
+            assert rig.client.get([rig.wanted(block)]) == [Hit(block.key)]
+        rig.client.delete([block.key])

@@ -461,3 +461,32 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: Rig) -> None:
     assert not net.shelf.rename(net.came[0].id, 6)
     assert net.shelf.take(5)
     assert len(net.shelf) == 0
+
+
+def test_what_comes_under_a_name_that_is_stored_is_the_applications_to_answer(net: Rig) -> None:
+    """It knows the bytes that are there. Who waits for more than `landed` hears that all the same."""
+    net.feed(6, pages=3)
+    net.shelf.stored(OWNER + key_of(1) + OWNER + key_of(2), are_stored=True)
+    _, unanswered = net.put([1])
+    assert net.put([1], durability=WRITTEN)[1].wait_landed(WAIT_S)
+    assert net.codes(net.put([3])[1], 1) == [LANDED]
+    net.shelf.stored(OWNER + key_of(2), are_stored=False)
+    assert net.codes(net.put([2])[1], 1) == [LANDED]
+    net.wait_came(4)
+    told = {(came.key, came.durability): (came.is_stored, came.listed) for came in net.came}
+    assert told == {
+        (key_of(1), LANDED): (1, 0),
+        (key_of(1), WRITTEN): (1, 0),
+        (key_of(3), LANDED): (0, 1),
+        (key_of(2), LANDED): (0, 1),
+    }
+    assert unanswered.open_rows == 1, "it has heard nothing"
+
+
+def test_a_block_that_is_not_listed_is_stored_for_the_next_of_its_name(net: Rig) -> None:
+    net.feed(3, pages=3)
+    soon_ms = int(time.time() * 1000) + 60_000
+    assert net.codes(net.put([1], expires_unix_ms=soon_ms)[1], 1) == [LANDED]
+    net.put([1], 4999)
+    net.wait_came(2)
+    assert [came.is_stored for came in net.came] == [0, 1]

@@ -236,9 +236,9 @@ def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(node: NodeInPr
         (entry,) = inside.store.lookup([name])
         assert entry is not None
         newer = entry._replace(generation=generation + 1)
-        inside.hot.changed([name], lambda names: [entry for _ in names])
+        inside.hot.changed([name], lambda names: [entry for _ in names], are_new=False)
         assert inside.hot.pages.statistics().kept == 1, "the index names it still"
-        inside.hot.changed([name], lambda names: [newer for _ in names])
+        inside.hot.changed([name], lambda names: [newer for _ in names], are_new=True)
 
     node.call(replace)
     assert hot(node).kept == 0

@@ -1,0 +1,31 @@
+/*
+ * Names that are stored, for who has to know whether there may be a block under one. Any thread.
+ */
+#ifndef TRIGGERKV_NAMES_H
+#define TRIGGERKV_NAMES_H
+
+#include "core.h"
+
+#include <pthread.h>
+
+#define NAME_BYTES (TK_OWNER_BYTES + TK_KEY_BYTES)
+#define NAMES_PARTS 256
+
+struct names_part {
+	uint64_t *hashes; /* 0: none */
+	uint32_t slots, used;
+};
+
+struct names {
+	uint64_t secret[2];
+	pthread_mutex_t lock; /* for all that follows */
+	struct names_part parts[NAMES_PARTS];
+	int is_blind; /* there was no memory for one: any may be stored */
+};
+
+int names_init(struct names *names);
+void names_free(struct names *names);
+int names_have(struct names *names, const uint8_t *name);
+void names_change(struct names *names, const uint8_t *all, size_t count, int are_stored);
+
+#endif
