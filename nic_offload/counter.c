@@ -66,8 +66,7 @@ void activate(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	if (counter->listed)
 		return;
-	if (grow((void **)&fabric->active, &fabric->active_capacity, fabric->active_count, sizeof *fabric->active))
-		abort(); /* as for reports: what waits for it could never be told the truth */
+	grow_surely((void **)&fabric->active, &fabric->active_capacity, fabric->active_count, sizeof *fabric->active);
 	fabric->active[fabric->active_count++] = counter;
 	counter->listed = 1;
 }

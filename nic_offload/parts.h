@@ -11,6 +11,9 @@ void queue_push(struct queue *queue, struct work *work);
 struct work *queue_pop(struct queue *queue);
 void queue_remove(struct queue *queue, struct work *work);
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
+/* For what can't be refused any more. Without memory the thread stands still until there is some: callers hear in their
+ * time that it is stuck, and nothing is lost. */
+void grow_surely(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
 void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns);
 void publish(struct tk_fabric *fabric);
 void publish_soon(struct tk_fabric *fabric);

@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define EVENTS_A_BATCH 64
@@ -63,14 +64,23 @@ int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
 	return 0;
 }
 
+static void nap(void)
+{
+	struct timespec a_while = {.tv_nsec = 1000000};
+	nanosleep(&a_while, NULL);
+}
+
+void grow_surely(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
+{
+	while (grow(items, capacity, count, item_bytes))
+		nap();
+}
+
 void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status,
 		   uint64_t time_ns)
 {
-	/* Outstanding work is bounded, and so is this. Without memory for a report nobody could be told the
-	 * truth any more, and the process had better end. */
-	if (grow((void **)&fabric->pending, &fabric->pending_capacity, fabric->pending_count,
-		 sizeof *fabric->pending))
-		abort();
+	grow_surely((void **)&fabric->pending, &fabric->pending_capacity, fabric->pending_count,
+		    sizeof *fabric->pending);
 	fabric->pending[fabric->pending_count++] =
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
@@ -88,25 +98,34 @@ static void show_statistics(struct tk_fabric *fabric)
 		__atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
 }
 
+/* For all that is to be published. Under the lock of events. */
+static int make_room(struct tk_fabric *fabric)
+{
+	int status = 0;
+	if (fabric->events_first)
+		memmove(fabric->events, fabric->events + fabric->events_first,
+			fabric->events_count * sizeof *fabric->events);
+	fabric->events_first = 0;
+	while (!status && fabric->events_capacity < fabric->events_count + fabric->pending_count)
+		status = grow((void **)&fabric->events, &fabric->events_capacity, fabric->events_capacity,
+			      sizeof *fabric->events);
+	return status;
+}
+
 void publish(struct tk_fabric *fabric)
 {
 	show_statistics(fabric);
 	if (!fabric->pending_count)
 		return;
 	pthread_mutex_lock(&fabric->event_lock);
-	if (fabric->events_first) {
-		memmove(fabric->events, fabric->events + fabric->events_first,
-			fabric->events_count * sizeof *fabric->events);
-		fabric->events_first = 0;
+	while (make_room(fabric)) { /* not under the lock: who takes events may have what makes room */
+		pthread_mutex_unlock(&fabric->event_lock);
+		nap();
+		pthread_mutex_lock(&fabric->event_lock);
 	}
-	uint32_t wanted = fabric->events_count + fabric->pending_count;
-	while (fabric->events_capacity < wanted)
-		if (grow((void **)&fabric->events, &fabric->events_capacity, fabric->events_capacity,
-			 sizeof *fabric->events))
-			abort();
 	memcpy(fabric->events + fabric->events_count, fabric->pending,
 	       fabric->pending_count * sizeof *fabric->pending);
-	__atomic_store_n(&fabric->events_count, wanted, __ATOMIC_RELAXED);
+	__atomic_store_n(&fabric->events_count, fabric->events_count + fabric->pending_count, __ATOMIC_RELAXED);
 	fabric->pending_count = 0;
 	if (!fabric->signalled) {
 		uint64_t one = 1;
