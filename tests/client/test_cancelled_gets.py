@@ -198,8 +198,10 @@ def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_t
     over_rpc(rig.client)
     link, go_on = link_of(rig.client), threading.Event()
     free = len(link._free_words)
+    meanwhile: list[int] = []
 
     def refused_late(*_: Any) -> Overloaded:
+        meanwhile.append(len(link._free_words))
         time.sleep(2 * SHORT_S)
         return Overloaded("Refused.")
 
@@ -207,10 +209,10 @@ def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_t
     standing = threading.Thread(target=lambda: node.call(lambda _: go_on.wait(WAIT_S)))
     standing.start()
     get = rig.client.getting([rig.wanted(block)], timeout_s=SHORT_S)
-    assert len(link._free_words) == free - 1
     go_on.set()
     standing.join(WAIT_S)
     assert is_away(get.wait()[0])
+    assert meanwhile == [free - 1]
     assert rig.client._link is link
     assert len(link._free_words) == free
 

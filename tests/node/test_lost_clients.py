@@ -113,6 +113,7 @@ def another_host() -> Iterator[tuple[str, str, str]]:
         run(f"ip netns del {name}")
 
 
+@pytest.mark.timed
 def test_a_client_whose_host_vanished_loses_its_slots_too(tmp_path: Path) -> None:
     """Its packets are dropped, both ways: no end of the TCP connection is ever told."""
     with (
