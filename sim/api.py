@@ -29,7 +29,8 @@ from sim.replay.cluster import PATHS, Cluster, read_cluster
 from sim.replay.least_cost import WAYS, Plan, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand
 from sim.replay.report import as_document
-from sim.replay.simulate import Result, Terms, simulate
+from sim.replay.run import Terms
+from sim.replay.simulate import Result, simulate
 from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, Request, chats, read_trace
 from sim.units import OutOfRange
