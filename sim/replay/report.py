@@ -207,112 +207,123 @@ def _busiest(results: Sequence[Result]) -> str:
     return max(found)[1]
 
 
-def plots(results: Sequence[Result]) -> str:
-    """Six panels: the times to the first token, where they go, what is busy, and the backlog."""
+def plots(results: Sequence[Result]) -> list[str]:
+    """The times to the first token, where they go, what is busy, and the backlog: a picture each."""
     busiest = _busiest(results)
     groups = list(dict.fromkeys(name for result in results for name in result.usage))
     nothing = float("nan")
     storing = [result for result in results if result.path != "recompute"]
-    return figure(
-        [
-            Chart(
-                "Time to the first token",
-                "seconds (logarithmic)",
-                "% of requests within it",
-                [
-                    Series(
-                        NAMES[result.path],
-                        np.quantile(result.ttft_s, _QUANTILES).tolist(),
-                        (100 * _QUANTILES).tolist(),
-                        colour=_COLOUR[result.path],
-                        dashed=result.path == "recompute",
-                    )
-                    for result in results
-                ],
-                x_log=True,
-                x_format=seconds_label,
-                y_format=lambda v: f"{v:g} %",
-                y_from_zero=True,
-            ),
-            Bars(
-                "Where the mean time to the first token goes",
-                "seconds",
-                ["waiting for a fetch", "waiting for the engine", "prefill"],
-                [
-                    (
-                        NAMES[result.path],
-                        [
-                            float(result.fetch_s.mean()),
-                            float(result.queued_s.mean()),
-                            float((result.ttft_s - result.fetch_s - result.queued_s).mean()),
-                        ],
-                    )
-                    for result in results
-                ],
-                x_format=seconds_label,
-                colours=[_COLOUR[result.path] for result in results],
-            ),
-            Bars(
-                "How busy each part is, mean over the run",
-                "% of its time",
-                groups,
-                [
-                    (NAMES[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
-                    for result in results
-                ],
-                x_format=lambda v: f"{v:.3g} %",
-                colours=[_COLOUR[result.path] for result in results],
-            ),
-            Chart(
-                f"Busy over time: {busiest}",
-                "time since the first request",
-                "% busy",
-                _over_time(storing, busiest),
-                x_format=seconds_label,
-                y_format=lambda v: f"{v:g} %",
-                y_from_zero=True,
-            ),
-            Chart(
-                "Busy over time: prefill",
-                "time since the first request",
-                "% busy",
-                _over_time(results, "prefill"),
-                x_format=seconds_label,
-                y_format=lambda v: f"{v:g} %",
-                y_from_zero=True,
-            ),
-            Chart(
-                "Put backlog: made, and not on a drive yet",
-                "time since the first request",
-                "most bytes in each stretch",
-                [
-                    Series(
-                        NAMES[result.path],
-                        ((np.arange(len(result.backlog_bytes)) + 0.5) * result.bin_s).tolist(),
-                        result.backlog_bytes.tolist(),
-                        colour=_COLOUR[result.path],
-                    )
-                    for result in storing
-                ],
-                x_format=seconds_label,
-                y_format=bytes_label,
-                y_from_zero=True,
-            ),
-        ],
-        columns=2,
-    )
+    panels: list[Chart | Bars] = [
+        Chart(
+            "Time to the first token",
+            "seconds (logarithmic)",
+            "% of requests within it",
+            [
+                Series(
+                    NAMES[result.path],
+                    np.quantile(result.ttft_s, _QUANTILES).tolist(),
+                    (100 * _QUANTILES).tolist(),
+                    colour=_COLOUR[result.path],
+                    dashed=result.path == "recompute",
+                )
+                for result in results
+            ],
+            x_log=True,
+            x_format=seconds_label,
+            y_format=lambda v: f"{v:g} %",
+            y_from_zero=True,
+        ),
+        Bars(
+            "Where the mean time to the first token goes",
+            "seconds",
+            ["waiting for a fetch", "waiting for the engine", "prefill"],
+            [
+                (
+                    NAMES[result.path],
+                    [
+                        float(result.fetch_s.mean()),
+                        float(result.queued_s.mean()),
+                        float((result.ttft_s - result.fetch_s - result.queued_s).mean()),
+                    ],
+                )
+                for result in results
+            ],
+            x_format=seconds_label,
+            colours=[_COLOUR[result.path] for result in results],
+        ),
+        Bars(
+            "How busy each part is, mean over the run",
+            "% of its time",
+            groups,
+            [
+                (NAMES[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
+                for result in results
+            ],
+            x_format=lambda v: f"{v:.3g} %",
+            colours=[_COLOUR[result.path] for result in results],
+        ),
+        Chart(
+            f"Busy over time: {busiest}",
+            "time since the first request",
+            "% busy",
+            _over_time(storing, busiest),
+            x_format=seconds_label,
+            y_format=lambda v: f"{v:g} %",
+            y_from_zero=True,
+        ),
+        Chart(
+            "Busy over time: prefill",
+            "time since the first request",
+            "% busy",
+            _over_time(results, "prefill"),
+            x_format=seconds_label,
+            y_format=lambda v: f"{v:g} %",
+            y_from_zero=True,
+        ),
+        Chart(
+            "Put backlog: made, and not on a drive yet",
+            "time since the first request",
+            "most bytes in each stretch",
+            [
+                Series(
+                    NAMES[result.path],
+                    ((np.arange(len(result.backlog_bytes)) + 0.5) * result.bin_s).tolist(),
+                    result.backlog_bytes.tolist(),
+                    colour=_COLOUR[result.path],
+                )
+                for result in storing
+            ],
+            x_format=seconds_label,
+            y_format=bytes_label,
+            y_from_zero=True,
+        ),
+    ]
+    return [figure([panel]) for panel in panels]
 
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: #222; margin: 2em auto;
-       max-width: 1240px; padding: 0 1em; }
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #222222; --faint: #666666; --rule: #e4e4e4; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181c; --ink: #dddddd; --faint: #a0a0a0; --rule: #363a41; }
+}
+body { font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: var(--ink);
+       background: var(--paper); margin: 2em auto; max-width: 1240px; padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 1.8em; }
-p.about { color: #666; margin-top: .3em; }
+p.about { color: var(--faint); margin-top: .3em; }
+div.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: .5em 1em; }
+div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .15em .9em; border-bottom: 1px solid #e4e4e4; }
+th, td { text-align: right; padding: .15em .9em; border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child { text-align: left; white-space: pre; }
-svg { max-width: 100%; height: auto; }
+svg { width: 100%; height: auto; fill: var(--ink); }
+svg > rect { fill: var(--paper); }
+svg [fill="#666666"] { fill: var(--faint); }
+svg [stroke="#e4e4e4"] { stroke: var(--rule); }
+svg [stroke="#222222"], svg [stroke="#000000"] { stroke: var(--ink); }
 details td { font-family: ui-monospace, monospace; font-size: .9em; }
+@media (max-width: 600px) {
+  body { margin: 1em auto; } th, td { padding: .15em .45em; } th:first-child, td:first-child { white-space: normal; }
+}
 """
 
 
@@ -339,21 +350,27 @@ def page(results: Sequence[Result], title: str, about: str) -> str:
 <body>
 <h1>{escape(title)}</h1>
 <p class="about">{escape(about)}</p>
-{plots(results)}
+<div class="plots">
+{"".join(plots(results))}
+</div>
 <h2>In numbers</h2>
+<div class="wide">
 <table>
 <tr><th></th>{head}</tr>
 {body}
 </table>
+</div>
 <h2>Read this with it</h2>
 <ul>
 {notes}
 </ul>
 <details>
 <summary>The cluster</summary>
+<div class="wide">
 <table>
 {settings}
 </table>
+</div>
 </details>
 </body>
 </html>

@@ -73,7 +73,9 @@ _MESSAGES = (
 )
 _PUT_PARTS_MIN, _OVERLAP_PARTS_MIN = 2, 4  # of the layers, though they make more messages
 _NO_DRIVES = np.zeros(LOTS, dtype=np.int32)
-PUTS, _GETS, TIMERS = 0, 1, 2  # kinds of trains
+PUTS = 0  # kinds of trains
+_GETS = 1
+TIMERS = 2
 EngineName = Literal["whole", "steps"]
 ENGINES: tuple[EngineName, ...] = ("whole", "steps")
 
