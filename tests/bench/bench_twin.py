@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +45,8 @@ _SIZES = (64 * _KIB, 160 * _KIB, 512 * _KIB)
 _COUNTS = (1, 6, 16)
 _CLIENTS = (1, 2, 4)
 _USERS = 12
-_GETS, _PUTS, _WARM = 100, 12, 1  # of a shape in the profile; the first of each client wake what naps
+_GETS, _PUTS = 100, 24  # of a shape in the profile
+_EDGE = 0.05  # of a client's requests, at both ends, that do not count there
 _POINT_GETS, _CHATS_GETS = 480, 480
 _FILLS, _REPLAYS = 5, 9
 _HOT = 512 * _MIB
@@ -110,6 +111,11 @@ def _dealt(requests: Sequence[tuple[int, list[int]]], clients: int) -> list[Requ
 # --- the profile
 
 
+def _lacking(blocks: int) -> int:
+    """How many are missing of a request in the profile that has some."""
+    return max(1, blocks // 4)
+
+
 class _Profiler:
     """Measures the machine a slice at a time; what was measured before counts as well."""
 
@@ -144,44 +150,50 @@ class _Profiler:
     ) -> None:
         for clients in all_clients:
             for size in sizes:
-                for blocks in counts:
-                    self._gets(clients, size, blocks)
-                    if puts:
-                        self._puts(clients, size, blocks)
+                self._gets(clients, size, counts)
+                if puts:
+                    self._puts(clients, size, counts)
 
-    def _gets(self, clients: int, size: int, blocks: int) -> None:
-        """Of what is in memory."""
-        stored = self._sets[size, blocks]
-        asked = [stored[self._rng.randrange(_USERS)] for _ in range(_GETS)]
-        self._note(clients, size, 0, self._memory.run(size, _dealt(asked, clients)))
+    def _gets(self, clients: int, size: int, counts: Sequence[int]) -> None:
+        """Of what is in memory, small and large ones by turns."""
+        stored = [one for blocks in counts for one in self._sets[size, blocks]]
+        asked = [stored[self._rng.randrange(len(stored))] for _ in range(_GETS * len(counts))]
+        self._note(clients, size, self._memory.run(size, _dealt(asked, clients)))
 
-    def _puts(self, clients: int, size: int, blocks: int) -> None:
-        """And gets, of what is not there, and of what is there in part."""
-        fresh = [(user, self._names.fresh(blocks)) for user in range(_PUTS)]
-        self._note(clients, size, blocks, self._writing.run(size, _dealt(fresh, clients)))
-        lacking = max(1, blocks // 4)
-        some = [(user, [*old[lacking - (blocks == 1) :], *self._names.fresh(lacking)]) for user, old in fresh]
-        self._note(clients, size, lacking, self._writing.run(size, _dealt(some, clients)))
+    def _puts(self, clients: int, size: int, counts: Sequence[int]) -> None:
+        """And gets, of what is not there; then of what is there in part."""
+        fresh, some = [], []
+        for blocks in counts:
+            for user in range(_PUTS):
+                old = self._names.fresh(blocks)
+                kept = old[_lacking(blocks) :] if blocks > 1 else old
+                fresh.append((user, old))
+                some.append((user, [*kept, *self._names.fresh(_lacking(blocks))]))
+        self._rng.shuffle(fresh)
+        self._rng.shuffle(some)
+        self._note(clients, size, self._writing.run(size, _dealt([*fresh, *some], clients)))
 
-    def _note(self, clients: int, size: int, lacking: int, parts: Sequence[Sequence[Row]]) -> None:
+    def _note(self, clients: int, size: int, parts: Sequence[Sequence[Row]]) -> None:
         """What each operation took; of what a client does between, all that is neither get nor put.
 
-        A request of which more was lacking, because it had been evicted, is of another shape, and is left out.
+        The first and the last of each client are left out, for the others are not all at it then; and requests of
+        which more was lacking than was meant, because it had been evicted.
         """
 
         def add(kind: str, blocks: int, took_ns: int) -> None:
             self._seen.setdefault((kind, clients), []).append(Seen(blocks, size, max(1, took_ns) / 1e9))
 
         for rows in parts:
-            for row, after in list(zip(rows, [*rows[1:], None], strict=True))[_WARM:]:
-                if row.lacking != lacking:
+            edge = max(1, int(_EDGE * len(rows)))
+            for row, after in list(pairwise(rows))[edge:-edge]:
+                evicted = row.lacking == row.blocks and row.blocks not in _COUNTS
+                if evicted or row.lacking not in {0, _lacking(row.blocks), row.blocks}:
                     continue
                 kind = "all" if not row.lacking else "some" if row.lacking < row.blocks else "none"
                 add(f"get {kind}", row.blocks, row.get_ns)
                 if row.lacking:
                     add("put", row.lacking, row.put_ns)
-                until_ns = after.started_ns if after is not None else row.ended_ns
-                own_ns = until_ns - row.started_ns - row.get_ns - (row.put_ns if row.lacking else 0)
+                own_ns = after.started_ns - row.started_ns - row.get_ns - (row.put_ns if row.lacking else 0)
                 add("own, putting" if row.lacking else "own", row.blocks, own_ns)
 
     def profile(self) -> MachineProfile:

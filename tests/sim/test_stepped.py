@@ -84,6 +84,13 @@ def test_only_so_many_are_on_an_engine_at_a_time() -> None:
     assert result.ttft_s[1] == pytest.approx(0.101 + 50 * 2e-3 + 0.101, rel=1e-2)
 
 
+def test_room_is_free_again_when_an_answer_is_written() -> None:
+    small = replace(STEPS, gpu_memory_bytes=2e9 / 0.9 + 3.5 * 512 * 2000 / 0.9)  # three blocks
+    result = _run(requests((0, 600, 200, [1, 2]), (0, 600, 200, [3, 4]), (0, 600, 200, [5, 6])), small)
+    assert result.ttft_s[0] < result.ttft_s[1] < result.ttft_s[2] < 5
+    assert result.ttft_s.min() > 0
+
+
 def test_what_the_gpus_forgot_is_fetched_from_the_store() -> None:
     small = replace(STEPS, gpu_memory_bytes=2e9 / 0.9 + 3.5 * 512 * 2000 / 0.9)
     work = requests((0, 1024, 0, [1, 2]), (10, 1500, 0, [7, 8, 9]), (20, 1124, 0, [1, 2, 3]))
@@ -259,9 +266,14 @@ def test_a_user_who_is_seen_and_asks_nothing_is_waste() -> None:
     rows = requests((0, 1024, 0, [1, 2]), (3, 1024, 0, [5, 6]), (20, 1100, 0, [1, 2, 3]))
     work = [request._replace(user=user) for request, user in zip(rows, (0, 1, 0), strict=True)]
     small = replace(THINKS, node_memory_bytes=512 * 2000)
-    terms = Terms(always_get=True, prefetch_lead_s=5, prefetch_false_share=3)
-    result = simulate(work, TINY, small, "triggered", terms)
-    assert result.ahead_blocks > result.ahead_used
+
+    def ahead(false_share: float) -> tuple[int, int]:
+        terms = Terms(always_get=True, prefetch_lead_s=5, prefetch_false_share=false_share)
+        result = simulate(work, TINY, small, "triggered", terms)
+        return result.ahead_blocks, result.ahead_used
+
+    assert ahead(0) == (2, 1), "there is room for one block in the node's memory"
+    assert ahead(1)[1] == 0, "and that is the other user's then"
 
 
 def test_prefetch_needs_memory_in_the_nodes() -> None:
