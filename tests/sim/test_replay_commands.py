@@ -80,7 +80,8 @@ def test_the_page_needs_nothing_else(trace: Path, tmp_path: Path, capsys: pytest
     text = path.read_text()
     page = _Page()
     page.feed(text)
-    assert page.tags.count("svg") == 1
+    assert page.tags.count("svg") == 6, "a picture each, so that a phone can stack them"
+    assert "prefers-color-scheme: dark" in text
     assert page.fetched == []
     assert "script" not in page.tags
     assert "@import" not in text
