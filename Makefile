@@ -6,6 +6,7 @@
 #   MUTANTS='name ...'         only planted bugs whose name holds one of these words
 #   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
 #   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
+#   TRIGGERKV_TWIN_ROUNDS=n    how many rounds `make bench-twin` does (3)
 #   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
 #   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts

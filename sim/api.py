@@ -27,9 +27,11 @@ from sim.paper import findings
 from sim.presets import PRESETS, preset
 from sim.replay.cluster import PATHS, Cluster, read_cluster
 from sim.replay.least_cost import WAYS, Plan, best, highest_users, make_plan, trial
+from sim.replay.loss import Losses, Told, lose
 from sim.replay.plan import Demand
 from sim.replay.report import as_document
-from sim.replay.simulate import Result, Terms, simulate
+from sim.replay.run import Terms
+from sim.replay.simulate import Result, simulate
 from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, Request, chats, read_trace
 from sim.units import OutOfRange
@@ -48,6 +50,7 @@ __all__ = [
     "Chats",
     "Cluster",
     "Demand",
+    "Losses",
     "Model",
     "OutOfRange",
     "Plan",
@@ -55,6 +58,7 @@ __all__ = [
     "Result",
     "Setting",
     "Terms",
+    "Told",
     "best",
     "changed",
     "chats",
@@ -62,6 +66,7 @@ __all__ = [
     "curve_rows",
     "findings",
     "highest_users",
+    "lose",
     "make_plan",
     "model",
     "preset",

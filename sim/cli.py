@@ -97,6 +97,18 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--always-get", action="store_true", help="fetch even where computing is faster")
     parser.add_argument("--overlap", action="store_true", help="compute a layer while later ones are fetched")
     parser.add_argument(
+        "--prefetch-lead-s",
+        type=float,
+        default=0.0,
+        help="a user is seen so long before a prompt, and the history read into the node's memory (0: never)",
+    )
+    parser.add_argument(
+        "--prefetch-false-share",
+        type=float,
+        default=0.0,
+        help="users that are seen and ask nothing, for each that does",
+    )
+    parser.add_argument(
         "--block-tokens", type=int, default=512, help="tokens of a block of the trace (%(default)s)"
     )
     parser.add_argument(
@@ -110,6 +122,20 @@ def _replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:
+    _plant(parser)
+    parser.add_argument(
+        "--engine",
+        choices=("whole", "steps"),
+        default="whole",
+        help="whole prompts, one after the other; or steps of chunks and answers, with a prefix cache",
+    )
+    parser.add_argument(
+        "--sweep", metavar="NAME=a,b,c", help="once for each value of an option or a number of the cluster"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw cost against the time to the first token")
+
+
+def _plant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3-70b", help="(default: %(default)s)")
     parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json instead of --model")
     parser.add_argument("--parameters", type=float, help="of the model, with --config")
@@ -119,10 +145,25 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
     parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
-    parser.add_argument(
-        "--sweep", metavar="NAME=a,b,c", help="once for each value of an option or a number of the cluster"
-    )
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw cost against the time to the first token")
+
+
+def _loss(parser: argparse.ArgumentParser) -> None:
+    for name, kind, default, what in (
+        ("requests", int, 1_000_000, "gets in all"),
+        ("users", int, 200_000, "whose KV is stored"),
+        ("history-tokens", int, 8000, "tokens of each"),
+        ("busy", float, 0.5, "of the narrowest part of the nodes, mean share of the time"),
+        ("lose-nodes", int, 1, "nodes that are lost a third into the run"),
+        ("lose-drives", int, 0, "drives that are lost then, each of another node"),
+        ("slow-nodes", int, 0, "nodes that are slow throughout"),
+        ("slow-factor", float, 4.0, "times as long that these take"),
+        ("noticed-s", float, 30.0, "seconds until lost nodes are off the list"),
+        ("deadline-s", float, 1.0, "seconds that a get from a lost node costs until then"),
+        ("seed", int, 1, "the same one gives the same run"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
+    _plant(parser)
+    _forms(parser)
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +255,12 @@ _COMMANDS = {
         "run_plan",
         _plan,
         "the cheapest cluster that keeps a deadline; or do not offload",
+    ),
+    "loss": (
+        "sim.replay.show_loss",
+        "run_loss",
+        _loss,
+        "nodes or drives of a large cluster go, or are slow",
     ),
     "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
     "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),

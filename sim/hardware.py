@@ -76,6 +76,10 @@ def accepted(name: str) -> tuple[str, float, float]:
     """Unit and range that are accepted of a number, by the ending of its name."""
     if name in _COUNTS_MAX:
         return f"a number of {name.partition('_')[0]}", 1, _COUNTS_MAX[name]
+    if name == "prefill_engines":
+        return "a number of engines", 0, _COUNTS_MAX["engines"]
+    if name == "step_tokens":
+        return "a number of tokens", 1, 10**6
     if name == "gpu_mfu":
         return "a share", 0.001, 1
     for ending, unit, low, high in (

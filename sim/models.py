@@ -56,9 +56,13 @@ class Model:
 
     def prefill_flops(self, new_tokens: float, context_tokens: float = 0.0) -> float:
         """Floating-point operations to prefill tokens behind a context, each of which attends to all before it."""
+        return new_tokens * self.token_flops + self.attention_flops(new_tokens, context_tokens)
+
+    def attention_flops(self, new_tokens: float, context_tokens: float = 0.0) -> float:
+        """Of these, the attention."""
         key, value = self.plain_widths or (self.head_dim, self.head_dim)
         pairs = new_tokens * (context_tokens + new_tokens / 2)
-        return new_tokens * self.token_flops + pairs * 2 * self.layers * self.heads * (key + value)
+        return pairs * 2 * self.layers * self.heads * (key + value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from sim.units import OutOfRange
@@ -66,9 +67,13 @@ def save_plot(parameter: str, path: Path, svg: str) -> str:
     return save(parameter, path, svg)
 
 
-def bar(what: str) -> Callable[[float], None]:
-    """Give what has to be told of the progress, from 0 to 1; at 1 the bar is wiped."""
+def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[float], None]:
+    """Give what has to be told of the progress, from 0 to 1; at 1 the bar is wiped.
+
+    How long it will still take is what it took so far, by the share that is done.
+    """
     shown = -1
+    begun_s = clock_s()
 
     def progress(share: float) -> None:
         nonlocal shown
@@ -79,7 +84,8 @@ def bar(what: str) -> Callable[[float], None]:
             sys.stderr.write("\r\033[K")
         elif percent != shown:
             cells = int(_BAR_CELLS * share)
-            sys.stderr.write(f"\r{what} [{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {percent} %")
+            left = f", {(clock_s() - begun_s) * (1 - share) / share:,.0f} s left" if percent else ""
+            sys.stderr.write(f"\r{what} [{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {percent} %{left}\033[K")
         shown = percent
         sys.stderr.flush()
 

@@ -29,6 +29,7 @@ _TICKS = 6
 _LEGEND_CHARACTER_PX = 6.6
 _CAPTION_CHARACTER_PX = 6.3
 _LINE_PX = 18
+_BAR_PX, _BARS_SHARE = 11, 0.82  # a bar's thickness at least, and the share of a group's height that is bars
 
 
 def si(value: float, unit: str = "") -> str:
@@ -188,12 +189,21 @@ def _usable(chart: Chart, one: Series) -> list[tuple[float, float]]:
     ]
 
 
-def _frame(title: str, y_label: str, x_label: str) -> list[str]:
-    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+def _height(chart: Chart | Bars) -> int:
+    """Of a panel: bars need so much that the number behind one does not touch the next one's."""
+    if isinstance(chart, Chart):
+        return _HEIGHT
+    return max(
+        _HEIGHT, _TOP + _BOTTOM + math.ceil(len(chart.groups) * len(chart.series) * _BAR_PX / _BARS_SHARE)
+    )
+
+
+def _frame(title: str, y_label: str, x_label: str, height: int = _HEIGHT) -> list[str]:
+    middle = (_TOP + height - _BOTTOM) / 2
     parts = [
         _text(_LEFT, 22, title, size=14, extra=' font-weight="600"'),
         _text(
-            (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 14, x_label, anchor="middle", extra=f' fill="{_FAINT}"'
+            (_LEFT + _WIDTH - _RIGHT) / 2, height - 14, x_label, anchor="middle", extra=f' fill="{_FAINT}"'
         ),
     ]
     if y_label:
@@ -263,7 +273,8 @@ def _chart(chart: Chart) -> list[str]:
 
 
 def _bars(bars: Bars) -> list[str]:
-    parts = _frame(bars.title, "", bars.x_label)
+    height = _height(bars)
+    parts = _frame(bars.title, "", bars.x_label, height)
     values = [v for _, row in bars.series for v in row if math.isfinite(v) and (v > 0 or not bars.x_log)]
     if not values:
         return [*parts, _nothing()]
@@ -274,11 +285,11 @@ def _bars(bars: Bars) -> list[str]:
     for tick in axis.ticks:
         x = axis(tick)
         parts += [
-            _line(x, _TOP, x, _HEIGHT - _BOTTOM, _GRID),
-            _text(x, _HEIGHT - _BOTTOM + 17, bars.x_format(tick), anchor="middle", size=11),
+            _line(x, _TOP, x, height - _BOTTOM, _GRID),
+            _text(x, height - _BOTTOM + 17, bars.x_format(tick), anchor="middle", size=11),
         ]
-    step = (_HEIGHT - _BOTTOM - _TOP) / len(bars.groups)
-    thick = min(18.0, step * 0.82 / len(bars.series))
+    step = (height - _BOTTOM - _TOP) / len(bars.groups)
+    thick = min(18.0, step * _BARS_SHARE / len(bars.series))
     size = 11 if step > 13 else 9  # noqa: PLR2004 - below it, lines of 11 would touch
     for g, group in enumerate(bars.groups):
         top = _TOP + g * step + (step - thick * len(bars.series)) / 2
@@ -288,15 +299,15 @@ def _bars(bars: Bars) -> list[str]:
                 continue
             end, y = axis(row[g]), top + i * thick
             colour = bars.colours[i % len(bars.colours)]
-            width, height = max(0.5, end - base), max(0.5, thick - 1)
+            wide, tall = max(0.5, end - base), max(0.5, thick - 1)
             parts += [
-                f'<rect x="{base:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>',
+                f'<rect x="{base:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{tall:.1f}" fill="{colour}"/>',
                 _text(end + 4, y + thick / 2 + 3.5, bars.x_format(row[g]), size=min(10, round(thick) + 1)),
             ]
     if bars.rule:
         x = axis(bars.rule[0])
         parts += [
-            _line(x, _TOP - 4, x, _HEIGHT - _BOTTOM, _INK, ' stroke-dasharray="4 3"'),
+            _line(x, _TOP - 4, x, height - _BOTTOM, _INK, ' stroke-dasharray="4 3"'),
             _text(x + 4, _TOP - 4, bars.rule[1], size=11),
         ]
     colours = bars.colours
@@ -317,9 +328,11 @@ def _wrapped(words: str, width_px: float) -> list[str]:
 def figure(charts: Sequence[Chart | Bars], *, columns: int = 2, caption: Sequence[str] = ()) -> str:
     """Panels side by side, with sentences under them."""
     columns = min(columns, len(charts))
-    rows = math.ceil(len(charts) / columns)
+    tops = [0]
+    for first in range(0, len(charts), columns):
+        tops.append(tops[-1] + max(map(_height, charts[first : first + columns])))
     lines = [line for sentence in caption for line in _wrapped(sentence, columns * _WIDTH - 2 * _RIGHT)]
-    width, height = columns * _WIDTH, rows * _HEIGHT + (_LINE_PX * (len(lines) + 1) if lines else 0)
+    width, height = columns * _WIDTH, tops[-1] + (_LINE_PX * (len(lines) + 1) if lines else 0)
     font = "system-ui, Segoe UI, Helvetica, Arial, sans-serif"
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
@@ -329,7 +342,7 @@ def figure(charts: Sequence[Chart | Bars], *, columns: int = 2, caption: Sequenc
     for i, chart in enumerate(charts):
         drawn = _chart(chart) if isinstance(chart, Chart) else _bars(chart)
         row, column = divmod(i, columns)
-        parts += [f'<g transform="translate({column * _WIDTH} {row * _HEIGHT})">', *drawn, "</g>"]
+        parts += [f'<g transform="translate({column * _WIDTH} {tops[row]})">', *drawn, "</g>"]
     for i, line in enumerate(lines):
-        parts.append(_text(_RIGHT, rows * _HEIGHT + _LINE_PX * (i + 1), line, extra=f' fill="{_FAINT}"'))
+        parts.append(_text(_RIGHT, tops[-1] + _LINE_PX * (i + 1), line, extra=f' fill="{_FAINT}"'))
     return "\n".join([*parts, "</svg>\n"])

@@ -42,10 +42,16 @@ class Cluster:
     nodes: int = 4
     links_per_node: int = 2
     drives_per_node: int = 8
+    prefill_engines: int = (
+        0  # of the engines, that compute prompts only; 0: each does both (engines in steps)
+    )
     decode_slots: int = 256  # answers that an engine writes at a time
+    step_tokens: int = 8192  # that a step takes in at most (engines in steps)
+    step_overhead_s: float = 0.002  # of a step, beside the roofline
     gpu_flops_per_s: float = 989e12
     gpu_mfu: float = 0.5  # share of them that a prefill reaches
     gpu_memory_bytes: float = 80e9
+    gpu_memory_bytes_per_s: float = 2.7e12  # that reading weights and KV reaches
     decode_token_s: float = 0.03
     pcie_bytes_per_s: float = HARDWARE.pcie_bytes_per_s  # each direction, by root
     pcie_latency_s: float = HARDWARE.pcie_latency_s
@@ -170,6 +176,7 @@ class Plant:
         self.put_then = first_of(self._onto_drive, cluster.drives)  # of all nodes, one after the other
         self.get_first = first_of(self._off_drive, cluster.drives)
         self.get_hot_first = first_of(self._off_node, cluster.nodes)
+        self.read_first = first_of(self._into_memory, cluster.drives)
         self.get_then = first_of(self._into_gpu, cluster.gpus)
         self.timer = events.add_route([Step(events.add_resource())])  # a message that takes no time
 
@@ -212,12 +219,18 @@ class Plant:
             Step(self._link_out[node], 0.0, 8 / cluster.link_bits_per_s, cluster.link_latency_s),
         ]
 
-    def _off_drive(self, drive: int) -> list[Step]:
+    def _read(self, drive: int) -> Step:
         cluster = self._cluster
-        read = Step(
+        return Step(
             self._drives[drive],
             cluster.drive_message_s,
             1 / cluster.drive_read_bytes_per_s,
             cluster.drive_read_latency_s,
         )
-        return [read, *self._off_node(drive // cluster.drives_per_node)]
+
+    def _off_drive(self, drive: int) -> list[Step]:
+        return [self._read(drive), *self._off_node(drive // self._cluster.drives_per_node)]
+
+    def _into_memory(self, drive: int) -> list[Step]:
+        memory = self._memory[drive // self._cluster.drives_per_node]
+        return [self._read(drive), Step(memory, 0.0, 1 / self._cluster.node_memory_bytes_per_s)]

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sim.replay.plan import bounds, turns
-from sim.replay.simulate import Deadline, Terms, keeps, simulate
+from sim.replay.run import Deadline, Terms
+from sim.replay.simulate import keeps, simulate
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Plan:
     demand: Demand
     cluster: Cluster | None
     least: Bounds | None  # what is needed on average
+    terms: Terms  # how its engines work
     why_not: str = ""
     ttft_p50_s: float = 0.0  # of the last of the trials it was checked with
     ttft_p99_s: float = 0.0
@@ -100,6 +102,7 @@ class _Search(NamedTuple):
     way: Way
     seed: int
     step: Callable[[], None]
+    terms: Terms
 
     def holds(self, cluster: Cluster, number: int = 0) -> bool:
         """Whether the deadline is kept in the trial of a number: 0 is the search's, others check it."""
@@ -114,7 +117,7 @@ class _Search(NamedTuple):
         work = turns(self.demand, self.demand.turns_per_s(cluster), count, self.seed * 1000 + number)
         deadline = Deadline(self.demand.ttft_s, int(_SHARE_MAX * count))
         path = _path_of(self.way)
-        return keeps(work.requests, self.model, cluster, path, Terms(), deadline, work.stored)
+        return keeps(work.requests, self.model, cluster, path, self.terms, deadline, work.stored)
 
 
 def _least(low: int, high: int, holds: Callable[[int], bool]) -> int:
@@ -222,9 +225,10 @@ def make_plan(
     way: Way = "triggered",
     seed: int = 1,
     step: Callable[[], None] = lambda: None,
+    terms: Terms = Terms(),  # noqa: B008 - it is frozen
 ) -> Plan:
     """The cheapest cluster that was found for one way; its speeds and prices are those of `cluster`."""
-    search = _Search(model, demand, way, seed, step)
+    search = _Search(model, demand, way, seed, step, terms)
     keeps_kv = way != "recompute"
     why: Exception
     try:
@@ -243,7 +247,7 @@ def make_plan(
             why = _NoPlan("no cluster that was tried kept the deadline in all of the trials that checked it")
     except _NoPlan as error:
         why = error
-    return Plan(way, demand, None, None, str(why))
+    return Plan(way, demand, None, None, terms, str(why))
 
 
 def _tried(search: _Search, found: Cluster, least: Bounds) -> Plan | None:
@@ -251,11 +255,11 @@ def _tried(search: _Search, found: Cluster, least: Bounds) -> Plan | None:
     search.step()
     seed = search.seed * 1000 + _CHECKS
     count = _trial_turns(search.demand, found)
-    result = _run(search.model, found, search.demand, search.way, count, seed)
+    result = _run(search.model, found, search.demand, search.way, count, seed, search.terms)
     if result.ttft_quantile_s(1 - _SHARE_MAX) > search.demand.ttft_s:
         return None
     p50_s, p99_s = result.ttft_quantile_s(0.5), result.ttft_quantile_s(1 - LATE_SHARE)
-    return Plan(search.way, search.demand, found, least, ttft_p50_s=p50_s, ttft_p99_s=p99_s)
+    return Plan(search.way, search.demand, found, least, search.terms, ttft_p50_s=p50_s, ttft_p99_s=p99_s)
 
 
 def _run(
@@ -265,10 +269,11 @@ def _run(
     way: Way,
     count: int,
     seed: int,
+    terms: Terms,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Result:
     work = turns(demand, demand.turns_per_s(cluster), count, seed)
-    return simulate(work.requests, model, cluster, _path_of(way), Terms(), progress, work.stored)
+    return simulate(work.requests, model, cluster, _path_of(way), terms, progress, work.stored)
 
 
 def trial(
@@ -277,7 +282,7 @@ def trial(
     """Send the planned users through the event model once more, at random numbers that the search never saw."""
     assert plan.cluster is not None
     count = _trial_turns(plan.demand, plan.cluster)
-    return _run(model, plan.cluster, plan.demand, plan.way, count, seed * 1000 + 999, progress)
+    return _run(model, plan.cluster, plan.demand, plan.way, count, seed * 1000 + 999, plan.terms, progress)
 
 
 def best(plans: Sequence[Plan]) -> Plan | None:
@@ -292,6 +297,7 @@ def highest_users(
     way: Way,
     seed: int = 1,
     step: Callable[[], None] = lambda: None,
+    terms: Terms = Terms(),  # noqa: B008 - it is frozen
 ) -> int:
     """The most users whose deadline a given cluster keeps, within about 3 %; 0 if not even one's."""
 
@@ -307,7 +313,7 @@ def highest_users(
             or (way != "recompute" and least.needs[2].number > cluster.nodes * cluster.links_per_node)
             or (way != "recompute" and least.needs[3].number > cluster.nodes)
         )
-        search = _Search(model, wanted, way, seed, step)
+        search = _Search(model, wanted, way, seed, step, terms)
         return not over and all(search.holds(cluster, number) for number in range(1, _SHORT_CHECKS + 1))
 
     low, high = 0, 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.models import MODELS
-from sim.replay.simulate import kv_room_bytes, prefill_s, prefill_tokens_per_s
+from sim.replay.run import kv_room_bytes, prefill_s, prefill_tokens_per_s
 from sim.replay.workload import BLOCK_TOKENS, Request
 from sim.units import require
 

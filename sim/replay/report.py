@@ -19,18 +19,32 @@ if TYPE_CHECKING:
 
     from sim.replay.simulate import Result
 
-__all__ = ["LEFT_OUT", "NAMES", "as_document", "page", "plots", "rows"]
+__all__ = ["NAMES", "as_document", "left_out", "page", "plots", "rows"]
 
-LEFT_OUT = (
-    "A fetch ends before its prefill begins, as in the product's connector; --overlap computes a layer meanwhile.",
+_LEFT_OUT = (
     "Pages of a request that share their GPU and drive travel together: a fetch is up to a tenth too slow.",
     "KV of answers is put, and found again only if the trace names its blocks; Mooncake's names those of prompts only.",
-    "No failures, no other tenants, no batching effects on the time of a token.",
+    "No failures, no other tenants.",
 )
+_OF_ENGINES = {
+    "whole": (
+        "A fetch ends before its prefill begins, as in the product's connector; --overlap computes a layer meanwhile.",
+        "One prompt after the other on an engine, and a token of an answer always takes as long (--engine whole).",
+    ),
+    "steps": (
+        "A fetch ends before its prefill begins, as in the product's connector.",
+        "A step is a roofline: what GPUs of an engine tell each other is part of gpu_mfu; nothing is preempted.",
+    ),
+}
 _UNEVEN = 0.02
 _QUANTILES = np.linspace(0.0, 1.0, 201)
 _COLOUR = {"cpu": COLOURS[1], "triggered": COLOURS[0], "recompute": COLOURS[2]}
 NAMES = {"cpu": "CPU-initiated", "triggered": "triggered", "recompute": "recompute"}
+
+
+def left_out(results: Sequence[Result]) -> tuple[str, ...]:
+    """What the model leaves out."""
+    return (*_OF_ENGINES[results[0].terms.engine], *_LEFT_OUT)
 
 
 def _share(value: float) -> str:
@@ -71,12 +85,15 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
         ("TTFT p99", *(seconds_label(r.ttft_quantile_s(0.99)) for r in results)),
         ("  of it fetching, p50", *(seconds_label(float(np.median(r.fetch_s))) for r in results)),
         ("  of it queued, p50", *(seconds_label(float(np.median(r.queued_s))) for r in results)),
+        ("an answer's token, p50", *(_token(r, 0.5) for r in results)),
+        ("an answer's token, p99", *(_token(r, 0.99) for r in results)),
         ("hit rate, blocks", *(_share(r.hit_rate) for r in results)),
         ("prompt tokens fetched", *(_share(r.fetched_tokens / r.prompt_tokens) for r in results)),
         (
             "found, yet faster to compute again",
             *(_share((r.found_tokens - r.fetched_tokens) / r.prompt_tokens) for r in results),
         ),
+        *_only(results),
         ("bytes put", *(bytes_label(r.put_bytes) for r in results)),
         ("bytes got", *(bytes_label(r.get_bytes) for r in results)),
         ("  of them from DRAM", *(bytes_label(r.hot_bytes) for r in results)),
@@ -99,6 +116,30 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     return lines
 
 
+def _token_quantile_s(result: Result, share: float) -> float | None:
+    known = result.token_s[~np.isnan(result.token_s)]
+    return float(np.quantile(known, share)) if len(known) else None
+
+
+def _token(result: Result, share: float) -> str:
+    seconds = _token_quantile_s(result, share)
+    return "-" if seconds is None else seconds_label(seconds)
+
+
+def _only(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Lines that not every run has."""
+    lines = []
+    if any(r.terms.engine == "steps" for r in results):
+        found = (_share(r.cached_tokens / r.prompt_tokens) for r in results)
+        lines.append(("prompt tokens in the GPUs' memory", *found))
+    if any(r.terms.prefetch_lead_s for r in results):
+        read = (f"{r.ahead_blocks:,}" for r in results)
+        lines.append(("blocks read ahead", *read))
+        wasted = (_share(1 - r.ahead_used / r.ahead_blocks) if r.ahead_blocks else "-" for r in results)
+        lines.append(("  of them never got from there", *wasted))
+    return lines
+
+
 def _gpu_seconds(result: Result) -> float:
     return sum(one.busy_s for one in result.usage["prefill"]) * result.cluster.gpus_per_engine
 
@@ -115,7 +156,12 @@ def as_document(results: Sequence[Result]) -> dict[str, Any]:
                 "ttft_mean_s": float(result.ttft_s.mean()),
                 "fetch_p50_s": float(np.median(result.fetch_s)),
                 "queued_p50_s": float(np.median(result.queued_s)),
+                "token_p50_s": _token_quantile_s(result, 0.5),
+                "token_p99_s": _token_quantile_s(result, 0.99),
                 "hit_rate": result.hit_rate,
+                "cached_tokens": result.cached_tokens,
+                "read_ahead_blocks": result.ahead_blocks,
+                "read_ahead_used_blocks": result.ahead_used,
                 "found_tokens": result.found_tokens,
                 "fetched_tokens": result.fetched_tokens,
                 "prompt_tokens": result.prompt_tokens,
@@ -132,7 +178,7 @@ def as_document(results: Sequence[Result]) -> dict[str, Any]:
             }
             for result in results
         },
-        "left_out": LEFT_OUT,
+        "left_out": left_out(results),
     }
 
 
@@ -161,112 +207,123 @@ def _busiest(results: Sequence[Result]) -> str:
     return max(found)[1]
 
 
-def plots(results: Sequence[Result]) -> str:
-    """Six panels: the times to the first token, where they go, what is busy, and the backlog."""
+def plots(results: Sequence[Result]) -> list[str]:
+    """The times to the first token, where they go, what is busy, and the backlog: a picture each."""
     busiest = _busiest(results)
     groups = list(dict.fromkeys(name for result in results for name in result.usage))
     nothing = float("nan")
     storing = [result for result in results if result.path != "recompute"]
-    return figure(
-        [
-            Chart(
-                "Time to the first token",
-                "seconds (logarithmic)",
-                "% of requests within it",
-                [
-                    Series(
-                        NAMES[result.path],
-                        np.quantile(result.ttft_s, _QUANTILES).tolist(),
-                        (100 * _QUANTILES).tolist(),
-                        colour=_COLOUR[result.path],
-                        dashed=result.path == "recompute",
-                    )
-                    for result in results
-                ],
-                x_log=True,
-                x_format=seconds_label,
-                y_format=lambda v: f"{v:g} %",
-                y_from_zero=True,
-            ),
-            Bars(
-                "Where the mean time to the first token goes",
-                "seconds",
-                ["waiting for a fetch", "waiting for the engine", "prefill"],
-                [
-                    (
-                        NAMES[result.path],
-                        [
-                            float(result.fetch_s.mean()),
-                            float(result.queued_s.mean()),
-                            float((result.ttft_s - result.fetch_s - result.queued_s).mean()),
-                        ],
-                    )
-                    for result in results
-                ],
-                x_format=seconds_label,
-                colours=[_COLOUR[result.path] for result in results],
-            ),
-            Bars(
-                "How busy each part is, mean over the run",
-                "% of its time",
-                groups,
-                [
-                    (NAMES[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
-                    for result in results
-                ],
-                x_format=lambda v: f"{v:.3g} %",
-                colours=[_COLOUR[result.path] for result in results],
-            ),
-            Chart(
-                f"Busy over time: {busiest}",
-                "time since the first request",
-                "% busy",
-                _over_time(storing, busiest),
-                x_format=seconds_label,
-                y_format=lambda v: f"{v:g} %",
-                y_from_zero=True,
-            ),
-            Chart(
-                "Busy over time: prefill",
-                "time since the first request",
-                "% busy",
-                _over_time(results, "prefill"),
-                x_format=seconds_label,
-                y_format=lambda v: f"{v:g} %",
-                y_from_zero=True,
-            ),
-            Chart(
-                "Put backlog: made, and not on a drive yet",
-                "time since the first request",
-                "most bytes in each stretch",
-                [
-                    Series(
-                        NAMES[result.path],
-                        ((np.arange(len(result.backlog_bytes)) + 0.5) * result.bin_s).tolist(),
-                        result.backlog_bytes.tolist(),
-                        colour=_COLOUR[result.path],
-                    )
-                    for result in storing
-                ],
-                x_format=seconds_label,
-                y_format=bytes_label,
-                y_from_zero=True,
-            ),
-        ],
-        columns=2,
-    )
+    panels: list[Chart | Bars] = [
+        Chart(
+            "Time to the first token",
+            "seconds (logarithmic)",
+            "% of requests within it",
+            [
+                Series(
+                    NAMES[result.path],
+                    np.quantile(result.ttft_s, _QUANTILES).tolist(),
+                    (100 * _QUANTILES).tolist(),
+                    colour=_COLOUR[result.path],
+                    dashed=result.path == "recompute",
+                )
+                for result in results
+            ],
+            x_log=True,
+            x_format=seconds_label,
+            y_format=lambda v: f"{v:g} %",
+            y_from_zero=True,
+        ),
+        Bars(
+            "Where the mean time to the first token goes",
+            "seconds",
+            ["waiting for a fetch", "waiting for the engine", "prefill"],
+            [
+                (
+                    NAMES[result.path],
+                    [
+                        float(result.fetch_s.mean()),
+                        float(result.queued_s.mean()),
+                        float((result.ttft_s - result.fetch_s - result.queued_s).mean()),
+                    ],
+                )
+                for result in results
+            ],
+            x_format=seconds_label,
+            colours=[_COLOUR[result.path] for result in results],
+        ),
+        Bars(
+            "How busy each part is, mean over the run",
+            "% of its time",
+            groups,
+            [
+                (NAMES[result.path], [100 * (_utilisation(result, group) or nothing) for group in groups])
+                for result in results
+            ],
+            x_format=lambda v: f"{v:.3g} %",
+            colours=[_COLOUR[result.path] for result in results],
+        ),
+        Chart(
+            f"Busy over time: {busiest}",
+            "time since the first request",
+            "% busy",
+            _over_time(storing, busiest),
+            x_format=seconds_label,
+            y_format=lambda v: f"{v:g} %",
+            y_from_zero=True,
+        ),
+        Chart(
+            "Busy over time: prefill",
+            "time since the first request",
+            "% busy",
+            _over_time(results, "prefill"),
+            x_format=seconds_label,
+            y_format=lambda v: f"{v:g} %",
+            y_from_zero=True,
+        ),
+        Chart(
+            "Put backlog: made, and not on a drive yet",
+            "time since the first request",
+            "most bytes in each stretch",
+            [
+                Series(
+                    NAMES[result.path],
+                    ((np.arange(len(result.backlog_bytes)) + 0.5) * result.bin_s).tolist(),
+                    result.backlog_bytes.tolist(),
+                    colour=_COLOUR[result.path],
+                )
+                for result in storing
+            ],
+            x_format=seconds_label,
+            y_format=bytes_label,
+            y_from_zero=True,
+        ),
+    ]
+    return [figure([panel]) for panel in panels]
 
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: #222; margin: 2em auto;
-       max-width: 1240px; padding: 0 1em; }
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #222222; --faint: #666666; --rule: #e4e4e4; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181c; --ink: #dddddd; --faint: #a0a0a0; --rule: #363a41; }
+}
+body { font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: var(--ink);
+       background: var(--paper); margin: 2em auto; max-width: 1240px; padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.15em; margin-top: 1.8em; }
-p.about { color: #666; margin-top: .3em; }
+p.about { color: var(--faint); margin-top: .3em; }
+div.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: .5em 1em; }
+div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .15em .9em; border-bottom: 1px solid #e4e4e4; }
+th, td { text-align: right; padding: .15em .9em; border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child { text-align: left; white-space: pre; }
-svg { max-width: 100%; height: auto; }
+svg { width: 100%; height: auto; fill: var(--ink); }
+svg > rect { fill: var(--paper); }
+svg [fill="#666666"] { fill: var(--faint); }
+svg [stroke="#e4e4e4"] { stroke: var(--rule); }
+svg [stroke="#222222"], svg [stroke="#000000"] { stroke: var(--ink); }
 details td { font-family: ui-monospace, monospace; font-size: .9em; }
+@media (max-width: 600px) {
+  body { margin: 1em auto; } th, td { padding: .15em .45em; } th:first-child, td:first-child { white-space: normal; }
+}
 """
 
 
@@ -281,7 +338,7 @@ def page(results: Sequence[Result], title: str, about: str) -> str:
         f"<tr><td>{field.name}</td><td>{getattr(cluster, field.name):,}</td></tr>"
         for field in fields(cluster)
     )
-    notes = "\n".join(f"<li>{escape(note)}</li>" for note in LEFT_OUT)
+    notes = "\n".join(f"<li>{escape(note)}</li>" for note in left_out(results))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -293,21 +350,27 @@ def page(results: Sequence[Result], title: str, about: str) -> str:
 <body>
 <h1>{escape(title)}</h1>
 <p class="about">{escape(about)}</p>
-{plots(results)}
+<div class="plots">
+{"".join(plots(results))}
+</div>
 <h2>In numbers</h2>
+<div class="wide">
 <table>
 <tr><th></th>{head}</tr>
 {body}
 </table>
+</div>
 <h2>Read this with it</h2>
 <ul>
 {notes}
 </ul>
 <details>
 <summary>The cluster</summary>
+<div class="wide">
 <table>
 {settings}
 </table>
+</div>
 </details>
 </body>
 </html>

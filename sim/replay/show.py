@@ -11,7 +11,8 @@ from sim.hf_config import read_model
 from sim.models import model
 from sim.replay import report
 from sim.replay.cluster import PATHS, Cluster, read_cluster
-from sim.replay.simulate import Terms, simulate
+from sim.replay.run import Terms
+from sim.replay.simulate import simulate
 from sim.replay.sweep import pareto, points
 from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, chats, read_trace, write_mooncake
@@ -63,6 +64,9 @@ def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[R
         always_get=arguments.always_get,
         overlap=arguments.overlap,
         block_tokens=arguments.block_tokens,
+        engine=arguments.engine,
+        prefetch_lead_s=arguments.prefetch_lead_s,
+        prefetch_false_share=arguments.prefetch_false_share,
         timings=read_timings(Path(arguments.timings)) if arguments.timings else None,
     )
     with ThreadPoolExecutor(len(paths)) as threads:
@@ -81,7 +85,10 @@ def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[R
         return [one.result() for one in running]
 
 
-_OPTIONS = ("model", "policy", "decode_put_tokens", "block_tokens")
+_OPTIONS = (
+    *("model", "policy", "decode_put_tokens", "block_tokens", "engine"),
+    *("prefetch_lead_s", "prefetch_false_share"),
+)
 
 
 def run_replay(arguments: argparse.Namespace) -> str:
@@ -96,7 +103,7 @@ def run_replay(arguments: argparse.Namespace) -> str:
     if arguments.as_csv:
         rows = [row for name, results in swept for row in _flat(name, results)]
         return as_csv(list(rows[0]), [list(row.values()) for row in rows])
-    notes = "\n".join(f"  - {note}" for note in report.LEFT_OUT)
+    notes = "\n".join(f"  - {note}" for note in report.left_out(swept[0][1]))
     blocks = []
     for name, results in swept:
         head = (name, *(report.NAMES[path] for path in paths))

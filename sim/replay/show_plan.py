@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sim.replay.least_cost import LATE_SHARE, WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, all_break_even
 from sim.replay.report import as_document
+from sim.replay.run import Terms
 from sim.replay.show import cluster_of, cost_plot, model_of
 from sim.replay.sweep import points
 from sim.show import as_csv, as_json, bar, save_plot, spinner, table
@@ -208,7 +209,8 @@ def _highest(arguments: argparse.Namespace) -> str:
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     found = []
     for way in ways:
-        users = highest_users(entry, cluster, demand, way, arguments.seed, spinner(f"highest rate, {way}"))
+        step = spinner(f"highest rate, {way}")
+        users = highest_users(entry, cluster, demand, way, arguments.seed, step, _terms(arguments))
         found.append((way, users, users / demand.users * demand.turns_per_s(cluster)))
     if arguments.as_json:
         return as_json([{"way": way, "users": users, "turns_per_s": rate} for way, users, rate in found])
@@ -234,7 +236,7 @@ def _even(arguments: argparse.Namespace, cluster: Cluster) -> str:
 
 _OPTIONS = (
     *("model", "users", "think_s", "history_tokens", "new_tokens", "answer_tokens", "found_share"),
-    *("ttft_s", "utilisation_max", "seed"),
+    *("ttft_s", "utilisation_max", "seed", "engine"),
 )
 
 
@@ -274,6 +276,10 @@ def run_plan(arguments: argparse.Namespace) -> str:
     return "\n\n".join(_text(one) for one in swept) + saved
 
 
+def _terms(arguments: argparse.Namespace) -> Terms:
+    return Terms(engine=arguments.engine)
+
+
 def _demand(arguments: argparse.Namespace) -> Demand:
     return Demand(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Demand)})
 
@@ -283,7 +289,10 @@ def _planned(point: str, arguments: argparse.Namespace) -> _Swept:
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     about = f"{point} " if point else ""
     plans = [
-        make_plan(entry, cluster, demand, way, arguments.seed, spinner(f"plan, {about}{way}")) for way in ways
+        make_plan(
+            entry, cluster, demand, way, arguments.seed, spinner(f"plan, {about}{way}"), _terms(arguments)
+        )
+        for way in ways
     ]
     trials = {
         plan.way: trial(entry, plan, arguments.seed, bar(f"trial of the plan, {plan.way}"))

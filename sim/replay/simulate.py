@@ -1,85 +1,33 @@
-"""One run: requests through a cluster, by one of the paths, and what came of each.
-
-A request goes to the engine that is free first of those that have room for its KV until the answer is written; if none
-has, it waits. What of its prefix is stored is fetched, or computed again; then the rest is prefilled, first come first
-served. While it is, each layer's KV is put as soon as that layer is done; while the answer is written, the KV of every
-few tokens. A block may be found by others once all of its put is on a drive, and no earlier.
-
-What always holds: the same requests, cluster and settings give the same results. The path `recompute` stores
-nothing: it is what keeping only the text would cost.
-
-How messages stand for pages: the product moves one page at a time. Here the pages of a request that go between the same
-GPU and the same drive, for one part of the layers, are one message, which pays for each of them.
-
-What it doesn't do: batching effects on decode, failures. KV of answers is put, and costs what it costs; whether a later
-prompt finds it is for its trace to say, which names blocks of prompts only.
-"""
+"""One run of the event model, and what came of it."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sim.models import WEIGHT_BYTES
-from sim.replay.catalogue import Catalogue, policy_maker
-from sim.replay.cluster import Plant
-from sim.replay.events import LOTS, MESSAGE, Events, scatter
-from sim.replay.placement import drive_homes, home_of_user
-from sim.replay.workload import BLOCK_TOKENS
-from sim.units import OutOfRange, require
+from sim.replay.events import Events
+from sim.replay.placement import home_of_user
+from sim.replay.run import PUTS, Run, Terms
+from sim.replay.stepped import SteppedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
     from sim.models import Model
     from sim.replay.cluster import Cluster, PathName
     from sim.replay.events import Usage
-    from sim.replay.timings import Timings
+    from sim.replay.run import Deadline
     from sim.replay.workload import Request
 
     Array = npt.NDArray[np.float64]
 
-__all__ = [
-    "Deadline",
-    "Result",
-    "Terms",
-    "keeps",
-    "kv_room_bytes",
-    "prefill_s",
-    "prefill_tokens_per_s",
-    "simulate",
-]
+__all__ = ["Result", "keeps", "simulate"]
 
 _BINS = 100
-_MEMORY_SHARE = 0.9  # of a GPU's, for weights and KV; the rest is what a step works with
-_MESSAGES = (
-    128  # of a request, about: its pages are put together into so many, one at least for a GPU and a drive
-)
-_PUT_PARTS_MIN, _OVERLAP_PARTS_MIN = 2, 4  # of the layers, though they make more messages
-_NO_DRIVES = np.zeros(LOTS, dtype=np.int32)
-_PUTS, _GETS, _TIMERS = 0, 1, 2  # kinds of trains
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a run may change beside the cluster and the path."""
-
-    decode_put_tokens: int = 16  # KV of an answer goes out every so many of its tokens
-    policy: str = "lru"
-    always_get: bool = False  # else what is faster on an idle cluster: fetching or computing
-    overlap: bool = False  # a layer is computed while the KV of later ones is fetched
-    block_tokens: int = BLOCK_TOKENS
-    timings: Timings | None = None  # of a prefill, as measured; else the roofline
-
-    def __post_init__(self) -> None:
-        require("--decode-put-tokens", self.decode_put_tokens, "tokens", 1, 10**6)
-        require("--block-tokens", self.block_tokens, "tokens a block", 1, 10**6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +36,7 @@ class Result:
 
     path: PathName
     cluster: Cluster
+    terms: Terms
     duration_s: float
     arrival_s: Array
     ttft_s: Array
@@ -107,6 +56,10 @@ class Result:
     usage: dict[str, list[Usage]]
     busy: dict[str, Array]  # share of each bin of time, mean of the group
     bin_s: float
+    cached_tokens: int  # found in the GPUs' own memory, by engines that work in steps
+    token_s: Array  # of an answer, mean; not a number where there is no second one
+    ahead_blocks: int  # read into the nodes' memory before they were asked for
+    ahead_used: int  # and then got from there
 
     @property
     def hit_rate(self) -> float:
@@ -128,333 +81,19 @@ class Result:
         return self.usd_per_hour * self.duration_s / 3600
 
 
-def prefill_s(model: Model, cluster: Cluster, new_tokens: float, context_tokens: float = 0.0) -> float:
-    """How long an engine prefills tokens behind a context that it has the KV of."""
-    flops_per_s = cluster.gpus_per_engine * cluster.gpu_flops_per_s * cluster.gpu_mfu
-    return model.prefill_flops(new_tokens, context_tokens) / flops_per_s
+def _made(
+    events: Events,
+    requests: Sequence[Request],
+    model: Model,
+    cluster: Cluster,
+    path: PathName,
+    terms: Terms,
+) -> Run:
+    kind = SteppedRun if terms.engine == "steps" else Run
+    return kind(events, requests, model, cluster, path, terms)
 
 
-def prefill_tokens_per_s(model: Model, cluster: Cluster) -> float:
-    """How fast an engine prefills where attention costs nothing yet."""
-    return cluster.gpus_per_engine * cluster.gpu_flops_per_s * cluster.gpu_mfu / model.token_flops
-
-
-def kv_room_bytes(model: Model, cluster: Cluster) -> float:
-    """What the weights leave of an engine's memory for KV."""
-    memory = _MEMORY_SHARE * cluster.gpus_per_engine * cluster.gpu_memory_bytes
-    room = memory - WEIGHT_BYTES * model.parameters
-    if room <= 0:
-        raise OutOfRange(
-            "gpus_per_engine",
-            cluster.gpus_per_engine,
-            "GPUs that hold the weights",
-            f"at least {math.ceil((memory - room) / memory * cluster.gpus_per_engine)} for {model.name}"
-            f" of {(memory - room) / 1e9:.0f} GB",
-        )
-    return room
-
-
-class Deadline(NamedTuple):
-    """When a run has failed: more than `late_max` first tokens came after `ttft_s`. It ends there and then."""
-
-    ttft_s: float
-    late_max: int
-
-
-class _Put(NamedTuple):
-    """A train of puts under way."""
-
-    node: int
-    blocks: tuple[int, ...]  # what was stored before, and from `begin` on what is put
-    begin: int
-    size_bytes: float
-    last_made_s: float
-
-
-class _Get:
-    """A request whose prefix is being fetched, part by part of the layers."""
-
-    __slots__ = ("engine", "hits", "number", "request", "service_s", "start_s", "tokens", "trains")
-
-    def __init__(
-        self, number: int, request: Request, engine: int, tokens: int, hits: int, service_s: float
-    ) -> None:
-        self.number, self.request, self.engine = number, request, engine
-        self.tokens, self.hits, self.service_s = tokens, hits, service_s
-        self.trains = 0  # on their way
-        self.start_s = 0.0  # no earlier can the prefill begin, for no layer to wait for its KV
-
-
-class _Run:
-    def __init__(
-        self,
-        events: Events,
-        requests: Sequence[Request],
-        model: Model,
-        cluster: Cluster,
-        path: PathName,
-        terms: Terms,
-    ) -> None:
-        self.events, self.requests, self.model, self.cluster = events, requests, model, cluster
-        self.path, self.terms = path, terms
-        self.plant = Plant(events, cluster, path)
-        self.token_bytes = model.token_bytes
-        self.get_bytes_per_s = self._idle_get_bytes_per_s()
-        block_bytes = terms.block_tokens * self.token_bytes
-        make = policy_maker(terms.policy)
-
-        def tier(size_bytes: float) -> list[Catalogue]:
-            blocks = int(size_bytes // block_bytes)
-            return [Catalogue(make(max(1, blocks)), blocks) for _ in range(cluster.nodes)]
-
-        self.stored = tier(cluster.drives_per_node * cluster.drive_capacity_bytes)
-        self.hot = tier(cluster.node_memory_bytes)
-        self.writing: list[set[int]] = [set() for _ in range(cluster.nodes)]
-        self.home_of_lot = drive_homes(cluster.drives_per_node)
-        pairs = cluster.gpus_per_engine * cluster.drives_per_node
-        self.put_parts = min(model.layers, max(_PUT_PARTS_MIN, _MESSAGES // pairs))
-        fine = _OVERLAP_PARTS_MIN if terms.overlap else 1
-        self.get_parts = min(model.layers, max(fine, _MESSAGES // pairs))
-        self.puts: dict[int, _Put] = {}
-        self.gets: dict[int, tuple[_Get, int]] = {}
-        self.free_s = [0.0] * cluster.engines
-        self.kv_room = kv_room_bytes(model, cluster)
-        self.kv_free = [self.kv_room] * cluster.engines
-        self.waiting: list[deque[tuple[int, Request]]] = [deque() for _ in range(cluster.engines)]
-        self.admitted_s: dict[int, float] = {}
-        self.leaving: dict[int, tuple[int, float]] = {}
-        count = len(requests)
-        self.ttft_s, self.queued_s, self.fetch_s = np.zeros(count), np.zeros(count), np.zeros(count)
-        self.put_lag_s: list[float] = []
-        self.put_bytes = self.got_bytes = self.hot_bytes = 0.0
-        self.fetched_tokens = self.found_tokens = self.block_hits = 0
-        self.now_s = self.end_s = 0.0
-        self.late = 0
-        self.deadline: Deadline | None = None
-
-    def _idle_get_bytes_per_s(self) -> float:
-        """What one get can reach at most when nothing else goes on: the narrowest of all that it is spread over."""
-        cluster = self.cluster
-        return min(cluster.node_get_bytes_per_s, cluster.engine_bytes_per_s(self.path))
-
-    def prefill_s(self, new_tokens: int, context_tokens: int = 0) -> float:
-        if self.terms.timings is not None:
-            return self.terms.timings.of(new_tokens, context_tokens)
-        return prefill_s(self.model, self.cluster, new_tokens, context_tokens)
-
-    def arrive(self, number: int, request: Request) -> None:
-        """Choose an engine with room for the KV, and of these the one that is free first; or wait in line for one."""
-        self.now_s = request.arrival_s
-        need = self.kv_bytes(request)
-        if need > self.kv_room:
-            what = f"of {request.input_tokens + request.output_tokens} tokens, {need / 1e9:.1f} GB of KV"
-            accepted = (
-                f"within the {self.kv_room / 1e9:.1f} GB that an engine's weights leave (gpu_memory_bytes)"
-            )
-            raise OutOfRange("a request", what, "a request", accepted)
-        engines = range(self.cluster.engines)
-        roomy = [one for one in engines if not self.waiting[one] and self.kv_free[one] >= need]
-        if roomy:
-            self.admit(number, request, min(roomy, key=self.free_s.__getitem__))
-        else:
-            self.waiting[min(engines, key=lambda one: len(self.waiting[one]))].append((number, request))
-
-    def kv_bytes(self, request: Request) -> float:
-        """What a request takes of an engine's memory until its answer is written."""
-        return (request.input_tokens + request.output_tokens) * self.token_bytes
-
-    def leave(self, engine: int, need: float) -> None:
-        """An answer is written: those that wait may come in."""
-        self.kv_free[engine] += need
-        line = self.waiting[engine]
-        while line and self.kv_free[engine] >= self.kv_bytes(line[0][1]):
-            self.admit(*line.popleft(), engine)
-
-    def admit(self, number: int, request: Request, engine: int) -> None:
-        self.kv_free[engine] -= self.kv_bytes(request)
-        self.admitted_s[number] = self.now_s
-        if self.path == "recompute":
-            self.prefill(number, request, engine, self.now_s, 0, 0)
-            return
-        node = home_of_user(request.user, self.cluster.nodes)
-        hits = self.stored[node].prefix(request.blocks)
-        self.block_hits += hits
-        # The last token has to be computed, whatever is stored: it makes the first one of the answer.
-        tokens = min(hits * self.terms.block_tokens, request.input_tokens - 1)
-        self.found_tokens += tokens
-        rest_s = self.prefill_s(request.input_tokens - tokens, tokens)
-        saved_s = self.prefill_s(request.input_tokens) - rest_s
-        worth_it = self.terms.always_get or tokens * self.token_bytes / self.get_bytes_per_s < saved_s
-        if not tokens or not worth_it:
-            self.prefill(number, request, engine, self.now_s, 0, hits)
-            return
-        # What comes later has to know of this engine that more work is on its way.
-        self.free_s[engine] = max(self.free_s[engine], self.now_s) + rest_s
-        self._fetch(_Get(number, request, engine, tokens, hits, rest_s), node)
-
-    def _fetch(self, get: _Get, node: int) -> None:
-        """Send for the pages of all blocks that were found: from the DRAM tier what is there, else from the drives."""
-        hot_tier, found = self.hot[node], get.request.blocks[: get.hits]
-        hot = [block for block in found if block in hot_tier]
-        cold = [block for block in found if block not in hot_tier]
-        page_bytes = (
-            get.tokens * self.token_bytes / (get.hits * self.model.layers * self.cluster.gpus_per_engine)
-        )
-        if hot:
-            hot_tier.touch(found)
-            self.hot_bytes += get.tokens * len(hot) / get.hits * self.token_bytes
-        for blocks, drives in ((hot, 0), (cold, self.cluster.drives_per_node)):
-            if not blocks:
-                continue
-            for part, messages in enumerate(self._messages(blocks, node, get.engine, page_bytes, drives)):
-                if len(messages):
-                    messages["start_s"] = self.now_s
-                    self.gets[self.events.add_list(messages, _GETS)] = get, part
-                    get.trains += 1
-        self.got_bytes += get.tokens * self.token_bytes
-        self.fetched_tokens += get.tokens
-        hot_tier.admit(found)
-
-    def _messages(
-        self, blocks: Sequence[int], node: int, engine: int, page_bytes: float, drives: int
-    ) -> list[npt.NDArray[np.void]]:
-        """What is got for each part of the layers: a message for each pair of drive and GPU that has pages in it.
-
-        From no drives, it comes from the DRAM tier.
-        """
-        cluster, plant = self.cluster, self.plant
-        found = []
-        for where, pages in self._scattered(blocks, self.get_parts, drives):
-            messages = np.empty(len(where), dtype=MESSAGE)
-            messages["units"], messages["pages"] = pages * page_bytes, pages
-            if drives:
-                messages["first"] = plant.get_first + node * drives + where % drives
-            else:
-                messages["first"] = plant.get_hot_first + node
-            messages["then"] = plant.get_then + engine * cluster.gpus_per_engine + where // max(1, drives)
-            found.append(messages)
-        return found
-
-    def _scattered(
-        self, blocks: Sequence[int], parts: int, drives: int
-    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """For each part of the layers: which pairs, rank times drives and drive, have pages, and how many."""
-        ranks, places = self.cluster.gpus_per_engine, max(1, drives)
-        home_of_lot = self.home_of_lot if drives else _NO_DRIVES
-        counts = scatter(blocks, self.model.layers, parts, ranks, home_of_lot, places)
-        for row in counts.reshape(parts, ranks * places):
-            where = np.flatnonzero(row)
-            yield where, row[where]
-
-    def prefill(
-        self, number: int, request: Request, engine: int, ready_s: float, fetched_tokens: int, hits: int
-    ) -> None:
-        """Compute what was not fetched, and put it; then the answer."""
-        service_s = self.prefill_s(request.input_tokens - fetched_tokens, fetched_tokens)
-        start_s, end_s = self.events.reserve(self.plant.prefill[engine], ready_s, service_s)
-        self.free_s[engine] = max(self.free_s[engine], end_s)
-        self.ttft_s[number] = end_s - request.arrival_s
-        admitted_s = self.admitted_s.pop(number)
-        self.queued_s[number] = start_s - ready_s + admitted_s - request.arrival_s
-        self.fetch_s[number] = ready_s - admitted_s
-        if self.deadline is not None and self.ttft_s[number] > self.deadline.ttft_s:
-            self.late += 1
-        answer_s = request.output_tokens * self.cluster.decode_token_s
-        begin_s, done_s = self.events.reserve(self.plant.decode[engine], end_s, answer_s)
-        self.end_s = max(self.end_s, done_s)
-        timer = self.events.add_train(done_s, 0.0, self.plant.timer, kind=_TIMERS)
-        self.leaving[timer] = engine, self.kv_bytes(request)
-        if self.path == "recompute":
-            return
-        node = home_of_user(request.user, self.cluster.nodes)
-        stored, writing = self.stored[node], self.writing[node]
-        new = [block for block in request.blocks[hits:] if block not in stored and block not in writing]
-        if new:
-            share = len(new) / max(1, len(request.blocks) - hits)
-            size_bytes = share * (request.input_tokens - hits * self.terms.block_tokens) * self.token_bytes
-            writing.update(new)
-            put = _Put(node, (*request.blocks[:hits], *new), hits, max(0.0, size_bytes), end_s)
-            self._put_layers(put, engine, start_s, end_s)
-        if request.output_tokens:
-            self._put_answer(number, request, node, engine, begin_s)
-
-    def _put_layers(self, put: _Put, engine: int, start_s: float, end_s: float) -> None:
-        """Each part of the layers goes out when its last layer is done."""
-        layers, drives = self.model.layers, self.cluster.drives_per_node
-        new = put.blocks[put.begin :]
-        page_bytes = put.size_bytes / (len(new) * layers * self.cluster.gpus_per_engine)
-        found = []
-        for part, (where, pages) in enumerate(self._scattered(new, self.put_parts, drives)):
-            messages = np.empty(len(where), dtype=MESSAGE)
-            done = -(-(part + 1) * layers // self.put_parts) / layers
-            messages["start_s"] = max(self.now_s, start_s + done * (end_s - start_s))
-            messages["units"], messages["pages"] = pages * page_bytes, pages
-            messages["first"] = self.plant.put_first + engine * self.cluster.gpus_per_engine + where // drives
-            messages["then"] = self.plant.put_then + put.node * drives + where % drives
-            found.append(messages)
-        self._note_put(self.events.add_list(np.concatenate(found), _PUTS), put)
-
-    def _put_answer(self, number: int, request: Request, node: int, engine: int, begin_s: float) -> None:
-        """Every few tokens, the KV of all layers: in one message, from one GPU after the other."""
-        gpus, drives = self.cluster.gpus_per_engine, self.cluster.drives_per_node
-        count = -(-request.output_tokens // self.terms.decode_put_tokens)
-        size_bytes = request.output_tokens * self.token_bytes
-        step_s = request.output_tokens / count * self.cluster.decode_token_s
-        steps = np.arange(count)
-        messages = np.empty(count, dtype=MESSAGE)
-        messages["start_s"] = begin_s + step_s * (steps + 1)
-        messages["units"], messages["pages"] = size_bytes / count, self.model.layers
-        messages["first"] = self.plant.put_first + engine * gpus + (number + steps) % gpus
-        lots = ((number * 0x9E3779B1 + steps * 0x85EBCA6B) & 0xFFFFFFFF) * LOTS >> 32
-        messages["then"] = self.plant.put_then + node * drives + self.home_of_lot[lots]
-        put = _Put(node, (), 0, size_bytes, begin_s + count * step_s)
-        self._note_put(self.events.add_list(messages, _PUTS), put)
-
-    def _note_put(self, train: int, put: _Put) -> None:
-        self.puts[train] = put
-        self.put_bytes += put.size_bytes
-
-    def through(self, time_s: float, train: int) -> None:
-        """A train has arrived."""
-        self.now_s = time_s
-        if train in self.leaving:
-            self.leave(*self.leaving.pop(train))
-            return
-        if train in self.gets:
-            get, part = self.gets.pop(train)
-            # Layers are computed in turn: this part's when the share before it is done.
-            before = part / self.get_parts if self.terms.overlap else 0.0
-            get.start_s = max(get.start_s, time_s - before * get.service_s)
-            get.trains -= 1
-            if not get.trains:
-                self.prefill(get.number, get.request, get.engine, get.start_s, get.tokens, get.hits)
-            return
-        put = self.puts.pop(train)
-        self.end_s = max(self.end_s, time_s)
-        self.put_lag_s.append(time_s - put.last_made_s)
-        if put.blocks:
-            self.writing[put.node].difference_update(put.blocks[put.begin :])
-            self.stored[put.node].admit(put.blocks, put.begin)
-            self.hot[put.node].admit(put.blocks, put.begin)
-
-    def go(self, progress: Callable[[float], None]) -> bool:
-        """Send all requests; False if the deadline was missed too often, and the run ended there."""
-        late_max = self.deadline.late_max if self.deadline is not None else 0
-        for number, request in enumerate(self.requests):
-            while (note := self.events.run(request.arrival_s)) is not None:
-                self.through(*note)
-            self.arrive(number, request)
-            if self.late > late_max:
-                return False
-            if number % 256 == 0:
-                progress(number / len(self.requests))
-        while (note := self.events.run(float("inf"))) is not None:
-            self.through(*note)
-        progress(1.0)
-        return self.late <= late_max
-
-
-def _start(run: _Run, stored: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+def _start(run: Run, stored: Iterable[tuple[int, tuple[int, ...]]]) -> None:
     for user, blocks in stored:
         node = home_of_user(user, run.cluster.nodes)
         run.stored[node].admit(blocks)
@@ -472,7 +111,7 @@ def keeps(
 ) -> bool:
     """Whether a cluster keeps a deadline; it takes no longer than that is open."""
     with Events() as events:
-        run = _Run(events, requests, model, cluster, path, terms)
+        run = _made(events, requests, model, cluster, path, terms)
         run.deadline = deadline
         _start(run, stored)
         return run.go(lambda _: None)
@@ -490,16 +129,17 @@ def simulate(
     """Send all requests through the cluster; users' sequences in `stored` are there from the beginning."""
     bin_s = max(1e-6, requests[-1].arrival_s * 1.1 / _BINS)
     with Events(bin_s) as events:
-        run = _Run(events, requests, model, cluster, path, terms or Terms())
+        run = _made(events, requests, model, cluster, path, terms or Terms())
         _start(run, stored)
         run.go(progress)
         groups = {name: numbers for name, numbers in run.plant.groups.items() if numbers}
         usage = {name: [events.usage(number) for number in numbers] for name, numbers in groups.items()}
-        backlog = events.backlog(_PUTS)
+        backlog = events.backlog(PUTS)
         busy = {name: _busy(events, numbers, bin_s) for name, numbers in groups.items()}
     return Result(
         path=path,
         cluster=cluster,
+        terms=run.terms,
         duration_s=run.end_s,
         arrival_s=np.array([request.arrival_s for request in requests]),
         ttft_s=run.ttft_s,
@@ -519,6 +159,10 @@ def simulate(
         usage=usage,
         busy=busy,
         bin_s=bin_s,
+        cached_tokens=run.cached_tokens,
+        token_s=run.token_s,
+        ahead_blocks=run.ahead_blocks,
+        ahead_used=run.ahead_used,
     )
 
 

@@ -12,7 +12,8 @@ import pytest
 from kvstore.placement import Placement
 from sim.replay.events import LOTS, scatter
 from sim.replay.placement import drive_homes, home_of_user, homes, lot_of, node_homes
-from sim.replay.simulate import Result, Terms, simulate
+from sim.replay.run import Terms
+from sim.replay.simulate import Result, simulate
 from sim.replay.workload import Request
 from tests.sim.replay_rig import ONE, TINY
 

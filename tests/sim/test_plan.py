@@ -12,7 +12,8 @@ from sim.models import model
 from sim.replay.cluster import Cluster
 from sim.replay.least_cost import WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, bounds, break_even, turns
-from sim.replay.simulate import Deadline, Terms, keeps, prefill_s, simulate
+from sim.replay.run import Deadline, Terms, prefill_s
+from sim.replay.simulate import keeps, simulate
 from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sim.replay.simulate import Result, Terms, prefill_tokens_per_s, simulate
+from sim.replay.run import Terms, prefill_tokens_per_s
+from sim.replay.simulate import Result, simulate
 from sim.replay.workload import Chats, Request, chats
 from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests

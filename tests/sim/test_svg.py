@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -90,3 +92,12 @@ def test_an_axis_has_enough_ticks_and_covers_its_values(low: float, high: float,
 )
 def test_numbers_are_written_short(value: float, text: str) -> None:
     assert si(value, "B") == text
+
+
+def test_the_number_behind_a_bar_does_not_touch_the_next_one() -> None:
+    groups = [f"part {i}" for i in range(12)]
+    bars = Bars("busy", "%", groups, [(name, [1.0 + i for i in range(12)]) for name in "abc"])
+    found = [float(y) for y in re.findall(r'<rect x="[\d.]+" y="([\d.]+)"', figure([bars]))]
+    steps = [below - above for above, below in pairwise(sorted(found))]
+    assert len(found) == 36
+    assert min(steps) >= 10.9, "a line of text is ten high"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sim.replay.simulate import Terms, simulate
+from sim.replay.run import Terms
+from sim.replay.simulate import simulate
 from sim.replay.timings import read_timings
 from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests
