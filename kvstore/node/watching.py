@@ -46,7 +46,8 @@ class Watcher:
     async def next(self, heartbeat_s: float) -> pb.WatchResponse:
         """What there is to tell, or nothing, after a heartbeat's time."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._some.wait(), heartbeat_s)
+            async with asyncio.timeout(heartbeat_s):  # `wait_for` may swallow what ends the call
+                await self._some.wait()
         count = min(len(self._events), WATCH_EVENTS_SENT_MAX)
         told = pb.WatchResponse(events=[self._events.popleft() for _ in range(count)], dropped=self._dropped)
         self._dropped = 0
