@@ -32,9 +32,11 @@ __all__ = [
     "DOOR_CONNECTIONS_OF_SOURCE_MAX",
     "DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX",
     "DOOR_FIRST_MESSAGE_MS",
+    "DOOR_GLANCE_MS",
     "DOOR_HANDSHAKE_MS",
     "DOOR_KNOCKS_OF_LOUD",
     "DOOR_KNOCKS_OF_SOURCE_MAX",
+    "DOOR_LOOK_IDLE_MS",
     "DOOR_LOOK_MS",
     "DOOR_STREAMS_MAX",
     "DOOR_TIMEOUT_MS",
@@ -221,6 +223,8 @@ FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
 DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in
+DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
 DOOR_FIRST_MESSAGE_MS = 5_000  # from a stream's beginning to its first message
 DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
