@@ -1,7 +1,7 @@
-"""Who stands at the node's ports: this process's own sockets, looked at beside the libraries that take them.
+"""Connections to the node's ports: this process's own sockets, looked at beside the libraries that accept them.
 
 gRPC and libfabric accept whoever connects, from wherever, and keep them for as long as they like. The doorkeeper lists
-the process's sockets ten times a second while there is something to see, and hangs up on those that nobody should keep:
+the process's sockets ten times a second while there is something to see, and closes those that should not stay:
 a connection to the port for calls over which nothing was let in within its time or so many bytes, more of one source
 than it may have, and at an endpoint of the fabric anybody but the client it is for. A source that goes on knocking is
 barred for a time: a filter on the listening socket, which the kernel runs on each packet, has its connections come to
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def source_of(ip: Ip) -> str:
-    """What a caller can't change at no cost: his IPv4 address, or the /64 of his IPv6 one."""
+    """What a caller can't change at no cost: its IPv4 address, or the /64 of its IPv6 one."""
     return str(ip) if ip.version == _IPV4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
 
 
@@ -108,13 +108,13 @@ class _Link(NamedTuple):
     fd: int
     name: str  # of the socket, as the kernel lists it
     ip: Ip
-    port: int  # his
+    port: int  # the other end's
     own_port: int
     since_ns: int
 
     @property
     def source(self) -> str:
-        """Whom it counts against."""
+        """What it counts against."""
         return source_of(self.ip)
 
 
@@ -144,7 +144,7 @@ class Doorkeeper:
         self._links: dict[str, _Link | None] = {}  # by name; None: a socket that is nothing to us
         self._listening: dict[str, int] = {}  # the port of each socket that listens, by name
         self._at: dict[str, int] = {}  # its descriptor
-        self._knocked: dict[str, list[int]] = {}  # by source: when he connected, or was refused a call
+        self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
         self._barred: dict[str, int] = {}  # until when
         self._opened: int | None = None  # connections that came to the machine, when that was last read
@@ -287,7 +287,7 @@ class Doorkeeper:
         late = [one for one in unproved if now_ns - one.since_ns >= timeout_ms * _MS]
         loud = [one for one in unproved if _received_bytes(one) > DOOR_UNPROVED_BYTES_MAX]
         self._knocks(source, len(loud) * DOOR_KNOCKS_OF_LOUD, now_ns)
-        # Who is honest has proved himself within a moment: the oldest go.
+        # An honest client has made a call within a moment: the oldest go.
         crowd = unproved[: max(0, len(unproved) - DOOR_UNPROVED_OF_SOURCE_MAX)]
         gone = {one.name: one for one in (*late, *loud, *crowd)}
         over = len(links) - len(gone) - DOOR_CONNECTIONS_OF_SOURCE_MAX

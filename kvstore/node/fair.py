@@ -1,11 +1,11 @@
-"""Fair waiting: whose turn is next, among tenants and, of one tenant, among his connections; and how much one may hold.
+"""Fair waiting: which tenant is next and, of its connections, which; and how much a tenant may hold.
 
 Tenants take turns by bytes (deficit round robin: each turn is worth `TURN_BYTES`, and what a turn leaves is kept for
-the next), a tenant's connections take turns inside his. So whoever asks for a thousand blocks at once delays others by
-a turn each, not by a thousand blocks.
+the next), a tenant's connections take turns inside its own. So a tenant that asks for a thousand blocks delays others
+by a turn each, not by a thousand blocks.
 
-What always holds: what one connection asks for stays in its order; whoever waits gets his turn after at most one turn
-of each other tenant, unless he may hold no more.
+What always holds: what one connection asks for stays in its order; a tenant that waits is next after at most one
+turn of each other tenant, unless it may hold no more.
 It doesn't know what is waited for, and bounds nothing: `Shares` says how much of a common memory one may hold for a
 moment, and `Places` how much of what is held for long.
 """
@@ -33,7 +33,7 @@ class Waiting(Protocol):
 
     @property
     def flow(self) -> Hashable:
-        """Through which of his connections it came."""
+        """Through which of its tenant's connections it came."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class FairQueue(Generic[T]):
             tenant, line = next(iter(self._lines.items()))
             flow = self._first_allowed(line, may)
             if flow is None:
-                # Nobody is passed over for good: he stands where he stood when the others have been looked at.
+                # Nobody is passed over for good: the line is where it was once the others have been looked at.
                 spared.append((tenant, line))
                 del self._lines[tenant]
                 continue
@@ -171,12 +171,12 @@ class Shares:
         return not held or held + size_bytes <= self._capacity_bytes // SHARES
 
     def hold(self, who: Hashable, size_bytes: int) -> None:
-        """Note that he does."""
+        """Note that it does."""
         self._held[who] = self._held.get(who, 0) + size_bytes
         self.total_bytes += size_bytes
 
     def release(self, who: Hashable, size_bytes: int) -> None:
-        """Note that he no longer does."""
+        """Note that it no longer does."""
         left = self._held[who] - size_bytes
         assert left >= 0
         if left:
@@ -189,8 +189,8 @@ class Shares:
 class Places:
     """Something that is held for long, such as connections: each tenant has a part that nobody else can take.
 
-    Half of it is divided among all tenants of the node; of the other half one may have no more than he leaves free. So
-    whoever comes last finds his own part, and who is alone has all.
+    Half of it is divided among all tenants of the node; of the other half a tenant may have no more than
+    it leaves free. So one that comes last finds its own part, and one that is alone has all.
     """
 
     def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
@@ -201,7 +201,7 @@ class Places:
         self._held: dict[Hashable, int] = {}
 
     def left(self, who: Hashable) -> int:
-        """How much more he may take."""
+        """How much more a tenant may take."""
         tenants, held = self._tenants(), self._held.get(who, 0)
         free = self.capacity - self.total
         if tenants <= 1:
@@ -213,12 +213,12 @@ class Places:
         return max(0, min(free, most - held))
 
     def take(self, who: Hashable, count: int = 1) -> None:
-        """Note that he has taken so much."""
+        """Note that a tenant has taken so much."""
         self._held[who] = self._held.get(who, 0) + count
         self.total += count
 
     def give_back(self, who: Hashable, count: int = 1) -> None:
-        """Note that he no longer has it."""
+        """Note that a tenant no longer has it."""
         left = self._held.pop(who, 0) - count
         assert left >= 0
         if left:

@@ -352,7 +352,7 @@ class Node:
         return self._connections.get(number)
 
     def connection(self, number: int, owner: Tenant | None) -> Connection:
-        """The connection with this number. One of another owner than this one is none, as far as he can tell."""
+        """The connection with this number. One of another owner is answered like one that does not exist."""
         connection = self._connections.get(number)
         if connection is None or (owner is not None and owner.id != connection.tenant):
             raise ProtocolError(

@@ -1,4 +1,4 @@
-"""Watching: a tenant's own events, to those of his clients who want them, as they happen.
+"""Watching: a tenant's own events, to those of its clients that want them, as they happen.
 
 What always holds: nobody hears of another tenant's; each watcher has a bounded queue, and what finds no place there is
 counted and told; who reads nothing is ended; where nobody watches, an event costs one look-up a batch.
