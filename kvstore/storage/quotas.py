@@ -64,11 +64,10 @@ class Made(NamedTuple):
 class Charged(RecordWrite):
     """A write of a tenant's block, and what it has been let in with."""
 
-    __slots__ = ("charged_pages", "tenant")
+    __slots__ = ("charged_pages",)
 
     def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
-        super().__init__(writes, owner, address, size_bytes)
-        self.tenant = tenant
+        super().__init__(writes, owner, address, size_bytes, tenant)
         self.charged_pages = 0
 
 

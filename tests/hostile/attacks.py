@@ -10,12 +10,15 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from kvstore.client import Client
+from kvstore.errors import KvError
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
@@ -268,6 +271,30 @@ def heavy(told: Told, until: float, _: str) -> Told:
     return done
 
 
+def flood(told: Told, until: float, _: str) -> Told:
+    """Puts and gets of large blocks over many connections: the drive, and all memory that blocks go through."""
+    done: dict[str, int] = {}
+    size_bytes = 1 << 20
+
+    def work() -> None:
+        with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
+            while time.monotonic() < until:
+                key = os.urandom(32)
+                try:
+                    client.put_inline(key, key * (size_bytes // 32))
+                    name = type(client.get_inline(key, size_bytes)).__name__
+                except KvError as error:
+                    name = type(error).__name__
+                done[name] = done.get(name, 0) + 1
+
+    working = [threading.Thread(target=work) for _ in range(told["connections"])]
+    for one in working:
+        one.start()
+    for one in working:
+        one.join()
+    return done
+
+
 def unknown(told: Told, until: float, _: str) -> Told:
     """Calls without a token, or with nobody's, as fast as they go."""
     stub = kvstore_pb2_grpc.KvStoreStub(_channel(told))  # type: ignore[no-untyped-call]
@@ -293,6 +320,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         attaches,
         landing,
         heavy,
+        flood,
         unknown,
     )
 }

@@ -78,6 +78,13 @@ def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     assert is_as_fast(alone, under)
 
 
+def test_who_floods_the_drive_and_the_memory_of_blocks_leaves_others_theirs(beside: Beside) -> None:
+    """More connections write and read than the hot memory has room for."""
+    alone, under, did = beside.endure("flood", token="evil", connections=12)
+    assert sum(did.values()) > 0
+    assert is_as_fast(alone, under)
+
+
 @pytest.mark.parametrize("name", ["attaches", "landing"])
 def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
     """Somebody who was not there before attaches and puts in the middle of it."""
