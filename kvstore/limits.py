@@ -72,6 +72,8 @@ __all__ = [
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HEALTH_STILL_MS",
+    "HEAP_FREE_BYTES_MAX",
+    "HEAP_LOOK_MS",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
     "INDEX_HEADERS_CHECKED_MAX",
@@ -223,6 +225,8 @@ FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
 DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+HEAP_FREE_BYTES_MAX = 16 << 20  # that a node's malloc keeps for long
+HEAP_LOOK_MS = 5_000
 DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in
 DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2

@@ -6,6 +6,7 @@ a connection to the port for calls over which nothing was let in within its time
 than it may have, and at an endpoint of the fabric anybody but the client it is for. A source that goes on knocking is
 barred for a time: a filter on the listening socket, which the kernel runs on each packet, has its connections come to
 nothing. While nobody has come it reads one counter of the kernel's twice a second, which costs an idle node nothing.
+It also has the heap give back what a crowd has left in it.
 
 What always holds: a connection over which a call was let in is hung up on only when its source has more than it may; a
 socket is ended by `shutdown` on a copy of its descriptor that was found to be the same socket, so its library sees an
@@ -41,8 +42,10 @@ from kvstore.limits import (
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_OF_SOURCE_MAX,
     DOOR_WINDOW_MS,
+    HEAP_LOOK_MS,
 )
 from kvstore.node.fabric_address import ip_of_peer
+from kvstore.node.heap import give_back_heap
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
@@ -187,9 +190,13 @@ class Doorkeeper:
         return list(self._barred)
 
     def _run(self) -> None:
-        looked_ns, wait_ms = 0, DOOR_LOOK_MS
+        looked_ns = trimmed_ns = 0
+        wait_ms = DOOR_LOOK_MS
         while not self._stop.wait(wait_ms / 1000):
             now_ns = self._clock.monotonic_ns()
+            if now_ns - trimmed_ns >= HEAP_LOOK_MS * _MS:
+                trimmed_ns = now_ns
+                give_back_heap()
             must = self.must_look()
             wait_ms = DOOR_LOOK_MS if must else DOOR_GLANCE_MS
             if not must and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:
