@@ -12,7 +12,8 @@ Always holds:
   and `changed` is called in the step in which it ends. A piece that the shelf sends is in use.
 - Of what is kept by name, only what the index names is kept: a record that is deleted, evicted, replaced, over or
   forgotten as broken gives its room back in that step, or, if it is in use, when its last user is done.
-- Half of it is divided among the tenants of the node: what a tenant keeps of its part goes for its own reads alone.
+- Half of it is divided among the tenants of the node: what a tenant keeps of its part goes for
+  its own reads, and for others' when there is nothing else that may go: no read waits for what only lies there.
 - A scan does not flush it: what was found once more lies in the protected part (up to four fifths of the pages), and
   only what did not earn that makes room first, oldest first.
 
@@ -241,25 +242,26 @@ class HotPages:
             self._kept_of[name[0]] = left
 
     def _evict_one(self, tenant: Hashable) -> bool:
-        for kept in (self._probation, self._protected):
-            stay: list[int] = []
-            gone: Piece | None = None
-            for generation, piece in kept.items():
-                if self._is_for_certain(piece, tenant):
-                    stay.append(generation)
-                elif not piece.users and self._may_go(generation):
-                    gone = piece
-                    break
-            for generation in stay:  # so that they are not looked at each time
-                kept.move_to_end(generation)
-            if gone is not None:
-                self._evicted += 1
-                self.forget(gone)
-                return True
+        for spared in (self._is_for_certain, lambda *_: False):
+            for kept in (self._probation, self._protected):
+                stay: list[int] = []
+                gone: Piece | None = None
+                for generation, piece in kept.items():
+                    if spared(piece, tenant):
+                        stay.append(generation)
+                    elif not piece.users and self._may_go(generation):
+                        gone = piece
+                        break
+                for generation in stay:  # so that they are not looked at each time
+                    kept.move_to_end(generation)
+                if gone is not None:
+                    self._evicted += 1
+                    self.forget(gone)
+                    return True
         return False
 
     def _is_for_certain(self, piece: Piece, tenant: Hashable) -> bool:
-        """Whether a piece is of the part that its tenant has, whatever others read; its own reads may take it."""
+        """Whether a piece is of the part that its tenant has, whatever others read; its own reads may take it first."""
         tenants = self._tenants()
         if tenants <= 1 or piece.name is None or piece.name[0] == tenant:
             return False

@@ -256,12 +256,22 @@ def test_a_tenants_own_reads_take_the_place_of_what_it_keeps_and_nobody_has_a_pa
 ):
     hot = HotPages(80, lambda: None, tenants=lambda: 2)
     reads(hot, b"good", range(1, 21))
-    used = [hot.take(1, b"evil") for _ in range(60)]
-    assert None not in used
-    assert hot.take(1, b"evil") is None, "the rest is of the other tenant"
+    reads(hot, b"evil", range(100, 160))
     reads(hot, b"good", range(21, 41))
     assert [hot.has(generation) for generation in (1, 20, 21, 40)] == [False, False, True, True]
     alone = HotPages(80, lambda: None)
     reads(alone, b"good", range(1, 21))
     reads(alone, b"evil", range(100, 180))
     assert not any(alone.has(generation) for generation in range(1, 21))
+
+
+def test_a_block_that_needs_nearly_all_memory_finds_it_though_parts_of_others_lie_everywhere() -> None:
+    """No read may wait for what only lies there: nobody would wake it."""
+    hot = HotPages(80, lambda: None, tenants=lambda: 2)
+    for first in range(0, 80, 8):
+        reads(hot, b"good", range(first + 1, first + 3))
+        reads(hot, b"evil", range(first + 101, first + 107))
+    room = hot.take(3, b"")
+    assert room is not None
+    assert hot.take(70, b"evil") is not None
+    assert not hot.refused
