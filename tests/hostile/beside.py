@@ -1,6 +1,6 @@
-"""A well-behaved neighbour, an attack beside him, and what of it he and the node may notice.
+"""A well-behaved neighbour, an attack beside it, and what of that the neighbour and the node may notice.
 
-What always holds: what he is compared with is himself alone, in the same run; an attack is a process of its own, from
+What always holds: it is compared with itself alone, in the same run; an attack is a process of its own, from
 an address of its own, and is ended by its id. The first moments of an attack, in which the node finds out whose it is,
 are measured apart: they may be slow, and may not fail.
 """
@@ -113,7 +113,7 @@ class Beside:
                 process.kill()
 
     def endure(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
-        """The neighbour alone, then beside an attack that has begun; he must see no error at any time."""
+        """The neighbour alone, then beside an attack that has begun; no error may reach it at any time."""
         alone = self.times(ALONE_S)
         descriptors, memory = self.descriptors(), self.memory_bytes()
         with self.attack(name, SECONDS + FIRST_S, **told) as did:

@@ -156,7 +156,7 @@ def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside)
     with small_client(beside.node.target, token="good") as another:
         another.attach()
     beside.client.attach()
-    assert beside.client._link is link, "the neighbour has the connection that he had"
+    assert beside.client._link is link, "the neighbour has the connection that it had"
 
 
 @pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])

@@ -1,4 +1,4 @@
-"""The door: nothing is awaited from, nor kept for, who has not shown who he is; a stream says in time what it wants."""
+"""The door: nothing is awaited from a caller that is not authenticated, or kept for it; a stream begins in its time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def answered(link: socket.socket, within_s: float) -> bytes:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("token", [(), (("authorization", "Bearer nobody's"),)], ids=["none", "nobody's"])
-def test_who_shows_nothing_is_refused_before_his_message_is_awaited(
+def test_a_caller_without_credentials_is_refused_before_its_message_is_awaited(
     guarded: NodeProcess, path: str, token: Any
 ) -> None:
     with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2])) as link:
@@ -116,7 +116,7 @@ def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_u
     assert timings.calls_failed["Stand", "RESOURCE_EXHAUSTED"] == 1
 
 
-def test_a_tenant_has_no_more_calls_open_than_his_share(tmp_path: Path) -> None:
+def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:
     clock = FakeClock()
     tenants = Tenants(bytes(16), clock)
     (tmp_path / "t.toml").write_text(
@@ -144,7 +144,7 @@ def test_a_tenant_has_no_more_calls_open_than_his_share(tmp_path: Path) -> None:
     assert gate._open.total == 0
 
 
-def test_watchers_of_many_tenants_leave_each_tenant_his_own() -> None:
+def test_watchers_of_many_tenants_leave_each_tenant_its_own() -> None:
     tenants = 64
     watchers = Watchers(FakeClock(), lambda: tenants)
     with ExitStack() as undo:

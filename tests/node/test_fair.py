@@ -90,11 +90,11 @@ def test_connections_of_one_tenant_take_turns() -> None:
     ]
 
 
-def test_who_may_hold_no_more_is_passed_over_and_keeps_his_place() -> None:
+def test_a_tenant_that_may_hold_no_more_is_passed_over_and_keeps_its_place() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("b", 0, MIB, 2), Thing("a", 1, MIB, 3), Thing("b", 0, MIB, 4)])
     assert queue.take(lambda thing: thing.number in (3, 4)) == Thing("a", 1, MIB, 3), (
-        "his other connection may"
+        "its other connection may"
     )
     assert queue.take(lambda thing: thing.number == 4) is None, "what is behind what may not, may not either"
     assert len(queue) == 3
@@ -198,7 +198,7 @@ def test_a_tenant_that_is_new_in_the_file_has_its_part_of_what_others_hold_no_lo
 
 
 def filled(places: Places, who: str) -> int:
-    """How much he gets who takes all that he can, one by one."""
+    """How much a tenant gets that takes all that it can, one by one."""
     count = 0
     while places.left(who):
         places.take(who)
