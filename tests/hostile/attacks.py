@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import grpc
 
 from kvstore.client import Client
 from kvstore.errors import KvError
+from kvstore.limits import LEASE_TIMEOUT_MS
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
@@ -210,7 +212,8 @@ def attaches(told: Told, until: float, _: str) -> Told:
 def landing(told: Told, until: float, _: str) -> Told:
     """All the memory to put into that the node gives: connections with large blocks, and leases of all their slots."""
     held: list[Any] = []
-    leased = 0
+    leases: deque[float] = deque()  # when each began, of those that are not over
+    most = 0
     refused: dict[str, int] = {}
     while time.monotonic() < until:
         stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
@@ -230,12 +233,15 @@ def landing(told: Told, until: float, _: str) -> Told:
                     connection=number, blocks=[pb.ReserveBlock(name=name)], durability=pb.DURABILITY_WRITTEN
                 )
                 stub.Reserve(wanted, metadata=_bearer(told), timeout=20)
-                leased += 1
+                leases.append(time.monotonic())
+                while leases[0] < leases[-1] - LEASE_TIMEOUT_MS / 1000:
+                    leases.popleft()
+                most = max(most, len(leases))
         except grpc.RpcError as error:
             name_of = error.code().name
             refused[name_of] = refused.get(name_of, 0) + 1
             time.sleep(0.2)
-    return {"held": len(held), "leased_bytes": leased * (8 << 20), **refused}
+    return {"held": len(held), "leased_bytes": most * (8 << 20), **refused}
 
 
 def heavy(told: Told, until: float, _: str) -> Told:

