@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Told = dict[str, Any]
 _ATTACH = "/kvstore.v1.KvStore/Attach"
 _STREAMS = 200  # of one connection
+_STAYS_S = 2.0
 
 
 def _bearer(told: Told) -> tuple[tuple[str, str], ...]:
@@ -88,19 +89,20 @@ def silent_streams(told: Told, until: float, source: str) -> Told:
 
 
 def idle(told: Told, until: float, source: str) -> Told:
-    """TCP connections over which nothing is said; those that are ended are begun again."""
-    links: list[socket.socket] = []
+    """TCP connections over which nothing is said; those that are ended are begun again, and those that stay counted."""
+    links: dict[socket.socket, float] = {}
     begun = 0
     while time.monotonic() < until:
         while len(links) < told["connections"] and time.monotonic() < until:
             try:
-                links.append(socket.create_connection(("127.0.0.1", told["port"]), 0.2, (source, 0)))
+                link = socket.create_connection(("127.0.0.1", told["port"]), 0.2, (source, 0))
             except OSError:
                 break
+            links[link] = time.monotonic()
             begun += 1
         time.sleep(0.1)
-        links = [link for link in links if not _ended(link)]
-    return {"begun": begun, "held": len(links)}
+        links = {link: since for link, since in links.items() if not _ended(link)}
+    return {"begun": begun, "held": sum(time.monotonic() - since > _STAYS_S for since in links.values())}
 
 
 def _ended(link: socket.socket) -> bool:
