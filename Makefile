@@ -8,7 +8,7 @@
 #   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
 #   TRIGGERKV_TWIN_ROUNDS=n    how many rounds `make bench-twin` does (3)
 #   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
-#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (4)
+#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (3)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_RANDOM_EXAMPLES=1    other examples of Hypothesis' each time: to search; without it a run is like the last one

@@ -131,7 +131,7 @@ class NodeConfig:
         if self.tenants is not None:
             raise ConfigError(
                 "--events tells whoever listens of all tenants' blocks, so a node with --tenants publishes none;"
-                " each tenant hears of his own by `client.watch`."
+                " each tenant hears of its own by `client.watch`."
             )
 
     def _check_where(self) -> None:
@@ -189,7 +189,7 @@ def _check_stays_here(endpoint: str) -> None:
         if scheme == "tcp" and ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback:
             return
     raise ConfigError(
-        f"Events are published on tcp://127.0.0.1:PORT or ipc://PATH, not on {endpoint}: ZeroMQ asks nobody who he is."
+        f"Events are published on tcp://127.0.0.1:PORT or ipc://PATH, not on {endpoint}: ZeroMQ authenticates nobody."
     )
 
 

@@ -4,7 +4,7 @@
     ├── ConfigError            a setting or argument that cannot be used
     ├── Overloaded             the node is at a bound; try again after `retry_after_ms`
     ├── LayoutError            a layout that can't be, or bytes that can't be moved between shards
-    ├── NotAuthenticated       the caller has not proved who he is
+    ├── NotAuthenticated       the caller has not proved who it is
     ├── TenantDenied           the caller may not act for this tenant
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   ├── AddressRefused     a fabric address that is not where its call comes from, which is in `caller`
@@ -15,7 +15,7 @@
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
     │   ├── Expired            what is put has a time to live that is over
-    │   ├── QuotaExceeded      the tenant has as many bytes as he may, and none of his may go
+    │   ├── QuotaExceeded      the tenant has as many bytes as it may, and none of its own may go
     │   ├── KeyTaken           another block is stored under the key, which is written once
     │   ├── Corrupt            bytes on the drive are not what was written
     │   ├── NoSession          there is no session of this name
@@ -112,7 +112,7 @@ class LayoutError(KvError):
 
 
 class NotAuthenticated(KvError):
-    """The caller has not proved who he is."""
+    """The caller has not proved who it is."""
 
 
 class TenantDenied(KvError):
@@ -162,7 +162,7 @@ class Expired(StorageError):
 
 
 class QuotaExceeded(StorageError):
-    """The tenant has as many bytes as his quota, and nothing of his may go for the block."""
+    """The tenant has as many bytes as his quota, and nothing of its own may go for the block."""
 
 
 class KeyTaken(StorageError):

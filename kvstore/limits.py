@@ -32,9 +32,11 @@ __all__ = [
     "DOOR_CONNECTIONS_OF_SOURCE_MAX",
     "DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX",
     "DOOR_FIRST_MESSAGE_MS",
+    "DOOR_GLANCE_MS",
     "DOOR_HANDSHAKE_MS",
     "DOOR_KNOCKS_OF_LOUD",
     "DOOR_KNOCKS_OF_SOURCE_MAX",
+    "DOOR_LOOK_IDLE_MS",
     "DOOR_LOOK_MS",
     "DOOR_STREAMS_MAX",
     "DOOR_TIMEOUT_MS",
@@ -70,6 +72,8 @@ __all__ = [
     "GUARDS_OF_A_KIND_MAX",
     "HEADER_BYTES",
     "HEALTH_STILL_MS",
+    "HEAP_FREE_BYTES_MAX",
+    "HEAP_LOOK_MS",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
     "INDEX_HEADERS_CHECKED_MAX",
@@ -215,21 +219,27 @@ SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 4096  # attached to a node; its descriptors and ports may be fewer
 DESCRIPTORS_KEPT = 256  # for drives, listeners and whoever has not attached
-DESCRIPTORS_OF_CLIENT = 4  # his endpoint, what it is connected by, and his calls
+DESCRIPTORS_OF_CLIENT = 4  # its endpoint, what it is connected by, and its calls
 # Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
 DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+HEAP_FREE_BYTES_MAX = 16 << 20  # that a node's malloc keeps for long
+HEAP_LOOK_MS = 5_000
+DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in
+DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
 DOOR_FIRST_MESSAGE_MS = 5_000  # from a stream's beginning to its first message
 DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
 DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
 DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
 DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
-DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to his endpoint; a provider makes one or two
+DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to its endpoint; a provider makes one or two
 DOOR_WINDOW_MS = 2_000
-DOOR_KNOCKS_OF_SOURCE_MAX = 200  # connections begun and calls refused, in that time; who has more is barred
+DOOR_KNOCKS_OF_SOURCE_MAX = (
+    200  # connections begun and calls refused, in that time; a source with more is barred
+)
 DOOR_UNPROVED_BYTES_MAX = (
     256 << 10
 )  # that came over such a connection; an honest one's first window is 64 KiB
@@ -247,7 +257,7 @@ WATCHERS_MAX = 256  # of a node
 WATCHERS_OF_TENANT_MAX = 8
 EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be published
 EVENTS_REPLAYED_MAX = 10_000  # messages that were published and can be asked for again
-WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, he is told the number
+WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, it is told the number
 WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
@@ -299,7 +309,7 @@ HOT_BYTES_MIN = 128 << 20
 SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
-TURNS_OTHERS_MS = 1_000  # a tenant who called within this is there
+TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more
@@ -314,7 +324,7 @@ TRANSFERS_TOLD_MAX = (
     65_536  # that the requester's catalogue has not taken in; of more, the oldest are not known
 )
 SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
-LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing is known of him
+LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing is known of them
 
 PUTS_SEEN_MAX = 64  # the last puts, of which a node remembers the times
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw

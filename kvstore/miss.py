@@ -24,7 +24,7 @@ class MissReason(enum.IntEnum):
     BUSY = 8  # the node was at a bound and did not start
     EVICTED = 9  # it had to go, for room; said of the last ones that did
     QUOTA = (
-        10  # it had to go because its tenant was at his quota and put more; said of the last ones that did
+        10  # it had to go because its tenant was at its quota and put more; said of the last ones that did
     )
 
     @classmethod

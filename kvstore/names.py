@@ -35,12 +35,12 @@ def layout_fingerprint(*parts: bytes) -> bytes:
 
 
 def tenant_name(tenant: str, salt: bytes) -> bytes:
-    """A tenant as the drive knows him. The salt is the store's, so a stolen drive doesn't tell whose blocks it has."""
+    """A tenant as the drive knows it. The salt is the store's, so a stolen drive doesn't tell whose blocks it has."""
     return _digest(b"triggerkv tenant", TENANT_BYTES, [salt, tenant.encode()])
 
 
 def user_name(tenant: bytes, user: str) -> bytes:
-    """A user as the drive knows him; `tenant` is that of `tenant_name`, so this one is salted as well."""
+    """A user as the drive knows them; `tenant` is that of `tenant_name`, so this one is salted as well."""
     return _digest(b"triggerkv user", USER_BYTES, [tenant, user.encode()])
 
 

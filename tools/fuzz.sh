@@ -27,6 +27,6 @@ atheris=.cache/atheris
 for name in fabric_calls grpc_fields http tenants sessions traces records index; do
   mkdir -p "$out/$name"
   printf '%s\n' "$name"
-  PYTHONPATH=$atheris .venv/bin/python -m tests.fuzz "$name" -runs="$python_runs" -max_len=4096 -verbosity=0 \
-    -print_final_stats=1 -artifact_prefix="$out/find-$name-" "$out/$name"
+  PYTHONPATH=$atheris .venv/bin/python -m tests.fuzz "$name" "$out/$name" -runs="$python_runs" -max_len=4096 -verbosity=0 \
+    -print_final_stats=1 -artifact_prefix="$out/find-$name-"
 done

@@ -54,7 +54,7 @@ class Audit(Handle):
         self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
 
     def removed(self, what: str, *, tenant: str, peer: str, names: Sequence[bytes], **more: int) -> None:
-        """Somebody removed what is his; of many the first are named."""
+        """A tenant removed what is its own; of many the first are named."""
         if self._is_too_much(tenant or peer):
             return
         named = ",".join(name.hex() for name in names[:AUDIT_NAMES_MAX])
@@ -123,5 +123,5 @@ class Audit(Handle):
 
 
 def _host(peer: str) -> str:
-    """What of a peer stays the same when he connects again."""
+    """What of a peer stays the same when it connects again."""
     return peer.rpartition(":")[0] or peer

@@ -149,7 +149,7 @@ class _Puts:
         self._store = node.store
         self._inline = node.inline
         self._context = context
-        self._peer = context.peer()
+        self._who = (tenant.id, context.peer())
         self._tenant = tenant.id
         self.blocks = self.size_bytes = 0  # that were kept
         self.durability = max(durability_of(first.durability), Durability.WRITTEN)
@@ -183,7 +183,7 @@ class _Puts:
         piece = None
         while piece is None:
             try:
-                piece = self._inline.take(self._peer, name.length)
+                piece = self._inline.take(self._who, name.length)
             except Overloaded as error:
                 self._hand_over()
                 if not self._pieces:
@@ -237,7 +237,7 @@ class _Puts:
             self._store.put(items, partial(self._kept, self._inline.timings.clock.monotonic_ns()))
         except KvError as error:
             for item in items:
-                self._inline.give_back(self._peer, self._pieces.pop(item.tag))
+                self._inline.give_back(self._who, self._pieces.pop(item.tag))
                 del self._lengths[item.tag]
                 self._end(item.tag, error)
 
@@ -248,7 +248,7 @@ class _Puts:
         self._inline.timings.inline_kept(self._tenant, self.durability, landed_ns, landed_ns, kept)
         for done in batch:
             self._lengths.pop(done.tag, None)
-            self._inline.give_back(self._peer, self._pieces.pop(done.tag))
+            self._inline.give_back(self._who, self._pieces.pop(done.tag))
             self._end(done.tag, done.error, done.durability)
         self._freed.set()
 
@@ -286,7 +286,7 @@ class _Puts:
     def drop(self) -> None:
         """Give the memory of an unfinished block back; what is whole is the store's until it reports."""
         if self._filling is not None and self._filling.piece is not None:
-            self._inline.give_back(self._peer, self._filling.piece)
+            self._inline.give_back(self._who, self._filling.piece)
         self._filling = None
 
 

@@ -1,12 +1,15 @@
-"""The door: who calls is found out before anything is read or made for the call, and again while it goes on.
+"""The door: the caller is authenticated before anything is read or made for the call, and again while it goes on.
 
 It stands around all services of a server, as an interceptor. A call whose token is nobody's is refused before its
 message is awaited, so that nothing is kept for it; a stream's first message comes within its time; whatever stays open
-ends as soon as what let it in is no longer in the file of tenants; every refusal is in the audit log.
+ends as soon as what let it in is no longer in the file of tenants; every refusal is in the audit log. It also counts
+each call, how long it took and how it ended.
 
 What always holds: health's `Check` alone passes without credentials; a stream that is ended by its credentials ends
-like one that its client left, with what it had sent whole kept. What it doesn't do: judge the tenant that a request
-names, which stands in its message; the gate does, once that is read.
+like one that its client left, with what it had sent whole kept, and counts as open until its status has been sent; the
+names that are counted are those of calls that the server has, so they are bounded. What it doesn't do: judge the tenant
+that a request names, which stands in its message; the gate does, once that is read. What stays open as long as its
+client likes (`Attach`, `Watch`, reflection) is not a duration and is not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -24,15 +27,17 @@ from kvstore.limits import DOOR_FIRST_MESSAGE_MS
 from kvstore.node.calls import KINDS, refusals
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from kvstore.node.calls import Context
     from kvstore.node.gate import Gate
     from kvstore.node.statistics import Counters
+    from kvstore.node.timings import Timings
 
 __all__ = ["Door"]
 
 _PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
+_OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
 # What the gate refuses it has written down itself; an error of the node's own is no refusal.
 _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
 
@@ -40,10 +45,13 @@ _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_
 class Door(grpc.aio.ServerInterceptor):
     """Of one server."""
 
-    def __init__(self, gate: Gate, counters: Counters, *, wants_certificates: bool = False) -> None:
+    def __init__(
+        self, gate: Gate, counters: Counters, timings: Timings, *, wants_certificates: bool = False
+    ) -> None:
         """With `wants_certificates` the handshake has turned away whoever has none, and a token is not needed."""
         self._gate = gate
         self._counters = counters
+        self._timings = timings
         self._wants_certificates = wants_certificates
         self._wrapped: dict[str, Any] = {}
 
@@ -52,18 +60,20 @@ class Door(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Give the call's handler as it is to be for this caller."""
+        """Give the call's handler as it is to be for this caller; made once for each call that there is."""
         method = str(handler_call_details.method)
         handler = self._wrapped.get(method)
         if handler is None:
             found = await continuation(handler_call_details)
-            if found is None or method in _PUBLIC:
-                return found
-            handler = self._wrapped[method] = self._guarded(_said(method), found)
-        if not self._wants_certificates and not self._gate.knows(
-            handler_call_details.invocation_metadata or ()
+            if found is None:
+                return None
+            handler = self._wrapped[method] = self._guarded(method.rpartition("/")[2], found)
+        if (
+            method not in _PUBLIC
+            and not self._wants_certificates
+            and not self._gate.knows(handler_call_details.invocation_metadata or ())
         ):
-            return grpc.stream_stream_rpc_method_handler(self._refusing(_said(method)))
+            return grpc.stream_stream_rpc_method_handler(self._refusing(_said(method.rpartition("/")[2])))
         return handler
 
     def _refusing(self, what: str) -> Any:
@@ -73,55 +83,77 @@ class Door(grpc.aio.ServerInterceptor):
 
         return refuse
 
-    def _guarded(self, what: str, handler: Any) -> Any:
+    def _guarded(self, call: str, handler: Any) -> Any:
         kind, make = KINDS[handler.request_streaming, handler.response_streaming]
         behaviour = getattr(handler, kind)
-        stays = handler.request_streaming or handler.response_streaming
         in_time = _InTime if handler.request_streaming else _as_it_is
+        if inspect.isasyncgenfunction(behaviour):
+            behaviour = _writing(behaviour)
 
         async def answering(request: Any, context: Any) -> Any:
-            async with self._noted(what, context):
+            async with self._noted(call, context):
                 return await behaviour(request, context)
 
         async def staying(request: Any, context: Any) -> Any:
-            async with self._noted(what, context), self._staying(what, context):
-                return await behaviour(in_time(request), context)
+            async with self._noted(call, context):
+                if handler.response_streaming:
+                    # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
+                    await context.send_initial_metadata(())
+                async with self._staying(_said(call), context):
+                    return await behaviour(in_time(request), context)
 
-        async def telling(request: Any, context: Any) -> Any:
-            async with self._noted(what, context), self._staying(what, context):
-                async for answer in behaviour(in_time(request), context):
-                    yield answer
-
-        if inspect.isasyncgenfunction(behaviour):
-            wrapped: Any = telling
-        else:
-            wrapped = staying if stays else answering
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        stays = handler.request_streaming or handler.response_streaming
+        return make(
+            staying if stays else answering, handler.request_deserializer, handler.response_serializer
+        )
 
     @asynccontextmanager
-    async def _noted(self, what: str, context: Context) -> AsyncIterator[None]:
-        """Write down that a call was refused, if it is."""
+    async def _noted(self, call: str, context: Context) -> AsyncIterator[None]:
+        """Count a call, and write down that it was refused, if it is."""
+        began_ns = self._timings.clock.monotonic_ns()
+        failure: str | None = "CANCELLED"
         try:
             yield
+            failure = None
         except grpc.aio.AbortError:
-            if context.code() in _REFUSALS:
-                self._gate.refused(what, context, str(context.details()))
+            code = context.code()
+            failure = code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
+            if code in _REFUSALS:
+                self._gate.refused(_said(call), context, str(context.details()))
             raise
+        except Exception:
+            failure = "UNKNOWN"
+            raise
+        finally:
+            if call not in _OPEN_ENDED:
+                self._timings.called(call, began_ns, failure)
 
     @asynccontextmanager
     async def _staying(self, what: str, context: Context) -> AsyncIterator[None]:
-        """Find out who calls, and end the call when he is no longer to be here."""
+        """Authenticate the caller, and end the call when they are no longer to be here."""
         async with refusals(context, self._counters):
             with self._gate.staying(what, context) as scope:
-                try:
-                    async with scope:
-                        yield
-                except TimeoutError:
-                    if not scope.expired():
-                        raise
-                    raise NotAuthenticated(
-                        "What let the caller in is no longer in the node's file."
-                    ) from None
+                async with refusals(context, self._counters):
+                    try:
+                        async with scope:
+                            yield
+                    except TimeoutError:
+                        if not scope.expired():
+                            raise
+                        raise NotAuthenticated(
+                            "What let the caller in is no longer in the node's file."
+                        ) from None
+
+
+def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
+    """A behaviour that yields its answers, as one that writes them: what ends a call then ends it in a write, too."""
+
+    async def written(request: Any, context: Any) -> None:
+        async with aclosing(behaviour(request, context)) as answers:
+            async for answer in answers:
+                await context.write(answer)
+
+    return written
 
 
 class _InTime:
@@ -151,6 +183,6 @@ def _as_it_is(request: Any) -> Any:
     return request
 
 
-def _said(method: str) -> str:
+def _said(call: str) -> str:
     """A call's name as the audit log has it: `PutBatch` is a put batch."""
-    return " ".join(re.findall("[A-Z][a-z]*", method.rpartition("/")[2])).lower()
+    return " ".join(re.findall("[A-Z][a-z]*", call)).lower()

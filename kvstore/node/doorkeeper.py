@@ -1,10 +1,12 @@
-"""Who stands at the node's ports: this process's own sockets, looked at beside the libraries that take them.
+"""Connections to the node's ports: this process's own sockets, looked at beside the libraries that accept them.
 
-gRPC and libfabric accept whoever connects, from wherever, and keep him for as long as he likes. The doorkeeper lists
-the process's sockets a few times a second, and hangs up on those that nobody should keep: a connection to the port for
-calls over which nothing was let in within its time or so many bytes, more of one source than it may have, and at an
-endpoint of the fabric anybody but the client it is for. A source that goes on knocking is barred for a time: a filter
-on the listening socket, which the kernel runs on each packet, has its connections come to nothing.
+gRPC and libfabric accept whoever connects, from wherever, and keep them for as long as they like. The doorkeeper lists
+the process's sockets ten times a second while there is something to see, and closes those that should not stay:
+a connection to the port for calls over which nothing was let in within its time or so many bytes, more of one source
+than it may have, and at an endpoint of the fabric anybody but the client it is for. A source that goes on knocking is
+barred for a time: a filter on the listening socket, which the kernel runs on each packet, has its connections come to
+nothing. While nobody has come it reads one counter of the kernel's twice a second, which costs an idle node nothing.
+It also has the heap give back what a crowd has left in it.
 
 What always holds: a connection over which a call was let in is hung up on only when its source has more than it may; a
 socket is ended by `shutdown` on a copy of its descriptor that was found to be the same socket, so its library sees an
@@ -31,15 +33,19 @@ from kvstore.limits import (
     DOOR_BARRED_SOURCES_MAX,
     DOOR_CONNECTIONS_OF_SOURCE_MAX,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    DOOR_GLANCE_MS,
     DOOR_KNOCKS_OF_LOUD,
     DOOR_KNOCKS_OF_SOURCE_MAX,
+    DOOR_LOOK_IDLE_MS,
     DOOR_LOOK_MS,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_OF_SOURCE_MAX,
     DOOR_WINDOW_MS,
+    HEAP_LOOK_MS,
 )
 from kvstore.node.fabric_address import ip_of_peer
+from kvstore.node.heap import give_back_heap
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
@@ -54,6 +60,7 @@ __all__ = ["Doorkeeper", "packet_filter", "source_of"]
 log = logging.getLogger(__name__)
 
 _FOLDER: Final = "/proc/self/fd"
+_COUNTERS: Final = "/proc/self/net/snmp"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _IPV4: Final = 4
 _NETWORK_HEADER: Final = 0xFFF00000  # SKF_NET_OFF: where the packet's IP header begins, whatever lies before
@@ -66,7 +73,7 @@ T = TypeVar("T")
 
 
 def source_of(ip: Ip) -> str:
-    """What a caller can't change at no cost: his IPv4 address, or the /64 of his IPv6 one."""
+    """What a caller can't change at no cost: its IPv4 address, or the /64 of its IPv6 one."""
     return str(ip) if ip.version == _IPV4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
 
 
@@ -104,13 +111,13 @@ class _Link(NamedTuple):
     fd: int
     name: str  # of the socket, as the kernel lists it
     ip: Ip
-    port: int  # his
+    port: int  # the other end's
     own_port: int
     since_ns: int
 
     @property
     def source(self) -> str:
-        """Whom it counts against."""
+        """What it counts against."""
         return source_of(self.ip)
 
 
@@ -140,9 +147,12 @@ class Doorkeeper:
         self._links: dict[str, _Link | None] = {}  # by name; None: a socket that is nothing to us
         self._listening: dict[str, int] = {}  # the port of each socket that listens, by name
         self._at: dict[str, int] = {}  # its descriptor
-        self._knocked: dict[str, list[int]] = {}  # by source: when he connected, or was refused a call
+        self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
         self._barred: dict[str, int] = {}  # until when
+        self._opened: int | None = None  # connections that came to the machine, when that was last read
+        self._unproved = 0  # connections over which no call had been let in, at the last look
+        self._expects_more = False  # there is an endpoint that was not there then
         self._filter_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-door", daemon=True)
@@ -173,21 +183,44 @@ class Doorkeeper:
     def expects(self, port: int, client: Ip) -> None:
         """Let nobody but this client stay at an endpoint's port, until it is closed."""
         self._fabric[port] = client
+        self._expects_more = True
 
     def barred(self) -> list[str]:
         """Who is, for now."""
         return list(self._barred)
 
     def _run(self) -> None:
-        while not self._stop.wait(DOOR_LOOK_MS / 1000):
+        looked_ns = trimmed_ns = 0
+        wait_ms = DOOR_LOOK_MS
+        while not self._stop.wait(wait_ms / 1000):
+            now_ns = self._clock.monotonic_ns()
+            if now_ns - trimmed_ns >= HEAP_LOOK_MS * _MS:
+                trimmed_ns = now_ns
+                give_back_heap()
+            must = self.must_look()
+            wait_ms = DOOR_LOOK_MS if must else DOOR_GLANCE_MS
+            if not must and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:
+                continue
+            looked_ns = now_ns
             try:
                 self.look()
             except Exception:  # a door without its keeper would stay open, and nobody would know
                 log.exception("the doorkeeper could not look")
 
+    def must_look(self) -> bool:
+        """Whether there is something to see: somebody new, not let in yet, refused or barred, or a new endpoint.
+
+        A library may be late to accept, and is seen with it at the next look that comes without a reason.
+        """
+        before, self._opened = self._opened, _connections_opened()
+        if self._opened is None or self._opened != before:
+            return True
+        return bool(self._unproved or self._refused or self._barred or self._expects_more)
+
     def look(self) -> None:
         """Look at all sockets once, and hang up on those that are not to stay."""
         now_ns = self._clock.monotonic_ns()
+        self._unproved, self._expects_more = 0, False
         expected = list(self._fabric)
         new = self._list(now_ns)
         for port in expected:
@@ -256,11 +289,12 @@ class Doorkeeper:
         unproved = sorted(
             (link for link in links if (link.ip, link.port) not in proved), key=lambda one: one.since_ns
         )
+        self._unproved += len(unproved)
         timeout_ms = 0 if source in self._barred else DOOR_TIMEOUT_MS
         late = [one for one in unproved if now_ns - one.since_ns >= timeout_ms * _MS]
         loud = [one for one in unproved if _received_bytes(one) > DOOR_UNPROVED_BYTES_MAX]
         self._knocks(source, len(loud) * DOOR_KNOCKS_OF_LOUD, now_ns)
-        # Who is honest has proved himself within a moment: the oldest go.
+        # An honest client has made a call within a moment: the oldest go.
         crowd = unproved[: max(0, len(unproved) - DOOR_UNPROVED_OF_SOURCE_MAX)]
         gone = {one.name: one for one in (*late, *loud, *crowd)}
         over = len(links) - len(gone) - DOOR_CONNECTIONS_OF_SOURCE_MAX
@@ -343,6 +377,16 @@ def _sockets() -> Iterator[tuple[str, int]]:
             name = os.readlink(f"{_FOLDER}/{entry}")  # noqa: PTH115 - the same
             if name.startswith("socket:"):
                 yield name, int(entry)
+
+
+def _connections_opened() -> int | None:
+    """How many connections have come to this network namespace; None if the kernel does not say."""
+    try:
+        with open(_COUNTERS, "rb") as file:  # noqa: PTH123 - ten times a second
+            names, numbers = (line.split() for line in file if line.startswith(b"Tcp:"))
+        return int(numbers[names.index(b"PassiveOpens")])
+    except (OSError, ValueError):
+        return None
 
 
 class _Copy:

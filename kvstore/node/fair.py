@@ -1,11 +1,11 @@
-"""Fair waiting: whose turn is next, among tenants and, of one tenant, among his connections; and how much one may hold.
+"""Fair waiting: which tenant is next and, of its connections, which; and how much a tenant may hold.
 
 Tenants take turns by bytes (deficit round robin: each turn is worth `TURN_BYTES`, and what a turn leaves is kept for
-the next), a tenant's connections take turns inside his. So whoever asks for a thousand blocks at once delays others by
-a turn each, not by a thousand blocks.
+the next), a tenant's connections take turns inside its own. So a tenant that asks for a thousand blocks delays others
+by a turn each, not by a thousand blocks.
 
-What always holds: what one connection asks for stays in its order; whoever waits gets his turn after at most one turn
-of each other tenant, unless he may hold no more.
+What always holds: what one connection asks for stays in its order; a tenant that waits is next after at most one
+turn of each other tenant, unless it may hold no more.
 It doesn't know what is waited for, and bounds nothing: `Shares` says how much of a common memory one may hold for a
 moment, and `Places` how much of what is held for long.
 """
@@ -13,14 +13,14 @@ moment, and `Places` how much of what is held for long.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from kvstore.limits import SHARES, TURN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-__all__ = ["FairQueue", "Places", "Shares", "Waiting"]
+__all__ = ["FairQueue", "Holder", "Places", "Shares", "Waiting"]
 
 
 class Waiting(Protocol):
@@ -33,7 +33,7 @@ class Waiting(Protocol):
 
     @property
     def flow(self) -> Hashable:
-        """Through which of his connections it came."""
+        """Through which of its tenant's connections it came."""
         ...
 
     @property
@@ -43,6 +43,7 @@ class Waiting(Protocol):
 
 
 T = TypeVar("T", bound=Waiting)
+Holder: TypeAlias = "tuple[Hashable, Hashable]"  # a tenant and a connection of its own, or the like
 
 
 class _Line(Generic[T]):
@@ -86,7 +87,7 @@ class FairQueue(Generic[T]):
             tenant, line = next(iter(self._lines.items()))
             flow = self._first_allowed(line, may)
             if flow is None:
-                # Nobody is passed over for good: he stands where he stood when the others have been looked at.
+                # Nobody is passed over for good: the line is where it was once the others have been looked at.
                 spared.append((tenant, line))
                 del self._lines[tenant]
                 continue
@@ -156,41 +157,53 @@ class FairQueue(Generic[T]):
 
 
 class Shares:
-    """Who holds how much of a common memory: each an eighth of it, or a single thing; all no more than there is."""
+    """Who holds how much of a common memory; all no more than there is.
 
-    def __init__(self, capacity_bytes: int) -> None:
+    A connection holds an eighth of it or a single thing, a tenant as much as `Places` leaves it or a single thing: with
+    any number of connections it leaves the others their parts. A holder is a tenant and something of its own.
+    """
+
+    def __init__(self, capacity_bytes: int, tenants: Callable[[], int] = lambda: 1) -> None:
+        """`tenants` tells of how many the node knows."""
         self._capacity_bytes = capacity_bytes
-        self._held: dict[Hashable, int] = {}
-        self.total_bytes = 0
+        self._held: dict[Holder, int] = {}
+        self._of_tenants = Places(capacity_bytes, tenants)
 
-    def may_hold(self, who: Hashable, size_bytes: int) -> bool:
+    @property
+    def total_bytes(self) -> int:
+        """What all hold together."""
+        return self._of_tenants.total
+
+    def may_hold(self, who: Holder, size_bytes: int) -> bool:
         """Whether somebody may hold so much more."""
         if self.total_bytes + size_bytes > self._capacity_bytes:
             return not self.total_bytes
-        held = self._held.get(who, 0)
-        return not held or held + size_bytes <= self._capacity_bytes // SHARES
+        held, tenant = self._held.get(who, 0), who[0]
+        if held and held + size_bytes > self._capacity_bytes // SHARES:
+            return False
+        return size_bytes <= self._of_tenants.left(tenant) or not self._of_tenants.held(tenant)
 
-    def hold(self, who: Hashable, size_bytes: int) -> None:
-        """Note that he does."""
+    def hold(self, who: Holder, size_bytes: int) -> None:
+        """Note that it does."""
         self._held[who] = self._held.get(who, 0) + size_bytes
-        self.total_bytes += size_bytes
+        self._of_tenants.take(who[0], size_bytes)
 
-    def release(self, who: Hashable, size_bytes: int) -> None:
-        """Note that he no longer does."""
+    def release(self, who: Holder, size_bytes: int) -> None:
+        """Note that it no longer does."""
         left = self._held[who] - size_bytes
         assert left >= 0
         if left:
             self._held[who] = left
         else:
             del self._held[who]
-        self.total_bytes -= size_bytes
+        self._of_tenants.give_back(who[0], size_bytes)
 
 
 class Places:
     """Something that is held for long, such as connections: each tenant has a part that nobody else can take.
 
-    Half of it is divided among all tenants of the node; of the other half one may have no more than he leaves free. So
-    whoever comes last finds his own part, and who is alone has all.
+    Half of it is divided among all tenants of the node; of the other half a tenant may have no more than
+    it leaves free. So one that comes last finds its own part, and one that is alone has all.
     """
 
     def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
@@ -199,28 +212,46 @@ class Places:
         self.total = 0
         self._tenants = tenants
         self._held: dict[Hashable, int] = {}
+        self._parts = (0, 0)  # capacity and tenants, for which what follows is so
+        self._own = 0  # the part that each tenant has for certain
+        self._over = 0  # what all have beyond theirs
 
     def left(self, who: Hashable) -> int:
-        """How much more he may take."""
-        tenants, held = self._tenants(), self._held.get(who, 0)
-        free = self.capacity - self.total
+        """How much more a tenant may take."""
+        own, held, free = self.own(), self.held(who), self.capacity - self.total
+        tenants = self._parts[1]
         if tenants <= 1:
             return free
-        own = max(1, self.capacity // (2 * tenants))
         common = max(0, self.capacity - own * tenants)
-        others = sum(max(0, one - own) for whose, one in self._held.items() if whose != who)
+        others = self._over - max(0, held - own)
         most = own + max(0, common - others) // 2
         return max(0, min(free, most - held))
 
+    def held(self, who: Hashable) -> int:
+        """How much a tenant has."""
+        return self._held.get(who, 0)
+
+    def own(self) -> int:
+        """What each tenant has for certain, if there are others."""
+        parts = (self.capacity, self._tenants())
+        if parts != self._parts:
+            self._parts, self._own = parts, max(1, self.capacity // (2 * max(1, parts[1])))
+            self._over = sum(max(0, one - self._own) for one in self._held.values())
+        return self._own
+
     def take(self, who: Hashable, count: int = 1) -> None:
-        """Note that he has taken so much."""
-        self._held[who] = self._held.get(who, 0) + count
-        self.total += count
+        """Note that a tenant has taken so much."""
+        self._change(who, count)
 
     def give_back(self, who: Hashable, count: int = 1) -> None:
-        """Note that he no longer has it."""
-        left = self._held.pop(who, 0) - count
-        assert left >= 0
-        if left:
-            self._held[who] = left
-        self.total -= count
+        """Note that a tenant no longer has it."""
+        self._change(who, -count)
+
+    def _change(self, who: Hashable, by: int) -> None:
+        own, before = self.own(), self._held.pop(who, 0)
+        after = before + by
+        assert after >= 0
+        if after:
+            self._held[who] = after
+        self._over += max(0, after - own) - max(0, before - own)
+        self.total += by

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
+    from kvstore.node.fair import Holder
     from kvstore.node.granted import Granted
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.looking import Looking
@@ -101,6 +102,10 @@ class _Fetch:
     @property
     def flow(self) -> int:
         return self.connection.number
+
+    @property
+    def holder(self) -> Holder:
+        return self.tenant, self.flow
 
     def __post_init__(self) -> None:
         self.size_bytes = pages_of(self.request.length) * PAGE_BYTES
@@ -230,7 +235,7 @@ class Fetches:
                     break
                 begun += 1
             for fetch in reversed(batch[begun:]):
-                self._memory.shares.release(fetch.flow, fetch.size_bytes)
+                self._memory.shares.release(fetch.holder, fetch.size_bytes)
                 self._queued.put_back(fetch)
             now_ns = self._clock.monotonic_ns()
             for looking in {fetch.looking for fetch in batch[:begun]}:
@@ -257,13 +262,13 @@ class Fetches:
             fetch = self._queued.take(self._may)
             if fetch is None:
                 break
-            self._memory.shares.hold(fetch.flow, fetch.size_bytes)
+            self._memory.shares.hold(fetch.holder, fetch.size_bytes)
             ahead_bytes += fetch.size_bytes
             batch.append(fetch)
         return batch
 
     def _may(self, fetch: _Fetch) -> bool:
-        return self._memory.shares.may_hold(fetch.flow, fetch.size_bytes)
+        return self._memory.shares.may_hold(fetch.holder, fetch.size_bytes)
 
     def _begin(
         self, fetch: _Fetch, entry: Entry | None, puts: list[TriggeredPut], reads: list[GetItem]
@@ -288,7 +293,7 @@ class Fetches:
             if fetch.request.seen is not None:
                 fetch.request.seen.found()
         else:
-            fetch.piece = self._memory.take(fetch.request.length)
+            fetch.piece = self._memory.take(fetch.request.length, fetch.tenant)
             if fetch.piece is None:
                 return False
             self._reading_bytes += fetch.size_bytes
@@ -374,7 +379,7 @@ class Fetches:
     def _end(self, fetch: _Fetch) -> None:
         del self._under_way[fetch.tag]
         assert fetch.piece is not None
-        self._memory.shares.release(fetch.flow, fetch.size_bytes)
+        self._memory.shares.release(fetch.holder, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
         if not fetch.told:
             self._looked(fetch.request, fetch.looking)

@@ -1,6 +1,6 @@
 """The gate: every call passes it, and comes out with a tenant or not at all.
 
-What always holds: who calls is found out before anything of the request is looked at but the tenant that it names; a
+What always holds: the caller is authenticated before more of the request is looked at than the tenant that it names; a
 refusal is an error of the tree with its own status, and is in the audit log; requests are counted before they are done;
 what stays open is ended by `recheck` once its credentials let nobody in any more.
 """
@@ -95,14 +95,14 @@ class Gate:
 
     @contextmanager
     def staying(self, what: str, context: _Context) -> Iterator[asyncio.Timeout]:
-        """Find out who makes a call that stays open; `recheck` ends what is done under the scope that this gives.
+        """Authenticate whose call stays open; `recheck` ends what is done under the scope that this gives.
 
-        Overloaded if his tenant has as many open as he may.
+        Overloaded if the tenant has as many open as it may.
         """
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         caller, _ = self._let_in(what, metadata, certificate, context.peer(), "")
         if not self._open.left(caller.proved):
-            raise Overloaded("The tenant has as many calls open as his share of the node's is.")
+            raise Overloaded("The tenant has as many calls open as its share of the node's.")
         self._open.take(caller.proved)
         scope = asyncio.timeout(None)
         self._staying[scope] = (credentials_of(metadata, certificate), caller.proved)

@@ -92,6 +92,7 @@ class PutArea:
 
     def __init__(self, connection: Connection, memory: HotMemory) -> None:
         self.connection = connection
+        self.holder = (connection.tenant, self)
         self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
         self._memory = mmap.mmap(-1, self.layout.total_bytes)
         self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
@@ -187,7 +188,7 @@ class Granted:
 
     def _give_back(self, area: PutArea, number: int) -> None:
         piece = area.rooms.pop(number)
-        self._memory.shares.release(area, piece.pages * PAGE_BYTES)
+        self._memory.shares.release(area.holder, piece.pages * PAGE_BYTES)
         self._memory.pages.release(piece)
 
     def _empty(self, area: PutArea) -> None:
@@ -207,11 +208,11 @@ class Granted:
         given: list[Room] = []
         pages, shares = self._memory.pages, self._memory.shares
         size_bytes = state.wanted_pages * PAGE_BYTES
-        while len(given) < area.target - state.rooms and shares.may_hold(area, size_bytes):
+        while len(given) < area.target - state.rooms and shares.may_hold(area.holder, size_bytes):
             piece = pages.take_unasked(state.wanted_pages)
             if piece is None:
                 break
-            shares.hold(area, size_bytes)
+            shares.hold(area.holder, size_bytes)
             area.rooms[piece.start] = piece
             given.append(Room(self._memory.address(piece), piece.pages, piece.start))
         if given:
@@ -440,7 +441,7 @@ class Granted:
             else:
                 pages.retire(piece, came.id)
             pages.release(piece)
-            memory.shares.release(one.area, piece.pages * PAGE_BYTES)
+            memory.shares.release(one.area.holder, piece.pages * PAGE_BYTES)
             if entry is None and one.name not in self._landed:
                 gone.append(one.name)
         memory.shelve(hot)

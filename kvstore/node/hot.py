@@ -12,6 +12,8 @@ Always holds:
   and `changed` is called in the step in which it ends. A piece that the shelf sends is in use.
 - Of what is kept by name, only what the index names is kept: a record that is deleted, evicted, replaced, over or
   forgotten as broken gives its room back in that step, or, if it is in use, when its last user is done.
+- Half of it is divided among the tenants of the node: what a tenant keeps of its part goes for
+  its own reads, and for others' when there is nothing else that may go: no read waits for what only lies there.
 - A scan does not flush it: what was found once more lies in the protected part (up to four fifths of the pages), and
   only what did not earn that makes room first, oldest first.
 
@@ -33,7 +35,7 @@ from nic_offload.memory import allocate
 from nic_offload.shelf import Shelf, Shelved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from kvstore.storage.index import Entry
     from nic_offload.fabric import Fabric
@@ -72,12 +74,19 @@ class HotPages:
     """Which pages hold what; no memory, no I/O."""
 
     def __init__(
-        self, pages: int, freed: Callable[[], object], may_go: Callable[[int], bool] = lambda _: True
+        self,
+        pages: int,
+        freed: Callable[[], object],
+        may_go: Callable[[int], bool] = lambda _: True,
+        tenants: Callable[[], int] = lambda: 1,
     ) -> None:
         """`freed` is called when a piece is released after one was refused.
 
         `may_go` ends all use of a generation that is not counted here; False while such a use is not over.
+        `tenants` tells of how many the node knows.
         """
+        self._tenants = tenants
+        self._kept_of: dict[bytes, int] = {}  # pages, by tenant
         self._freed = freed
         self._may_go = may_go
         self._named: dict[Name, int] = {}  # what is kept under a name
@@ -92,14 +101,14 @@ class HotPages:
         self._kept_pages = 0
         self._found = self._not_found = self._evicted = 0
 
-    def take(self, pages: int) -> Piece | None:
-        """A piece to read into, with one user; None: all that could make room is in use."""
+    def take(self, pages: int, tenant: Hashable = b"") -> Piece | None:
+        """A piece to read into for a tenant, with one user; None: all that could make room is in use."""
         start = self._free.allocate(pages)
         if start is None and self._going:
             self.free_what_went()
             start = self._free.allocate(pages)
         while start is None:
-            if not self._evict_one():
+            if not self._evict_one(tenant):
                 self.refused = True
                 return None
             start = self._free.allocate(pages)
@@ -129,6 +138,7 @@ class HotPages:
             return
         if name is not None:
             self._named[name] = generation
+            self._kept_of[name[0]] = self._kept_of.get(name[0], 0) + piece.pages
         piece.generation, piece.name = generation, name
         self._probation[generation] = piece
         self._kept_pages += piece.pages
@@ -179,8 +189,8 @@ class HotPages:
             del self._probation[piece.generation]
         self._kept_pages -= piece.pages
         generation, piece.generation = piece.generation, 0
-        if piece.name is not None and self._named.get(piece.name) == generation:
-            del self._named[piece.name]
+        if piece.name is not None:
+            self._no_longer_kept(piece.name, generation, piece.pages)
         if not self._may_go(generation):
             piece.users += 1
             self._going[generation] = piece
@@ -224,31 +234,61 @@ class HotPages:
             self._protected_pages -= piece.pages
             self._probation[generation] = piece
 
-    def _evict_one(self) -> bool:
-        for kept in (self._probation, self._protected):
-            for piece in kept.values():
-                if not piece.users and self._may_go(piece.generation):
+    def _no_longer_kept(self, name: Name, generation: int, pages: int) -> None:
+        if self._named.get(name) == generation:
+            del self._named[name]
+        left = self._kept_of.pop(name[0]) - pages
+        if left:
+            self._kept_of[name[0]] = left
+
+    def _evict_one(self, tenant: Hashable) -> bool:
+        for spared in (self._is_for_certain, lambda *_: False):
+            for kept in (self._probation, self._protected):
+                stay: list[int] = []
+                gone: Piece | None = None
+                for generation, piece in kept.items():
+                    if spared(piece, tenant):
+                        stay.append(generation)
+                    elif not piece.users and self._may_go(generation):
+                        gone = piece
+                        break
+                for generation in stay:  # so that they are not looked at each time
+                    kept.move_to_end(generation)
+                if gone is not None:
                     self._evicted += 1
-                    self.forget(piece)
+                    self.forget(gone)
                     return True
         return False
+
+    def _is_for_certain(self, piece: Piece, tenant: Hashable) -> bool:
+        """Whether a piece is of the part that its tenant has, whatever others read; its own reads may take it first."""
+        tenants = self._tenants()
+        if tenants <= 1 or piece.name is None or piece.name[0] == tenant:
+            return False
+        return self._kept_of[piece.name[0]] - piece.pages < self._pages // (2 * tenants)
 
 
 class HotMemory:
     """The pages, registered with the fabric."""
 
-    def __init__(self, fabric: Fabric, size_bytes: int, freed: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        size_bytes: int,
+        freed: Callable[[], object],
+        tenants: Callable[[], int],
+    ) -> None:
         self.size_bytes = size_bytes
         self._memory = allocate(size_bytes)
         self.region = fabric.register(self._memory, remote_write=False)
         self.shelf = Shelf(fabric, self.region)
-        self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take)
-        self.shares = Shares(size_bytes)
+        self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants)
+        self.shares = Shares(size_bytes, tenants)
         self.view = memoryview(self._memory)
 
-    def take(self, length_bytes: int) -> Piece | None:
-        """A piece for a record with such a payload."""
-        return self.pages.take(pages_of(length_bytes))
+    def take(self, length_bytes: int, tenant: Hashable) -> Piece | None:
+        """A piece for a tenant's record with such a payload."""
+        return self.pages.take(pages_of(length_bytes), tenant)
 
     def address(self, piece: Piece) -> int:
         """A piece's header page in this process."""

@@ -84,7 +84,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What he is told."""
+    """What a caller is told."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -112,7 +112,7 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Caller:
-    """Who is here, and how far he has come."""
+    """A caller, and how far it has come."""
 
     source: str
     connection: socket.socket
@@ -291,7 +291,7 @@ class HttpServer:
 
     def _admit(self, asked: _Asked) -> Tenant:
         what, who = f"http {asked.path[:32]}", f"http:{asked.peer[0]}:{asked.peer[1]}"
-        if self._wants_certificate and not asked.certificate:  # before he can use up what others may ask
+        if self._wants_certificate and not asked.certificate:  # before it can use up what others may ask
             why = "Here is nothing but /healthz and /readyz for clients without a certificate."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)

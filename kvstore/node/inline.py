@@ -1,8 +1,8 @@
 """Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
 
-Memory is bounded by half of that area, and one client's by an eighth of this half: what finds no room is Overloaded
-before its first byte is taken, and a client that stands still is ended after `INLINE_TIMEOUT_MS`. A get checks the
-whole payload before it sends the first chunk.
+Memory is bounded by half of that area, one client's by an eighth of this half, and one tenant's by its share of it:
+what finds no room is Overloaded before its first byte is taken, and a client that stands still is ended after
+`INLINE_TIMEOUT_MS`. A get checks the whole payload before it sends the first chunk.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.node.fair import Holder
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
@@ -48,28 +49,33 @@ class InlineBlocks:
     """Inline puts and gets of a node."""
 
     def __init__(
-        self, store: Store, memory: HotMemory, clock: Clock, counters: Counters, timings: Timings
+        self,
+        store: Store,
+        memory: HotMemory,
+        clock: Clock,
+        counters: Counters,
+        timings: Timings,
+        tenants_known: Callable[[], int],
     ) -> None:
         self.counters = counters
         self.timings = timings
         self._clock = clock
         self._store = store
         self.memory = memory
-        self._shares = Shares(memory.size_bytes // 2)  # so that nobody who stands still here stops the fabric
+        self._shares = Shares(memory.size_bytes // 2, tenants_known)  # a reader here does not stop the fabric
 
-    def take(self, peer: str, length: int) -> Piece:
+    def take(self, who: Holder, length: int) -> Piece:
         """Give memory for a block, or say Overloaded."""
-        piece = (
-            self.memory.take(length) if self._shares.may_hold(peer, pages_of(length) * PAGE_BYTES) else None
-        )
+        may = self._shares.may_hold(who, pages_of(length) * PAGE_BYTES)
+        piece = self.memory.take(length, who[0]) if may else None
         if piece is None:
             raise Overloaded("The node's memory for blocks is in use; try again in a moment.")
-        self._shares.hold(peer, piece.pages * PAGE_BYTES)
+        self._shares.hold(who, piece.pages * PAGE_BYTES)
         return piece
 
-    def give_back(self, peer: str, piece: Piece) -> None:
+    def give_back(self, who: Holder, piece: Piece) -> None:
         """Take memory back."""
-        self._shares.release(peer, piece.pages * PAGE_BYTES)
+        self._shares.release(who, piece.pages * PAGE_BYTES)
         self.memory.pages.release(piece)
 
     async def put(
@@ -87,7 +93,8 @@ class InlineBlocks:
         check_block(key, fingerprint, length)
         refuse_expired(expires_unix_ms, self._clock.wall_ms())
         began_ns = self._clock.monotonic_ns()
-        piece = self.take(peer, length)
+        who = (tenant, peer)
+        piece = self.take(who, length)
         try:
             async with deadline("The bytes of an inline put"):
                 await self._fill(piece, length, chunks)
@@ -106,7 +113,7 @@ class InlineBlocks:
             kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()
 
             def finish(batch: Sequence[PutDone]) -> None:
-                self.give_back(peer, piece)
+                self.give_back(who, piece)
                 lengths = [length] if batch[0].error is None else []
                 self.counters.kept(lengths, [batch[0].error])
                 self.timings.inline_kept(tenant, batch[0].durability, began_ns, landed_ns, lengths)
@@ -115,7 +122,7 @@ class InlineBlocks:
 
             self._store.put([item], finish)
         except BaseException:
-            self.give_back(peer, piece)
+            self.give_back(who, piece)
             raise
         # From here on the piece is the drive's until `finish`, whether or not this call is still awaited.
         done = await kept
@@ -151,20 +158,20 @@ class InlineBlocks:
             tag=0,
         )
         began_ns = self._clock.monotonic_ns()
-        hot = self._hot(peer, item)
+        hot = self._hot((tenant, peer), item)
         if hot is None:
-            return self._cold(peer, item, began_ns)
+            return self._cold((tenant, peer), item, began_ns)
         self.timings.got_from_memory.note(self._clock.monotonic_ns() - began_ns)
         return PendingRead(hot)
 
-    def _hot(self, peer: str, item: GetItem) -> InlineRead | None:
+    def _hot(self, who: Holder, item: GetItem) -> InlineRead | None:
         (entry,) = self._store.lookup([(item.tenant, item.key)])
         if entry is None or mismatch(item, entry, self._clock.wall_ms()) is not None:
             return None
         piece = self.memory.pages.find(entry.generation)
         if piece is None:
             return None
-        if not self._shares.may_hold(peer, piece.pages * PAGE_BYTES):
+        if not self._shares.may_hold(who, piece.pages * PAGE_BYTES):
             self.memory.pages.release(piece)  # before it costs a check of its bytes
             raise Overloaded(
                 "The client reads as much as the node sends it at a time; read what is under way first."
@@ -175,14 +182,14 @@ class InlineBlocks:
             return None
         self._store.used([entry.generation])  # the drive does not hear of this, and is to keep what is wanted
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
-        self._shares.hold(peer, piece.pages * PAGE_BYTES)
+        self._shares.hold(who, piece.pages * PAGE_BYTES)
         self.counters.found([entry.length], in_memory=True)
         return InlineRead(
-            self.memory, piece, entry.length, done, lambda: self.give_back(peer, piece), in_memory=True
+            self.memory, piece, entry.length, done, lambda: self.give_back(who, piece), in_memory=True
         )
 
-    def _cold(self, peer: str, item: GetItem, began_ns: int) -> PendingRead:
-        piece = self.take(peer, item.length)
+    def _cold(self, who: Holder, item: GetItem, began_ns: int) -> PendingRead:
+        piece = self.take(who, item.length)
         item = item._replace(slot_address=self.memory.address(piece))
         pending = PendingRead()
 
@@ -197,7 +204,7 @@ class InlineBlocks:
             else:
                 self.counters.missed([done.miss.reason])
             pending.arrived(
-                InlineRead(self.memory, piece, item.length, done, lambda: self.give_back(peer, piece))
+                InlineRead(self.memory, piece, item.length, done, lambda: self.give_back(who, piece))
             )
 
         self._store.get([item], finish)

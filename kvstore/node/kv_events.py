@@ -5,7 +5,7 @@ in seconds, events, null]`. An event is a map with a `type`, or, if so asked, an
 published lately can be had again: a request with a sequence number brings all from there on, then number -1.
 
 What always holds: the node's loop is never kept waiting; what finds no room in the queue is counted and leaves a gap in
-the sequence, so whoever listens knows that he has missed something. ZeroMQ asks nobody who he is, so nothing leaves
+the sequence, so whoever listens knows that something was missed. ZeroMQ authenticates nobody, so nothing leaves
 this machine: only loopback and `ipc://` are listened on (`client.watch`, over gRPC, is for others).
 
 What it doesn't do: tell of blocks that were there when the node started, know tokens, or wait for slow readers.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 MEDIUM: Final = "STORAGE"
 _SEQUENCE_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_SEQUENCE_BYTES, signed=True)
-_HIGH_WATER: Final = 10_000  # messages to one reader; what a slower one misses he can ask for again
+_HIGH_WATER: Final = 10_000  # messages to one reader; what a slower one misses it can ask for again
 
 
 class _Noted(NamedTuple):

@@ -1,7 +1,7 @@
 """What became of look-ups lately: a bounded history for those who ask why, in memory, and in a log beside the drives.
 
 What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the tenant who has most of these makes room,
-with his oldest. A tenant's look-ups are found under his own name only. A look-up is recorded once, when it is over, as
+with its oldest. A tenant's look-ups are found under his own name only. A look-up is recorded once, when it is over, as
 one note whatever the number of its blocks; no key is in it. Nothing that a caller says here ends a call.
 What it doesn't do: wait for the disk (`lookup_log`), or decide anything.
 """
@@ -74,7 +74,7 @@ class Lookups:
     def begin(
         self, told: HasMetadata, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
     ) -> Looking:
-        """Somebody asks for blocks; what he has to tell of look-ups that did not come here is taken down."""
+        """Somebody asks for blocks; what it has to tell of look-ups that did not come here is taken down."""
         request_id = ""
         for key, value in told.invocation_metadata() or ():
             if key == REQUEST_HEADER and isinstance(value, str):
@@ -138,7 +138,7 @@ class Lookups:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Let the tenant who has most lose his oldest, some at once, so that looking for him is rare."""
+        """Let the tenant that has most lose its oldest, some at once, so that looking for it is rare."""
         tenant = max(self._bytes_of, key=self._bytes_of.__getitem__)
         mine = self._of[tenant]
         until_bytes = self._bytes_of[tenant] - LOOKUPS_BYTES_MAX // _ROOM_PART

@@ -58,7 +58,7 @@ def rendered(metrics: Sequence[Metric]) -> bytes:
 
 
 def gathered(node: Node, tenants: Tenants, asking: Tenant, version: str) -> list[Metric]:
-    """Take all metrics; quotas are the asking tenant's own, and everybody's if he observes."""
+    """Take all metrics; quotas are the asking tenant's own, and everybody's if it observes."""
     return [
         *_of_node(node, version),
         *_of_blocks(node),
@@ -307,13 +307,13 @@ def _of_tenants(node: Node, tenants: Tenants, asking: Tenant) -> list[Metric]:
     return [
         _gauges(
             "kvstore_tenant_quota_bytes",
-            "What a tenant may have on the drives, if he has a quota.",
+            "What a tenant may have on the drives, if it has a quota.",
             "tenant",
             {name: quota.bytes_max for name, quota in quotas.items()},
         ),
         _gauges(
             "kvstore_tenant_used_bytes",
-            "What he has of it.",
+            "What it has of it.",
             "tenant",
             {name: quota.used_bytes for name, quota in quotas.items()},
         ),

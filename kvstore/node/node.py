@@ -108,7 +108,9 @@ class Node:
         self.spans = spans
         self.store = store
         self.fabric = fabric
-        self.hot = HotMemory(fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump))
+        self.hot = HotMemory(
+            fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump), tenants_known
+        )
         self.clock = clock
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, Connection] = {}
@@ -146,7 +148,7 @@ class Node:
             traced=spans is not None,
         )
         self.fabric_calls = FabricCalls(self, self._tags)
-        self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings)
+        self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings, tenants_known)
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log, spans)
@@ -354,7 +356,7 @@ class Node:
         return self._connections.get(number)
 
     def connection(self, number: int, owner: Tenant | None) -> Connection:
-        """The connection with this number. One of another owner than this one is none, as far as he can tell."""
+        """The connection with this number. One of another owner is answered like one that does not exist."""
         connection = self._connections.get(number)
         if connection is None or (owner is not None and owner.id != connection.tenant):
             raise ProtocolError(

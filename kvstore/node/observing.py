@@ -47,7 +47,7 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
             with self._node.watchers.watching(tenant.id) as watcher:
                 await context.write(
                     pb.WatchResponse()
-                )  # so that the client knows from when on he hears of all
+                )  # so that the client knows from when on it hears of all
                 while self._gate.tenants.admits(credentials, tenant.name):
                     told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
                     async with deadline("A watcher"):

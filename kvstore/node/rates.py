@@ -1,4 +1,4 @@
-"""How much a tenant may ask for in a time: a bucket that fills at his rate and holds one second's worth.
+"""How much a tenant may ask for in a time: a bucket that fills at its rate and holds one second's worth.
 
 What always holds: over any time, no more is let through than the rate times that time and one second's worth; what is
 refused costs nothing, and is told when it would be let through. A single demand larger than the bucket is let through
@@ -20,7 +20,7 @@ _SECOND_NS = 1_000_000_000
 
 
 class Rate:
-    """One tenant's bucket, in nanoseconds of his own time: a request costs a second divided by the rate."""
+    """One tenant's bucket, in nanoseconds of its own time: a request costs a second divided by the rate."""
 
     __slots__ = ("_clock", "_cost_ns", "_paid_ns")
 

@@ -23,7 +23,6 @@ from kvstore.limits import DOOR_HANDSHAKE_MS, DOOR_STREAMS_MAX, KEEPALIVE_MS, RE
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
-from kvstore.node.call_times import CallTimes
 from kvstore.node.door import Door
 from kvstore.node.doorkeeper import Doorkeeper
 from kvstore.node.fabric_address import FabricAddress
@@ -271,10 +270,7 @@ async def _serve_node(
     wants_certificates = config.tls_clients is not None
     server = grpc.aio.server(
         options=_GRPC_OPTIONS,
-        interceptors=(
-            Door(gate, node.counters, wants_certificates=wants_certificates),
-            CallTimes(node.timings),
-        ),
+        interceptors=(Door(gate, node.counters, node.timings, wants_certificates=wants_certificates),),
     )
     health = add_services(server, node, gate)
     http = keeper = None

@@ -1,6 +1,6 @@
 """Tenants: who may call, for whom, and how much.
 
-A node without a file of tenants is *open*: it listens on loopback only and takes a caller at his word. With one, every
+A node without a file of tenants is *open*: it listens on loopback only and takes a caller at its word. With one, every
 call proves who it comes from, by a token (`authorization: Bearer ...`) or by a client certificate that the handshake of
 TLS has checked, and acts for that tenant and no other. The file (TOML):
 
@@ -8,8 +8,8 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
     tokens_sha256 = ["9f86d0..."]        # `kvstore token` makes one; several while one replaces the other
     certificates = ["engine-1.acme"]     # names of hosts in client certificates (SAN dNSName; without any SAN, the CN)
     requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
-    bytes = 500_000_000_000              # what his blocks may take on the drives; 0 (the default) is no limit
-    observer = true                      # at --http he sees all tenants' figures and sessions, and not only his own
+    bytes = 500_000_000_000              # what its blocks may take on the drives; 0 (the default) is no limit
+    observer = true                      # at --http it sees all tenants' figures and sessions, and not only its own
 
 What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
 even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
@@ -52,16 +52,16 @@ def token_digest(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant, as the node knows him."""
+    """One tenant, as the node knows it."""
 
     name: str
-    id: bytes  # his name on the drive
+    id: bytes  # its name on the drive
     rate: Rate
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """By what a caller proves who he is; kept for as long as something of his stays open."""
+    """How a caller authenticates; kept for as long as something that it opened stays open."""
 
     token_sha256: str | None
     names: tuple[str, ...]  # in the certificate that the handshake has checked
@@ -80,13 +80,13 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call: a tenant who has proved it or, on an open node, anybody."""
+    """Who makes a call: a tenant that has proved it or, on an open node, anybody."""
 
     tenants: Tenants
     proved: str | None
 
     def tenant(self, claimed: str) -> Tenant:
-        """The tenant he acts for: the one claimed, or, if a call claims none, his own."""
+        """The tenant that it acts for: the one claimed, or, if a call claims none, its own."""
         if self.proved is None:
             return self.tenants.named(claimed or "default")
         if claimed not in ("", self.proved):
@@ -157,7 +157,7 @@ class Tenants:
         raise NotAuthenticated("The call has no token; give the client one, as `token`.")
 
     def observes(self, name: str) -> bool:
-        """Whether a tenant who has proved himself sees what is of others; on an open node everybody does."""
+        """Whether an authenticated tenant sees what is of others; on an open node everybody does."""
         return self._entries is None or (name in self._entries and self._entries[name].observer)
 
     def limited(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 What always holds: `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps, and no more; the tenant who has most of them makes
 room. A batch is one note, whatever the number of its blocks, and a call that is for no session costs nothing but the
-look for its header. A tenant's traces are found under his own names only.
+look for its header. A tenant's traces are found under its own names only.
 What it doesn't do: decide anything, or outlive the process. A trace is for people: what is lost of it is lost.
 """
 

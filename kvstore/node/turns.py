@@ -1,7 +1,7 @@
 """Turns of the node's thread: calls that name many blocks do their work in steps, and tenants take turns by time spent.
 
-What always holds: one step at a time; of the tenants who wait, the one who has had least goes next, and his calls in
-the order in which they came; whoever has not waited for long has saved nothing up. While tenants beside him call, as
+What always holds: one step at a time; of the tenants that wait, the one that has had least goes next, and its calls in
+the order in which they came; one that has not waited for long has saved nothing up. While tenants beside him call, as
 much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
 What it doesn't do: interrupt a step; its caller makes it short.
 """
@@ -60,7 +60,7 @@ class Turns:
         self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
         self._is_given = False  # somebody works, or will in a moment
         self._began_ns = 0
-        self._last = self._other = (b"", 0)  # who called last, and who that was not him, and when
+        self._last = self._other = (b"", 0)  # who called last, and which other tenant before it, and when
 
     def heard(self, tenant: bytes) -> None:
         """Note that a tenant called, for whatever."""
@@ -91,7 +91,7 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self.over(tenant)  # it had come to be his turn
+                self.over(tenant)  # it had come to be its turn
             raise
 
     def over(self, tenant: bytes, rest: int = 0) -> None:

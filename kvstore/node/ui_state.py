@@ -1,7 +1,7 @@
-"""What the node's web page shows, as one value: bounded, and with a tenant's own things for himself only.
+"""What the node's web page shows, as one value: bounded, and with a tenant's own things for it alone.
 
 What always holds: so many puts, one page of sessions, so many drives and reasons; durations are in milliseconds and
-end in `_ms`. Sessions are those of the asking tenant, and everybody's if he observes.
+end in `_ms`. Sessions are those of the asking tenant, and everybody's if it observes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
 
 def _sessions(node: Node, whose: bytes, after: bytes) -> dict[str, Any]:
     if not after.startswith(whose):
-        after = b""  # the page of another tenant: his own begins at its beginning
+        after = b""  # the page of another tenant: this one's own begins at its beginning
     page, more = node.store.manifests.page(whose, after, UI_SESSIONS_MAX)
     now_ms = node.clock.wall_ms()
     return {

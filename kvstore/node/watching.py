@@ -1,4 +1,4 @@
-"""Watching: a tenant's own events, to those of his clients who want them, as they happen.
+"""Watching: a tenant's own events, to those of its clients that want them, as they happen.
 
 What always holds: nobody hears of another tenant's; each watcher has a bounded queue, and what finds no place there is
 counted and told; who reads nothing is ended; where nobody watches, an event costs one look-up a batch.
@@ -46,7 +46,8 @@ class Watcher:
     async def next(self, heartbeat_s: float) -> pb.WatchResponse:
         """What there is to tell, or nothing, after a heartbeat's time."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._some.wait(), heartbeat_s)
+            async with asyncio.timeout(heartbeat_s):  # `wait_for` may swallow what ends the call
+                await self._some.wait()
         count = min(len(self._events), WATCH_EVENTS_SENT_MAX)
         told = pb.WatchResponse(events=[self._events.popleft() for _ in range(count)], dropped=self._dropped)
         self._dropped = 0

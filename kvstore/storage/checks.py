@@ -109,11 +109,12 @@ class _Check:
 
     reads: Final = True
 
-    __slots__ = ("_checks", "address", "at", "crc32c", "entry", "failed", "name", "then")
+    __slots__ = ("_checks", "address", "at", "crc32c", "entry", "failed", "name", "tenant", "then")
 
     def __init__(self, checks: Checks, name: Name, entry: Entry, then: Callable[[Finding], None]) -> None:
         self._checks = checks
         self.name = name
+        self.tenant = name[0]
         self.entry = entry
         self.then = then
         self.address = self.at = self.crc32c = self.failed = 0

@@ -135,6 +135,10 @@ class _Read:
         self.failed = 0  # reads
 
     @property
+    def tenant(self) -> bytes:
+        return self.item.tenant
+
+    @property
     def size_bytes(self) -> int:
         return record_bytes(self.entry.length) if self.failed < _READS_MAX - 1 else PAGE_BYTES
 

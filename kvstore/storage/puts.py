@@ -12,7 +12,7 @@ Always holds:
   whole the put is settled with it; if not, it is quarantined, and the put is written, or handed to another drive
   that has a block of the name.
 - What a put replaces is wiped before its extent is free.
-- A put of a tenant at his quota waits before it is queued (`kvstore.storage.quotas`).
+- A put of a tenant at its quota waits before it is queued (`kvstore.storage.quotas`).
 
 It doesn't check payloads of puts: `crc32c` is the caller's word.
 """

@@ -1,17 +1,17 @@
-"""Quotas: how many bytes of a store a tenant may have, and that he makes room for himself when he would have more.
+"""Quotas: how many bytes of a store a tenant may have, and that it makes room for itself when it would have more.
 
-What counts is what his blocks take on the drives, whole pages and headers included, what his puts that are under way
+What counts is what its blocks take on the drives, whole pages and headers included, what its puts that are under way
 will take, and what was quarantined since the opening and is not in use again. Manifests of sessions are not counted.
 
 Always holds:
 
-- A tenant with a quota never has more than it, on all drives together, but for what he had before he got it; of that
+- A tenant with a quota never has more than it, on all drives together, but for what it had before it got it; of that
   the oldest goes at once, as far as it may.
-- To make room for him only his own blocks go: of those that may go the one used longest ago, exactly, on whatever drive
+- To make room for it only its own blocks go: of those that may go the one used longest ago, exactly, on whatever drive
   it is. After an opening nobody knows their uses; then they go by age, drives in step.
-- A put that would be too much waits, before it takes any room, for as long as something of his is under way or guarded
-  for a time, and `ROOM_WAIT_MS_MAX` at most; then it is refused with the quota named. His later puts on that drive wait
-  behind it, and nobody else's do.
+- A put that would be too much waits, before it takes any room, for as long as something of its own is under way or
+  guarded for a time, and `ROOM_WAIT_MS_MAX` at most; then it is refused with the quota named. Its later puts on that
+  drive wait behind it, and nobody else's do.
 - No step is long: `EVICTION_URGENT_BLOCKS` go at most between two looks at other work.
 
 What is counted is counted where it changes (`eviction.owners`), so it can't drift away from what is stored. A drive
@@ -50,7 +50,7 @@ __all__ = ["Charged", "Made", "Quota", "QuotaQueue", "Quotas"]
 class Quota(NamedTuple):
     """How a tenant stands. One without a quota is not counted."""
 
-    bytes_max: int  # 0: he has none
+    bytes_max: int  # 0: it has none
     used_bytes: int
 
 
@@ -64,11 +64,10 @@ class Made(NamedTuple):
 class Charged(RecordWrite):
     """A write of a tenant's block, and what it has been let in with."""
 
-    __slots__ = ("charged_pages", "tenant")
+    __slots__ = ("charged_pages",)
 
     def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
-        super().__init__(writes, owner, address, size_bytes)
-        self.tenant = tenant
+        super().__init__(writes, owner, address, size_bytes, tenant)
         self.charged_pages = 0
 
 
@@ -81,7 +80,7 @@ class Quotas:
         self._pages_max: dict[bytes, int] = {}
         self._numbers: dict[bytes, int] = {}  # of all who have had a quota; they stay counted
         self._under_way: dict[bytes, int] = {}  # pages of puts that were let in and are in no index yet
-        self._over: set[bytes] = set()  # who may have more than he should since quotas have changed
+        self._over: set[bytes] = set()  # which may have more than they should since quotas have changed
         self._uses = Uses()
         for keeping in drives:
             keeping.core.owners.uses = self._uses
@@ -115,7 +114,7 @@ class Quotas:
         return tenant in self._pages_max
 
     def could_hold(self, tenant: bytes, pages: int) -> bool:
-        """Tell whether he could have so much if he had nothing else."""
+        """Tell whether it could have so much if it had nothing else."""
         return pages <= self._pages_max[tenant]
 
     def enter(self, write: Charged) -> bool:
@@ -172,7 +171,7 @@ class Quotas:
             evicted += made.blocks
             if made.more:
                 break
-            self._over.discard(tenant)  # what is guarded goes with his next put
+            self._over.discard(tenant)  # what is guarded goes with its next put
         return evicted
 
     @property

@@ -51,7 +51,7 @@ class Renewal:
     reads: Final = False
     size_bytes: Final = PAGE_BYTES
 
-    __slots__ = ("_renewals", "afterwards", "entry", "error", "followers", "name", "slot_address")
+    __slots__ = ("_renewals", "afterwards", "entry", "error", "followers", "name", "slot_address", "tenant")
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class Renewal:
     ) -> None:
         self._renewals = renewals
         self.name = name
+        self.tenant = name[0]
         self.entry = entry._replace(expires_ms=item.expires_ms)  # what is to be
         self.slot_address = item.slot_address
         self.followers = waiting

@@ -84,6 +84,7 @@ class _Scrub:
     """One extent."""
 
     reads: Final = False
+    tenant: Final = b""
 
     __slots__ = ("_scrubs", "at", "over", "pages", "start")
 

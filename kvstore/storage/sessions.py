@@ -407,7 +407,7 @@ class _Step:
 class _Record(RecordWrite):
     """A manifest or a chunk on its way to the drive, in memory of its own."""
 
-    __slots__ = ("_memory", "crc32c", "key", "kind", "payload", "step", "tenant")
+    __slots__ = ("_memory", "crc32c", "key", "kind", "payload", "step")
 
     def __init__(
         self,
@@ -422,10 +422,9 @@ class _Record(RecordWrite):
         size_bytes = record_bytes(len(payload))
         self._memory = mmap.mmap(-1, size_bytes)
         self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        super().__init__(writes, sessions, _address(self._memory), size_bytes)
+        super().__init__(writes, sessions, _address(self._memory), size_bytes, tenant)
         self.step = step
         self.kind = kind
-        self.tenant = tenant
         self.key = key
         self.payload = payload
         self.crc32c = crc32c(payload)

@@ -316,7 +316,7 @@ class Store(Handle):
             drive.wake()
 
     def quota(self, tenant: bytes) -> Quota:
-        """Tell how a tenant stands with his quota."""
+        """Tell how a tenant stands with its quota."""
         return self._quotas.of(tenant)
 
     def listen(self, listener: Listener) -> None:

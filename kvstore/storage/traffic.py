@@ -2,9 +2,10 @@
 
 Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and of what is read no more than
 `DRIVE_INFLIGHT_READ_BYTES_MAX` (more would make convoys of completions, and the fabric would wait for them), but
-always two operations if there are two (less would leave the drive idle); the queue is served in order; the drive is
-given new work before the old work's results are looked at; a short transfer is an error; `about_to_start` is called
-when work has begun, all that can begin now, and before the drive has any of it.
+always two operations if there are two (less would leave the drive idle); tenants take turns by bytes, and what is of
+one tenant, or of none, is served in order; the drive is given new work before the old work's results are looked at; a
+short transfer is an error; `about_to_start` is called when work has begun, all that can begin now, and before the drive
+has any of it.
 
 It doesn't know what the work is for. The queue is bounded by those who fill it.
 """
@@ -12,7 +13,7 @@ It doesn't know what the work is for. The queue is bounded by those who fill it.
 from __future__ import annotations
 
 import errno
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.limits import (
@@ -20,6 +21,7 @@ from kvstore.limits import (
     DRIVE_INFLIGHT_OPS_MIN,
     DRIVE_INFLIGHT_READ_BYTES_MAX,
     DRIVE_QUEUE_DEPTH,
+    TURN_BYTES,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ __all__ = ["Traffic", "Work"]
 
 class Work(Protocol):
     """One operation on the drive and what it is for."""
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose turn it takes; empty: the store's own."""
+        ...
 
     @property
     def size_bytes(self) -> int:
@@ -52,12 +59,23 @@ class Work(Protocol):
         ...
 
 
+class _Line:
+    """What waits of one tenant."""
+
+    __slots__ = ("credit_bytes", "works")
+
+    def __init__(self) -> None:
+        self.credit_bytes = TURN_BYTES
+        self.works: deque[Work] = deque()
+
+
 class Traffic:
     """The one way to the drive while the store runs."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._queue: deque[Work] = deque()
+        self._first: deque[Work] = deque()  # before all lines
+        self._lines: OrderedDict[bytes, _Line] = OrderedDict()  # whose turn it is stands first
         self._in_flight: dict[int, Work] = {}
         self._refused: list[DiskOp] = []  # begun, but the drive had no room for them yet
         self._next_tag = 0
@@ -68,7 +86,7 @@ class Traffic:
     @property
     def queued(self) -> int:
         """How many wait."""
-        return len(self._queue)
+        return len(self._first) + sum(len(line.works) for line in self._lines.values())
 
     @property
     def in_flight(self) -> int:
@@ -77,11 +95,14 @@ class Traffic:
 
     def add(self, work: Work) -> None:
         """Queue work; `pump` starts it."""
-        self._queue.append(work)
+        line = self._lines.get(work.tenant)
+        if line is None:
+            line = self._lines[work.tenant] = _Line()
+        line.works.append(work)
 
     def add_first(self, work: Work) -> None:
         """Queue work before all other."""
-        self._queue.appendleft(work)
+        self._first.appendleft(work)
 
     def poll(self) -> None:
         """Collect what has ended, refill the drive, then hand out the results."""
@@ -98,8 +119,8 @@ class Traffic:
     def pump(self) -> None:
         """Start as much as the bounds allow, in one system call."""
         ops, self._refused = self._refused, []
-        while self._queue and self._has_room(self._queue[0]):
-            work = self._queue.popleft()
+        while (work := self._next()) is not None and self._has_room(work):
+            self._take(work)
             op = work.begin(self._next_tag)
             if op is None:
                 continue
@@ -111,6 +132,29 @@ class Traffic:
             self.about_to_start()
             accepted = self._disk.submit(ops)
             self._refused = ops[accepted:]
+
+    def _next(self) -> Work | None:
+        """What is served next; it stays where it is."""
+        if self._first:
+            return self._first[0]
+        while self._lines:
+            tenant, line = next(iter(self._lines.items()))
+            work = line.works[0]
+            if len(self._lines) == 1 or line.credit_bytes >= work.size_bytes:
+                return work
+            line.credit_bytes += TURN_BYTES
+            self._lines.move_to_end(tenant)
+        return None
+
+    def _take(self, work: Work) -> None:
+        if self._first:
+            self._first.popleft()
+            return
+        line = self._lines[work.tenant]
+        line.works.popleft()
+        line.credit_bytes = max(0, line.credit_bytes - work.size_bytes)
+        if not line.works:
+            del self._lines[work.tenant]
 
     def _count(self, work: Work, size_bytes: int) -> None:
         self.in_flight_bytes += size_bytes

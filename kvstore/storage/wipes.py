@@ -103,6 +103,7 @@ class _Wipe:
     __slots__ = ("_wipes", "freed", "offset", "pages", "result")
     size_bytes: int = PAGE_BYTES
     reads: Final = False
+    tenant: Final = b""
 
     def __init__(self, wipes: Wipes, offset: int, pages: int, freed: Freed) -> None:
         self._wipes = wipes

@@ -57,10 +57,11 @@ class RecordWrite:
 
     reads: Final = False
 
-    __slots__ = ("_writes", "address", "generation", "offset", "owner", "result", "size_bytes")
+    __slots__ = ("_writes", "address", "generation", "offset", "owner", "result", "size_bytes", "tenant")
 
-    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int) -> None:
+    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
         self._writes = writes
+        self.tenant = tenant  # whose turn it takes
         self.owner = owner
         self.address = address
         self.size_bytes = size_bytes
@@ -292,6 +293,7 @@ class _Sync:
     __slots__ = ("_writes", "awaited", "generation")
     size_bytes: int = 0
     reads: Final = False
+    tenant: Final = b""
 
     def __init__(self, writes: Writes) -> None:
         self._writes = writes

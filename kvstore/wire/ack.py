@@ -61,7 +61,7 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
     AckCode.NO_SPACE: (NoSpace, "The node's drives have no extent free for the block."),
     AckCode.QUOTA_EXCEEDED: (
         QuotaExceeded,
-        "The tenant's quota of bytes is used up, and none of his blocks may go.",
+        "The tenant's quota of bytes is used up, and none of its blocks may go.",
     ),
     AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
     AckCode.KEY_TAKEN: (

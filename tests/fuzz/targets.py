@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final
 
 from google.protobuf.message import DecodeError
 
-from kvstore.client.session_file import Reader
+from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.clock import SystemClock
 from kvstore.errors import ConfigError, Corrupt, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, HTTP_REQUEST_BYTES_MAX, PAGE_BYTES
-from kvstore.node.http import _Bad, _metadata, _read
-from kvstore.node.tenants import Tenants
+from kvstore.node.http import _Bad, _is_address, _metadata, _read
+from kvstore.node.tenants import Tenants, credentials_of
 from kvstore.storage.index_file import DATA_NAME, check_structure
 from kvstore.storage.store import Store
 from kvstore.wire import fabric_call, manifest, parts, record
@@ -35,7 +35,7 @@ from sim.units import OutOfRange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SEEDS", "TARGETS"]
+__all__ = ["SEEDS", "TARGETS", "WORDS"]
 
 _FOLDER: Final = Path(tempfile.mkdtemp(prefix="kvstore-fuzz-"))
 _CODEC: Final = record.HeaderCodec(bytes(32), bytes(16))
@@ -77,7 +77,8 @@ def http(data: bytes) -> None:
         reader.feed_eof()
         with suppress(_Bad, asyncio.IncompleteReadError):
             _, _, _, headers = await _read(reader)
-            _metadata(headers)
+            _is_address(headers.get("host", ""))
+            credentials_of(_metadata(headers), {})
 
     asyncio.run(read())
 
@@ -90,13 +91,21 @@ def tenants(data: bytes) -> None:
         assert Tenants(bytes(16), SystemClock()).load(path)
 
 
+class _Unsummed(Reader):
+    """One that believes each part's sum, so that mutation comes to what stands behind it."""
+
+    def _read_checked(self, length: int, what: str) -> bytes:
+        return self._read(length + 4, what)[:length]
+
+
 def sessions(data: bytes) -> None:
     """A session in a file, and one as it lies on the drive."""
-    with suppress(KvError):
-        reader = Reader(io.BytesIO(data))
-        for _ in reader.blocks():
-            pass
-        reader.read_end()
+    for read in (Reader, _Unsummed):
+        with suppress(KvError):
+            reader = read(io.BytesIO(data))
+            for _ in reader.blocks():
+                pass
+            reader.read_end()
     found = manifest.parse_manifest(data)
     assert found is None or manifest.pack_manifest(found) == data
 
@@ -112,9 +121,13 @@ def traces(data: bytes) -> None:
 
 def records(data: bytes) -> None:
     """A header page of the drive, and a superblock."""
-    _CODEC.parse(data, 0, 0)
     page = data[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0")
+    fixed, sum_at = page[: record._FIXED.size], record._SUPERBLOCK.size
+    _CODEC.parse(data, 0, 0)
+    _CODEC.parse(fixed + _CODEC._tag(fixed, 0), 0, 0)
     record.parse_superblock(page)
+    summed = crc32c(page[:sum_at]).to_bytes(4, "little")
+    record.parse_superblock(page[:sum_at] + summed + page[sum_at + 4 :])
     record.foreign_version(page)
 
 
@@ -141,6 +154,23 @@ def index(data: bytes) -> None:
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     one.__name__: one for one in (fabric_calls, grpc_fields, http, tenants, sessions, traces, records, index)
 }
+_NAMES: Final = (bytes(32), bytes(16), bytes(16))
+_SESSION_FILE: Final = io.BytesIO()
+_WRITER: Final = Writer(_SESSION_FILE, Content(bytes(16), [manifest.Turn(0, 16, 1)], [bytes(32)]))
+_WRITER.block(0, b"block")
+_WRITER.end()
+_MANIFEST: Final = manifest.Manifest(
+    *_NAMES[1:], (), (bytes(32),), (manifest.Turn(0, 16, 1),), b"label", 5, 1
+)
+_HEADERS: Final = (
+    b"Host",
+    b"Authorization",
+    b"Cookie",
+    b"Origin",
+    b"Connection",
+    b"Content-Length",
+    b"Accept",
+)
 # From where mutation begins: inputs that each parser takes, or nearly.
 SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
     "fabric_calls": (bytes(64), bytes(16) + b"\1" + bytes(47) + bytes(64), bytes(24)),
@@ -151,18 +181,72 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
     "http": (
         b"GET /metrics?after=ab&x=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Basic YTpi",
         b"HEAD / HTTP/1.0\r\nAuthorization: Bearer x",
+        *(b"GET / HTTP/1.1\r\n" + header + b": \x80\xff" for header in _HEADERS),
         b"GET / HTTP/1.1\r\nAuthorization: Basic \x80",  # not ASCII: once an error of our own
+        b"GET /?%80=%ff&%zz=\x80 HTTP/1.1\r\nHost: localhost",
     ),
     "tenants": (
         b'[a]\ntokens_sha256 = ["' + b"0" * 64 + b'"]\nrequests_per_s = 5\nbytes = 1\nobserver = true\n',
         b'[b]\ncertificates = ["c"]\n',
     ),
-    "sessions": (bytes(64), bytes(100)),
+    "sessions": (_SESSION_FILE.getvalue(), manifest.pack_manifest(_MANIFEST), bytes(100)),
     "traces": (
         b'{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n',
         b"Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens\n1,a,1,m,5,5\n",
     ),
-    "records": (b"TKVREC" + bytes(130), bytes(200)),
+    "records": (
+        record._FIXED.pack(record.RECORD_MAGIC, record.FORMAT_VERSION, 1, 4096, *_NAMES, 1, 0, 0),
+        record.pack_superblock(
+            record.Superblock(bytes(16), bytes(16), 0, bytes(32), 1 << 24, 1, 0, 9, 0, 0, 0, 0, 1)
+        )[:256],
+        bytes(200),
+    ),
     "index": (bytes(8), b"\x00\x10\x00\xff", b"\x08\x20\x00\x01" * 3),
 }
-assert SEEDS.keys() == TARGETS.keys()
+# What a parser looks for, and mutation alone would hardly make: names, signs, and what is at the edge of what can be.
+_ODD: Final = (b"\x80", b"\xff", b"\xc3\xa9", b"\0", b"-1", b"1e999", b"9" * 40, b"NaN")
+WORDS: Final[dict[str, tuple[bytes, ...]]] = {
+    "fabric_calls": (
+        b"traceparent",
+        b"x-kvstore-session",
+        *((1 << bit).to_bytes(8, "little") for bit in range(0, 64, 9)),
+    ),
+    "grpc_fields": (b"00-", b"-01", b"\x0a\x10", b"\x12\x00", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"),
+    "http": (
+        b"GET ",
+        b"HEAD ",
+        b" HTTP/1.1\r\n",
+        *(one + b": " for one in _HEADERS),
+        b"Basic ",
+        b"Bearer ",
+        b"%",
+        *_ODD,
+    ),
+    "tenants": (
+        b"tokens_sha256",
+        b"certificates",
+        b"requests_per_s",
+        b"bytes",
+        b"observer",
+        b"[[",
+        b"true",
+        *_ODD,
+    ),
+    "sessions": (
+        b"tkvsess\x01",
+        b"tkv end\x01",
+        *((1 << bit).to_bytes(8, "little") for bit in range(0, 64, 9)),
+    ),
+    "traces": (
+        *(b'"' + one + b'": ' for one in (b"timestamp", b"input_length", b"output_length", b"hash_ids")),
+        b"Timestamp",
+        b"Session ID",
+        b"Request tokens",
+        b"[" * 50,
+        b"{}",
+        *_ODD,
+    ),
+    "records": (b"TKVRECRD", b"TKVDRIVE", *((1 << bit).to_bytes(8, "little") for bit in range(0, 64, 9))),
+    "index": (b"\0\0\0", b"\xff\xff\xff\xff", b"\0\x10\0\0"),
+}
+assert SEEDS.keys() == TARGETS.keys() == WORDS.keys()

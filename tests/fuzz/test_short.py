@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.targets import SEEDS, TARGETS
+from tests.fuzz.targets import SEEDS, TARGETS, WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,8 @@ def changed(seed: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
 @pytest.mark.parametrize("name", TARGETS)
 def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
     target: Callable[[bytes], None] = TARGETS[name]
-    changes = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 8), st.binary(max_size=8)), max_size=6)
+    parts = st.one_of(st.binary(max_size=8), st.sampled_from(WORDS[name]))
+    changes = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 8), parts), max_size=6)
     mutated = st.builds(changed, st.sampled_from(SEEDS[name]), changes)
 
     @settings(max_examples=EXAMPLES)

@@ -10,12 +10,17 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from kvstore.client import Client
+from kvstore.errors import KvError
+from kvstore.limits import LEASE_TIMEOUT_MS
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 Told = dict[str, Any]
 _ATTACH = "/kvstore.v1.KvStore/Attach"
 _STREAMS = 200  # of one connection
+_STAYS_S = 2.0
 
 
 def _bearer(told: Told) -> tuple[tuple[str, str], ...]:
@@ -83,29 +89,32 @@ def silent_streams(told: Told, until: float, source: str) -> Told:
 
 
 def idle(told: Told, until: float, source: str) -> Told:
-    """TCP connections over which nothing is said; those that are ended are begun again."""
-    links: list[socket.socket] = []
+    """TCP connections over which nothing is said; those that are ended are begun again, and those that stay counted."""
+    links: dict[socket.socket, float] = {}
     begun = 0
     while time.monotonic() < until:
         while len(links) < told["connections"] and time.monotonic() < until:
             try:
-                links.append(socket.create_connection(("127.0.0.1", told["port"]), 0.2, (source, 0)))
+                link = socket.create_connection(("127.0.0.1", told["port"]), 0.2, (source, 0))
             except OSError:
                 break
+            links[link] = time.monotonic()
             begun += 1
         time.sleep(0.1)
-        links = [link for link in links if not _ended(link)]
-    return {"begun": begun, "held": len(links)}
+        links = {link: since for link, since in links.items() if not _ended(link)}
+    return {"begun": begun, "held": sum(time.monotonic() - since > _STAYS_S for since in links.values())}
 
 
 def _ended(link: socket.socket) -> bool:
     link.setblocking(False)
     try:
-        return link.recv(1) == b""
+        while link.recv(1 << 16):  # a greeting, before the end
+            pass
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        pass
+    return True
 
 
 def slow_http(told: Told, until: float, source: str) -> Told:
@@ -207,7 +216,8 @@ def attaches(told: Told, until: float, _: str) -> Told:
 def landing(told: Told, until: float, _: str) -> Told:
     """All the memory to put into that the node gives: connections with large blocks, and leases of all their slots."""
     held: list[Any] = []
-    leased = 0
+    leases: deque[float] = deque()  # when each began, of those that are not over
+    most = 0
     refused: dict[str, int] = {}
     while time.monotonic() < until:
         stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
@@ -227,12 +237,15 @@ def landing(told: Told, until: float, _: str) -> Told:
                     connection=number, blocks=[pb.ReserveBlock(name=name)], durability=pb.DURABILITY_WRITTEN
                 )
                 stub.Reserve(wanted, metadata=_bearer(told), timeout=20)
-                leased += 1
+                leases.append(time.monotonic())
+                while leases[0] < leases[-1] - LEASE_TIMEOUT_MS / 1000:
+                    leases.popleft()
+                most = max(most, len(leases))
         except grpc.RpcError as error:
             name_of = error.code().name
             refused[name_of] = refused.get(name_of, 0) + 1
             time.sleep(0.2)
-    return {"held": len(held), "leased_bytes": leased * (8 << 20), **refused}
+    return {"held": len(held), "leased_bytes": most * (8 << 20), **refused}
 
 
 def heavy(told: Told, until: float, _: str) -> Told:
@@ -268,6 +281,30 @@ def heavy(told: Told, until: float, _: str) -> Told:
     return done
 
 
+def flood(told: Told, until: float, _: str) -> Told:
+    """Puts and gets of large blocks over many connections: the drive, and all memory that blocks go through."""
+    done: dict[str, int] = {}
+    size_bytes = 1 << 20
+
+    def work() -> None:
+        with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
+            while time.monotonic() < until:
+                key = os.urandom(32)
+                try:
+                    client.put_inline(key, key * (size_bytes // 32))
+                    name = type(client.get_inline(key, size_bytes)).__name__
+                except KvError as error:
+                    name = type(error).__name__
+                done[name] = done.get(name, 0) + 1
+
+    working = [threading.Thread(target=work) for _ in range(told["connections"])]
+    for one in working:
+        one.start()
+    for one in working:
+        one.join()
+    return done
+
+
 def unknown(told: Told, until: float, _: str) -> Told:
     """Calls without a token, or with nobody's, as fast as they go."""
     stub = kvstore_pb2_grpc.KvStoreStub(_channel(told))  # type: ignore[no-untyped-call]
@@ -293,6 +330,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         attaches,
         landing,
         heavy,
+        flood,
         unknown,
     )
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 import socket
 import struct
 
-__all__ = ["PREFACE", "connected", "data", "goes_away", "headers", "reset"]
+__all__ = ["PREFACE", "connected", "data", "goes_away", "headers", "reset", "window"]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_DATA, _HEADERS, _RESET = 0, 1, 3
+_DATA, _HEADERS, _RESET, _WINDOW = 0, 1, 3, 8
 _END_STREAM, _END_HEADERS = 1, 4
 
 
@@ -41,6 +41,11 @@ def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
     """One message of gRPC."""
     body = b"\x00" + struct.pack(">I", len(message)) + message
     return _frame(_DATA, _END_STREAM if ends else 0, stream, body)
+
+
+def window(stream: int, size: int) -> bytes:
+    """Room for more bytes of a call; for those of all calls, with the number 0."""
+    return _frame(_WINDOW, 0, stream, struct.pack(">I", size))
 
 
 def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float = 5.0) -> socket.socket:

@@ -29,7 +29,7 @@ from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 from tests.hostile.attacks import attach_request
-from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast
+from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast, p99
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +78,13 @@ def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     assert is_as_fast(alone, under)
 
 
+def test_who_floods_the_drive_and_the_memory_of_blocks_leaves_others_theirs(beside: Beside) -> None:
+    """More connections write and read than the hot memory has room for."""
+    alone, under, did = beside.endure("flood", token="evil", connections=12)
+    assert sum(did.values()) > 0
+    assert is_as_fast(alone, under)
+
+
 @pytest.mark.parametrize("name", ["attaches", "landing"])
 def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
     """Somebody who was not there before attaches and puts in the middle of it."""
@@ -105,7 +112,7 @@ def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside,
 
 
 def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
-    """A supervisor's probe waits for a second; it asks all the time, and each answer comes in half of that."""
+    """A supervisor's probe waits for a second; it asks all the time, and 99 of 100 answers come in half of that."""
     with Beside(tmp_path, "--http", "127.0.0.1:0") as beside:
         (found,) = re.findall(r"metrics at http://127.0.0.1:(\d+)", beside.node.log())
         stop, took = threading.Event(), list[float]()
@@ -126,7 +133,8 @@ def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
             probing.join()
     assert did["begun"] > 0
     assert len(took) > 20
-    assert max(took) < 0.5
+    assert p99(took) < 0.5
+    assert max(took) < 5
     assert is_as_fast(alone, under)
 
 
@@ -149,7 +157,7 @@ def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside)
     with small_client(beside.node.target, token="good") as another:
         another.attach()
     beside.client.attach()
-    assert beside.client._link is link, "the neighbour has the connection that he had"
+    assert beside.client._link is link, "the neighbour has the connection that it had"
 
 
 @pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])

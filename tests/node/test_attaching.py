@@ -154,7 +154,7 @@ def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
     rig.close()
 
 
-def test_a_tenant_puts_into_his_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
+def test_a_tenant_puts_into_its_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
     rig = Rig(node)
     rig.client.attach()
     slots = 8

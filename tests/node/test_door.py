@@ -1,4 +1,4 @@
-"""The door: nothing is awaited from, nor kept for, who has not shown who he is; a stream says in time what it wants."""
+"""The door: nothing is awaited from a caller that is not authenticated, or kept for it; a stream begins in its time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from kvstore.clock import SystemClock
 from kvstore.errors import Overloaded
 from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
 from kvstore.node.audit import Audit
+from kvstore.node.calls import refusals
+from kvstore.node.door import Door
 from kvstore.node.gate import Gate
+from kvstore.node.statistics import Counters
 from kvstore.node.tenants import Tenants, token_digest
+from kvstore.node.timings import Timings
 from kvstore.node.watching import Watchers
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from tests.conftest import small_node
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
+    from kvstore.node.calls import Context
 
 WAIT_S = 20.0
 PATHS = ("KvStore/Attach", "KvStore/Status", "Batches/PutBatch", "Observing/Watch", "Blocks/Exists")
@@ -52,7 +58,7 @@ def answered(link: socket.socket, within_s: float) -> bytes:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("token", [(), (("authorization", "Bearer nobody's"),)], ids=["none", "nobody's"])
-def test_who_shows_nothing_is_refused_before_his_message_is_awaited(
+def test_a_caller_without_credentials_is_refused_before_its_message_is_awaited(
     guarded: NodeProcess, path: str, token: Any
 ) -> None:
     with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2])) as link:
@@ -76,7 +82,41 @@ def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> No
     assert DOOR_FIRST_MESSAGE_MS / 1000 <= took < DOOR_FIRST_MESSAGE_MS / 1000 + 5
 
 
-def test_a_tenant_has_no_more_calls_open_than_his_share(tmp_path: Path) -> None:
+def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_until_then() -> None:
+    """Its headers go first: gRPC can't send a status behind headers whose write was given up."""
+    clock = SystemClock()
+    gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
+
+    async def standing(_: object, context: Context) -> None:
+        async with refusals(context):
+            try:
+                async with asyncio.timeout(0.2):
+                    await context.write(bytes(1 << 20))
+            except TimeoutError:
+                raise Overloaded("Nobody read.") from None
+
+    async def call_it() -> None:
+        server = grpc.aio.server(interceptors=(Door(gate, Counters(), timings),))
+        handler: Any = grpc.unary_stream_rpc_method_handler(standing)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Stand": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
+                link.sendall(h2.headers(1, "/test/Stand") + h2.data(1, b"", ends=True))
+                await asyncio.sleep(0.5)
+                assert gate._open.total == 1
+                link.sendall(h2.window(0, 1 << 24) + h2.window(1, 1 << 24))
+                assert b"Nobody read" in await asyncio.to_thread(answered, link, 5)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(call_it())
+    assert gate._open.total == 0
+    assert timings.calls_failed["Stand", "RESOURCE_EXHAUSTED"] == 1
+
+
+def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:
     clock = FakeClock()
     tenants = Tenants(bytes(16), clock)
     (tmp_path / "t.toml").write_text(
@@ -104,7 +144,7 @@ def test_a_tenant_has_no_more_calls_open_than_his_share(tmp_path: Path) -> None:
     assert gate._open.total == 0
 
 
-def test_watchers_of_many_tenants_leave_each_tenant_his_own() -> None:
+def test_watchers_of_many_tenants_leave_each_tenant_its_own() -> None:
     tenants = 64
     watchers = Watchers(FakeClock(), lambda: tenants)
     with ExitStack() as undo:

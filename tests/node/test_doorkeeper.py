@@ -19,6 +19,7 @@ from kvstore.limits import (
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_OF_SOURCE_MAX,
 )
+from kvstore.node import doorkeeper
 from kvstore.node.doorkeeper import Doorkeeper, packet_filter, source_of
 
 if TYPE_CHECKING:
@@ -212,3 +213,39 @@ def test_the_filter_passes_all_but_the_sources_that_are_barred(many: int) -> Non
 def test_a_source_is_an_address_or_the_network_that_an_address_of_ipv6_is_from() -> None:
     assert source_of(ip_address("10.1.2.3")) == "10.1.2.3"
     assert source_of(ip_address("2001:db8:1:2:3::4")) == "2001:db8:1:2::/64"
+
+
+def test_a_keeper_looks_while_somebody_is_new_not_let_in_refused_or_barred(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int | None] = [7]
+    monkeypatch.setattr(doorkeeper, "_connections_opened", lambda: opened[0])
+    keeper = door.keeper
+    assert keeper.must_look()
+    door.look()
+    assert not keeper.must_look()
+    opened[0] = 8
+    assert keeper.must_look()
+    assert not keeper.must_look()
+    link = door.come()
+    door.look()
+    assert keeper.must_look(), "one who has not been let in is waited for"
+    keeper.proved(peer(link))
+    door.look()
+    assert not keeper.must_look()
+    keeper.refused("ipv4:127.0.0.7:9")
+    assert keeper.must_look()
+    door.look()
+    assert not keeper.must_look()
+    keeper.expects(9, ip_address(HERE))
+    assert keeper.must_look()
+    door.look()
+    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
+        keeper.refused("ipv4:127.0.0.7:9")
+        door.look()
+    assert keeper.barred() == ["127.0.0.7"]
+    assert keeper.must_look()
+    door.look(DOOR_BARRED_MS)
+    assert not keeper.must_look()
+    opened[0] = None
+    assert keeper.must_look(), "a kernel that doesn't tell of connections"

@@ -90,11 +90,11 @@ def test_connections_of_one_tenant_take_turns() -> None:
     ]
 
 
-def test_who_may_hold_no_more_is_passed_over_and_keeps_his_place() -> None:
+def test_a_tenant_that_may_hold_no_more_is_passed_over_and_keeps_its_place() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("b", 0, MIB, 2), Thing("a", 1, MIB, 3), Thing("b", 0, MIB, 4)])
     assert queue.take(lambda thing: thing.number in (3, 4)) == Thing("a", 1, MIB, 3), (
-        "his other connection may"
+        "its other connection may"
     )
     assert queue.take(lambda thing: thing.number == 4) is None, "what is behind what may not, may not either"
     assert len(queue) == 3
@@ -124,27 +124,27 @@ def test_what_a_connection_waited_for_is_forgotten_with_it() -> None:
 
 def test_who_gives_nothing_back_holds_an_eighth_or_one_thing_and_all_together_what_there_is() -> None:
     shares = Shares(8000)
-    assert shares.may_hold("a", 3000), "a single thing, whatever its size"
-    shares.hold("a", 3000)
-    assert not shares.may_hold("a", 1)
+    assert shares.may_hold(("t", "a"), 3000), "a single thing, whatever its size"
+    shares.hold(("t", "a"), 3000)
+    assert not shares.may_hold(("t", "a"), 1)
     for _ in range(10):
-        assert shares.may_hold("b", 100)
-        shares.hold("b", 100)
-    assert not shares.may_hold("b", 1)
-    assert shares.may_hold("c", 4000)
-    assert not shares.may_hold("c", 4001)
-    shares.release("b", 100)
-    assert shares.may_hold("b", 100)
-    assert not shares.may_hold("b", 101)
+        assert shares.may_hold(("t", "b"), 100)
+        shares.hold(("t", "b"), 100)
+    assert not shares.may_hold(("t", "b"), 1)
+    assert shares.may_hold(("t", "c"), 4000)
+    assert not shares.may_hold(("t", "c"), 4001)
+    shares.release(("t", "b"), 100)
+    assert shares.may_hold(("t", "b"), 100)
+    assert not shares.may_hold(("t", "b"), 101)
 
 
 @given(st.integers(1, 20), st.integers(1, 500), st.integers(0, 2**32))
 def test_what_is_held_adds_up(holders: int, most: int, seed: int) -> None:
     shares = Shares(2000)
-    held = Counter[int]()
+    held = Counter[tuple[str, int]]()
     rng = random.Random(seed)
     for _ in range(500):
-        who, size = rng.randrange(holders), rng.randint(1, most)
+        who, size = ("t", rng.randrange(holders)), rng.randint(1, most)
         if rng.random() < 0.3 and held[who]:
             shares.release(who, held.pop(who))
         elif shares.may_hold(who, size):
@@ -156,13 +156,49 @@ def test_what_is_held_adds_up(holders: int, most: int, seed: int) -> None:
 
 def test_what_is_larger_than_all_there_is_may_be_held_alone() -> None:
     shares = Shares(100)
-    assert shares.may_hold("a", 500)
-    shares.hold("a", 500)
-    assert not shares.may_hold("b", 1)
+    assert shares.may_hold(("t", "a"), 500)
+    shares.hold(("t", "a"), 500)
+    assert not shares.may_hold(("t", "b"), 1)
+
+
+def test_with_any_number_of_connections_a_tenant_leaves_another_its_part_of_a_common_memory() -> None:
+    shares = Shares(8000, lambda: 2)
+    for number in range(100):
+        if shares.may_hold(("evil", number), 500):
+            shares.hold(("evil", number), 500)
+    assert shares.total_bytes == 4000
+    for number in range(4):
+        assert shares.may_hold(("good", number), 500)
+        shares.hold(("good", number), 500)
+    assert not shares.may_hold(("evil", 200), 500)
+    for number in range(8):
+        shares.release(("evil", number), 500)
+    assert shares.may_hold(("good", 4), 500)
+
+
+def test_a_single_thing_that_is_larger_than_a_tenants_share_may_be_held_if_there_is_room() -> None:
+    shares = Shares(100, lambda: 50)
+    assert shares.may_hold(("a", 0), 60)
+    shares.hold(("a", 0), 60)
+    assert not shares.may_hold(("a", 1), 1)
+    assert shares.may_hold(("b", 0), 40)
+    assert not shares.may_hold(("b", 0), 41)
+
+
+def test_a_tenant_that_is_new_in_the_file_has_its_part_of_what_others_hold_no_longer() -> None:
+    tenants = 2
+    places = Places(100, lambda: tenants)
+    assert filled(places, "first") == 50
+    tenants = 10
+    assert places.left("first") == 0
+    assert filled(places, "second") == 5 + (50 - 45) // 2
+    assert filled(places, "third") >= 5
+    places.give_back("first", 50)
+    assert filled(places, "fourth") > 20
 
 
 def filled(places: Places, who: str) -> int:
-    """How much he gets who takes all that he can, one by one."""
+    """How much a tenant gets that takes all that it can, one by one."""
     count = 0
     while places.left(who):
         places.take(who)

@@ -226,3 +226,52 @@ def test_use_that_needed_no_piece_counts_as_use() -> None:
         read(hot, generation)
     assert wants(hot, 1)
     assert not wants(hot, 2)
+
+
+def reads(hot: HotPages, tenant: bytes, generations: range, times: int = 1) -> None:
+    """What fetches of a tenant do; each block is wanted so often."""
+    for generation in generations:
+        if not wants(hot, generation):
+            piece = hot.take(1, tenant)
+            assert piece is not None
+            hot.keep(piece, generation, (tenant, generation.to_bytes(8)))
+            hot.release(piece)
+        for _ in range(times - 1):
+            assert wants(hot, generation)
+
+
+@pytest.mark.parametrize("wanted", [1, 2], ids=["scanned", "wanted again"])
+def test_what_one_tenant_reads_leaves_another_its_part(wanted: int) -> None:
+    hot = HotPages(80, lambda: None, tenants=lambda: 2)
+    reads(hot, b"good", range(1, 31))
+    for first in range(1000, 3000, 100):
+        reads(hot, b"evil", range(first, first + 100), wanted)
+    kept = [generation for generation in range(1, 31) if hot.has(generation)]
+    assert len(kept) == 20, "a quarter, which is its half of one half"
+    assert hot._kept_of == {b"good": 20, b"evil": 60}
+
+
+def test_a_tenants_own_reads_take_the_place_of_what_it_keeps_and_nobody_has_a_part_where_all_are_one() -> (
+    None
+):
+    hot = HotPages(80, lambda: None, tenants=lambda: 2)
+    reads(hot, b"good", range(1, 21))
+    reads(hot, b"evil", range(100, 160))
+    reads(hot, b"good", range(21, 41))
+    assert [hot.has(generation) for generation in (1, 20, 21, 40)] == [False, False, True, True]
+    alone = HotPages(80, lambda: None)
+    reads(alone, b"good", range(1, 21))
+    reads(alone, b"evil", range(100, 180))
+    assert not any(alone.has(generation) for generation in range(1, 21))
+
+
+def test_a_block_that_needs_nearly_all_memory_finds_it_though_parts_of_others_lie_everywhere() -> None:
+    """No read may wait for what only lies there: nobody would wake it."""
+    hot = HotPages(80, lambda: None, tenants=lambda: 2)
+    for first in range(0, 80, 8):
+        reads(hot, b"good", range(first + 1, first + 3))
+        reads(hot, b"evil", range(first + 101, first + 107))
+    room = hot.take(3, b"")
+    assert room is not None
+    assert hot.take(70, b"evil") is not None
+    assert not hot.refused

@@ -11,8 +11,8 @@ Always holds:
 - Guards end in a use: to lift the last one is to touch the block.
 - The policy holds the rows that may go; the others are *set aside*, lazily: when it offers one that may not.
   Nothing is set aside that is unguarded and a tail.
-- All this is true as well of each owner's blocks among themselves (see `owners`), which go in LRU order when he is to
-  make room for himself, whatever the policy.
+- All this is true as well of each owner's blocks among themselves (see `owners`), which go in LRU order when it is to
+  make room for itself, whatever the policy.
 - `EVICTION_STEPS_MAX` bounds a plan; all else takes time for what is passed in, and no more.
 
 It does no I/O, knows no names and no extents, and has no clock: `now_ms` is the wall's, passed in. Blocks are
@@ -152,7 +152,7 @@ class Evictor:
         return refused
 
     def own(self, generations: Sequence[int], owner: int) -> None:
-        """Note whose blocks these are, all that he has; they are given in the order of their age.
+        """Note whose blocks these are, all that it has; they are given in the order of their age.
 
         Nobody knows more of their order than the time of their last use and their age, and nothing of it among several
         drives. So they are spread evenly over the stamps given so far, of which there are as many, oldest first.
@@ -333,7 +333,7 @@ class Evictor:
         return None
 
     def evict_oldest(self, owner: int, now_ms: int) -> Eviction:
-        """Forget that block, whose owner is to make room for himself."""
+        """Forget that block, whose owner is to make room for itself."""
         row = self.owners.oldest(owner)
         assert self._may_go(row), "`oldest_use` has just found it"
         return self._forget(row, Reason.QUOTA, now_ms)

@@ -57,7 +57,7 @@ class Reason(enum.IntEnum):
     DELETED = 5  # somebody said so
     QUARANTINED = 6  # it failed a check
     CLEARED = 7  # room was needed in one piece, and it stood there
-    QUOTA = 8  # its tenant was at his quota and put more, and of his blocks it was used longest ago
+    QUOTA = 8  # its tenant was at its quota and put more, and of its blocks it was used longest ago
 
 
 class Refusal(enum.Enum):

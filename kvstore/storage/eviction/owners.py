@@ -5,7 +5,7 @@ whose rows are neither ordered nor counted here and cost nothing as long as no r
 
 Always holds:
 
-- Whatever has an owner is counted with him, from `take` to `leave`.
+- Whatever has an owner is counted with it, from `take` to `leave`.
 - A row in an owner's ring was used after all before it in that ring. Stamps come from one counter for all drives of a
   store, so what was used longest ago can be told among rows of several drives.
 - To take in, to touch and to let go is O(1), and so is to find the row that was used longest ago.
