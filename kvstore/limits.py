@@ -63,6 +63,7 @@ __all__ = [
     "FREE_HEADERS_CHECKED_MAX",
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
+    "GET_BLOCKS_MAX",
     "GET_THREADS",
     "GRANTED_BYTES_MAX",
     "GRANTED_PUTS",
@@ -144,6 +145,8 @@ __all__ = [
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
+    "SLABS_KEPT",
+    "SLAB_BYTES",
     "SLOTS_PER_CLIENT_MAX",
     "SPANS_CLOSE_MS",
     "SPANS_QUEUED_MAX",
@@ -176,6 +179,7 @@ __all__ = [
     "WATCH_EVENTS_MAX",
     "WATCH_EVENTS_SENT_MAX",
     "WATCH_HEARTBEAT_MS",
+    "WINDOWS_AHEAD",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -193,6 +197,7 @@ GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+GET_BLOCKS_MAX = 1 << 17  # in one get, which makes calls of them: 1 M tokens are 65,536 blocks of 16
 BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
@@ -368,6 +373,10 @@ ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
 SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one block's at least
+
+SLAB_BYTES = 4 << 20  # through which blocks of pieces go; a larger block has one of its own
+SLABS_KEPT = 8  # by a client, for the next
+WINDOWS_AHEAD = 3  # of one get are on their way at a time, a slab's worth each
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b db1f59fd3ed1682cec31dcbcad45bb71
+# Generated from proto sources with BLAKE2b 557cf4967d25bc6d68f78e1655298ed1
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
