@@ -213,6 +213,8 @@ def test_a_put_of_pieces_is_not_given_to_a_nic() -> None:
             pieces=pieces,
         )
         arm(near.fabric, [put])
+        pair.there.fence()
+        assert near.fabric.statistics().held == 0
         near.word(100).store(5)
         assert near.final(7).status == 0
         wait_until(lambda: pair.far.bytes_at(0, 2000) == b"p" * 2000, "the bytes")
