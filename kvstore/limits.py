@@ -101,6 +101,7 @@ __all__ = [
     "LOOKUP_MISSES_EXPLAINED_MAX",
     "LOOKUP_RUNS_MAX",
     "NODES_MAX",
+    "OBJECT_BYTES_MAX",
     "OPEN_CALLS_MAX",
     "PAGE_BYTES",
     "PINS_MAX",
@@ -209,7 +210,7 @@ PREFIX_STEP_BLOCKS = 128  # of a prefix that lies on several drives are looked u
 SESSION_CHUNK_BLOCKS = (
     126  # keys in one chunk of a manifest: what fits into one page, of the drive and of LMDB
 )
-SESSION_CHUNKS_MAX = 256
+SESSION_CHUNKS_MAX = 528  # 66,528 blocks: 1 M tokens in blocks of 16, and some
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of one that is to end by itself
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
@@ -367,11 +368,12 @@ GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
 PROTECTED_SESSIONS_MAX = 4096
 PROTECTED_SESSIONS_OF_TENANT_MAX = 512
 SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
-SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
+SESSION_LINKS_MIN = 1 << 17  # but a store of few blocks may share more
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
+OBJECT_BYTES_MAX = 8 << 20  # of an engine's block that is stored as one; of a larger one groups of layers are
 SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one block's at least
 
 SLAB_BYTES = 4 << 20  # through which blocks of pieces go; a larger block has one of its own

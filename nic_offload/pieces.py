@@ -31,11 +31,11 @@ assert _PIECE.size == ffi.sizeof("struct tk_piece")
 class Pieces:
     """Of one block. The memory goes when neither this object nor a put of the fabric's has it."""
 
-    def __init__(self, regions: Sequence[Region], rows: Buffer) -> None:
+    def __init__(self, regions: Sequence[Region], rows: Buffer, *, handles: Any = None) -> None:
         """`rows` has 16 bytes for each piece: which of the regions it is in (4), its length (4), its offset (8)."""
-        self.regions = tuple(regions)
+        self.regions = regions if isinstance(regions, tuple) else tuple(regions)
+        handles = _handles_of(self.regions) if handles is None else handles
         table = ffi.from_buffer("struct tk_piece[]", rows)
-        handles = ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in self.regions])
         out = ffi.new("struct tk_pieces **")
         code = lib.tk_pieces_open(handles, len(self.regions), table, len(table), out)
         if code:
@@ -45,9 +45,20 @@ class Pieces:
         self.length = int(lib.tk_pieces_bytes(self._handle))
 
     @classmethod
+    def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
+        """The same of many blocks in the same regions."""
+        shared = tuple(regions)
+        handles = _handles_of(shared)
+        return [cls(shared, rows, handles=handles) for rows in tables]
+
+    @classmethod
     def of(cls, region: Region, pieces: Iterable[tuple[int, int]]) -> Pieces:
         """Pieces of one region, each an offset and a length."""
         return cls([region], b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces]))
+
+
+def _handles_of(regions: Sequence[Region]) -> Any:
+    return ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in regions])
 
 
 def scatter(blocks: Sequence[tuple[Pieces, int]]) -> None:

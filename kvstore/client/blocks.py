@@ -10,12 +10,14 @@ from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 from kvstore.names import layout_fingerprint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.durability import Durability
     from kvstore.errors import KvError
     from nic_offload.fabric import Region
     from nic_offload.pieces import Pieces
 
-__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of"]
+__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of", "regions_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,12 @@ class HasFingerprint(Protocol):
     def fingerprint(self) -> bytes:
         """Its digest."""
         ...
+
+
+def regions_of(blocks: Iterable[Block]) -> list[Region]:
+    """The registered memory of all of these, each once; blocks of pieces often have the same."""
+    each = {id(regions): regions for regions in [block.regions for block in blocks]}
+    return list({id(region): region for regions in each.values() for region in regions}.values())
 
 
 def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:

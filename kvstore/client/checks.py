@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.client.blocks import regions_of
 from kvstore.errors import ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX
 
@@ -18,9 +19,8 @@ __all__ = ["check_armed", "check_gets", "check_memory", "check_reserved"]
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Refuse blocks in memory that is not registered here, or no longer."""
-    for block in blocks:
-        if any(one.handle is None or one not in fabric.regions for one in block.regions):
-            raise ProtocolError("A block's memory is not registered with this client, or no longer.")
+    if any(one.handle is None or one not in fabric.regions for one in regions_of(blocks)):
+        raise ProtocolError("A block's memory is not registered with this client, or no longer.")
 
 
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:

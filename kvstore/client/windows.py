@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.client.blocks import Block, Hit
+from kvstore.client.blocks import Block, Hit, regions_of
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError
 from kvstore.limits import BATCH_BLOCKS_MAX, SLAB_BYTES, WINDOWS_AHEAD
@@ -118,7 +118,7 @@ def get_in_windows(
         return begin(some, max(0.0, (until_ns - clock.monotonic_ns()) / 1e9))
 
     with ExitStack() as held:
-        for region in {id(one): one for block in blocks for one in block.regions}.values():
+        for region in regions_of(blocks):
             region.hold()
             held.callback(region.let_go)
         try:
