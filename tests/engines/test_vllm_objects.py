@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.engines.pretend import FakeNode, FakeTransport  # isort: skip - it is how vLLM is imported here
@@ -16,9 +14,6 @@ from kvstore.engines.vllm.loading import Loads
 from kvstore.engines.vllm.memory import KvMemory
 from kvstore.engines.vllm.plan import Load, Wanted
 from kvstore.layout import Layer, Layout, Order
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
@@ -50,7 +45,7 @@ def caches(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(params=[3 * PAGE, 100 * PAGE])
-def objects_of_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def objects_of_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(identity, "OBJECT_BYTES_MAX", request.param)
     return 3 if request.param == 3 * PAGE else 1
 
