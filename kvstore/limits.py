@@ -65,6 +65,7 @@ __all__ = [
     "FREE_HEADERS_CHECKED_MAX",
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
+    "GET_BLOCKS_MAX",
     "GET_THREADS",
     "GRANTED_BYTES_MAX",
     "GRANTED_PUTS",
@@ -104,6 +105,7 @@ __all__ = [
     "LOOKUP_MISSES_EXPLAINED_MAX",
     "LOOKUP_RUNS_MAX",
     "NODES_MAX",
+    "OBJECT_BYTES_MAX",
     "OPEN_CALLS_MAX",
     "PAGE_BYTES",
     "PINS_MAX",
@@ -148,6 +150,8 @@ __all__ = [
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
+    "SLABS_KEPT",
+    "SLAB_BYTES",
     "SLOTS_PER_CLIENT_MAX",
     "SPANS_CLOSE_MS",
     "SPANS_QUEUED_MAX",
@@ -180,6 +184,7 @@ __all__ = [
     "WATCH_EVENTS_MAX",
     "WATCH_EVENTS_SENT_MAX",
     "WATCH_HEARTBEAT_MS",
+    "WINDOWS_AHEAD",
     "ZERO_FILL_BYTES_MAX",
 ]
 
@@ -197,6 +202,7 @@ GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
+GET_BLOCKS_MAX = 1 << 17  # in one get, which makes calls of them: 1 M tokens are 65,536 blocks of 16
 BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
@@ -208,7 +214,7 @@ PREFIX_STEP_BLOCKS = 128  # of a prefix that lies on several drives are looked u
 SESSION_CHUNK_BLOCKS = (
     126  # keys in one chunk of a manifest: what fits into one page, of the drive and of LMDB
 )
-SESSION_CHUNKS_MAX = 256
+SESSION_CHUNKS_MAX = 528  # 66,528 blocks: 1 M tokens in blocks of 16, and some
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of one that is to end by itself
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
@@ -372,12 +378,17 @@ GUARDS_OF_A_KIND_MAX = 1 << 15  # on one block
 PROTECTED_SESSIONS_MAX = 4096
 PROTECTED_SESSIONS_OF_TENANT_MAX = 512
 SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
-SESSION_LINKS_MIN = 1 << 16  # but a store of few blocks may share more
+SESSION_LINKS_MIN = 1 << 17  # but a store of few blocks may share more
 
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 
+OBJECT_BYTES_MAX = 8 << 20  # of an engine's block that is stored as one; of a larger one groups of layers are
 SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one block's at least
+
+SLAB_BYTES = 4 << 20  # through which blocks of pieces go; a larger block has one of its own
+SLABS_KEPT = 8  # by a client, for the next
+WINDOWS_AHEAD = 3  # of one get are on their way at a time, a slab's worth each
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC

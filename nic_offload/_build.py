@@ -23,6 +23,7 @@ _HANDLES = (
     "desk",
     "sender",
     "receiver",
+    "pieces",
 )
 _PARTS = (
     "caller",
@@ -38,6 +39,7 @@ _PARTS = (
     "memory",
     "nic",
     "nic_hand",
+    "pieces",
     "receiver",
     "names",
     "rest",

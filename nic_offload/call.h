@@ -7,6 +7,7 @@
 #include "core.h"
 
 #define CALL_FETCH 1
+#define CALL_FETCH_PARTS 3
 #define CALL_TELLS 1 /* flag: there is something in the metadata that is to be heard before the answer */
 #define CALL_DONE 1  /* code of an answer that has nothing more to say */
 #define CALL_ALIGN 8
@@ -29,6 +30,21 @@ struct call_fetch_row {
 	uint64_t ack_generation, target, target_key;
 };
 
+/* Of a block of `length`, so many bytes behind the first are wanted; a `part` of 0: all. */
+struct call_part_row {
+	struct call_fetch_row row;
+	uint32_t skip, part;
+};
+
+/* Of one block in a fetch; 0: it is another call. */
+static inline size_t call_row_bytes(uint8_t kind)
+{
+	if (kind == CALL_FETCH_PARTS)
+		return sizeof(struct call_part_row);
+	return kind == CALL_FETCH ? sizeof(struct call_fetch_row) : 0;
+}
+
+_Static_assert(sizeof(struct call_part_row) == 72, "as fabric_call.py packs them");
 _Static_assert(sizeof(struct call_head) == 64 && sizeof(struct call_fetch_row) == 64, "as fabric_call.py packs them");
 
 #endif

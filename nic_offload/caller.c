@@ -120,14 +120,15 @@ static uint32_t write_call(const struct tk_caller *caller, uint32_t number, cons
 }
 
 /* The words in which the node says of each block that it has come, or why not. */
-static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const struct call_fetch_row *rows)
+static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows)
 {
-	for (uint32_t i = 0; i < call->blocks; i++) {
+	for (uint32_t i = 0; i < call->blocks; i++, rows += call_row_bytes(call->kind)) {
+		const struct call_fetch_row *row = (const void *)rows;
 		struct tk_ack_watch watch = {
 			.tag = call->tag + 2 * i,
 			.endpoint = caller->setup.endpoint,
-			.word = caller->setup.words + (uint64_t)rows[i].ack_word * 8,
-			.generation = rows[i].ack_generation,
+			.word = caller->setup.words + (uint64_t)row->ack_word * 8,
+			.generation = row->ack_generation,
 			.deadline_ns = call->blocks_deadline_ns,
 			.group = call->group,
 			.final_code = 1,
@@ -178,8 +179,8 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 	int status = fabric_refusal(fabric);
 	if (status)
 		return status;
-	int is_fetch = call->kind == CALL_FETCH;
-	if (is_fetch && rows_bytes != call->blocks * sizeof(struct call_fetch_row))
+	int is_fetch = !!call_row_bytes(call->kind);
+	if (is_fetch && rows_bytes != call->blocks * call_row_bytes(call->kind))
 		return -EINVAL;
 	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes > TK_CALL_BYTES)
 		return -EMSGSIZE;

@@ -53,6 +53,7 @@ struct tk_shelf;
 struct tk_desk;
 struct tk_sender;
 struct tk_receiver;
+struct tk_pieces;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
 /* cdef begin */
@@ -125,10 +126,12 @@ struct tk_operation {
 	struct tk_group *group;	  /* NULL, or where it is noted when it fired */
 	struct tk_sender *sender; /* NULL, or who finds it a slot when it fires; then `remote` and the flag are its affair, */
 	const struct tk_put_head *head; /* and this, the metadata before it, is what is said of the block. Read when it fires */
+	struct tk_pieces *pieces; /* NULL, or where the bytes are, that are put together at `local` when it fires */
 	uint32_t length;
 	uint32_t crc32c;
 	uint32_t flags;
 	uint32_t row; /* of the group */
+	uint32_t skip, part; /* with TK_VERIFY_CRC: of what was summed, so many bytes behind these are put; 0: all */
 };
 
 /* What a put says of its block. It lies right before the payload, in the last bytes of the slot's first page; what is
@@ -248,6 +251,22 @@ struct tk_run {
 };
 void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target);
 
+/* Bytes that lie in pieces of registered memory, and are one block's in their order; see pieces.c. */
+struct tk_piece {
+	uint32_t region; /* which of the regions */
+	uint32_t length;
+	uint64_t offset; /* in it */
+};
+struct tk_scattered {
+	const struct tk_pieces *pieces;
+	uint64_t source; /* an address */
+};
+int tk_pieces_open(struct tk_region *const *regions, uint32_t regions_count, const struct tk_piece *pieces,
+		   uint32_t count, struct tk_pieces **out);
+uint64_t tk_pieces_bytes(const struct tk_pieces *pieces);
+void tk_pieces_close(struct tk_pieces *pieces); /* it goes when no operation has it any more */
+void tk_scatter(const struct tk_scattered *blocks, uint32_t count);
+
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);
 int tk_library_providers(struct tk_provider_info *out, int out_max);
@@ -282,6 +301,7 @@ int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void 
 int tk_region_close(struct tk_region *region);
 uint64_t tk_region_key(struct tk_region *region);
 uint64_t tk_region_base(struct tk_region *region);
+uint64_t tk_region_uses(struct tk_region *region); /* operations that are queued or under way */
 
 /* With a `word`, the counter's value is that word's, which anybody may store to who can map it, and it only grows;
  * without one it is the NIC's own where there is deferred work with doorbells, and else a word of ours. */
@@ -409,6 +429,8 @@ struct tk_sender_setup {
 	uint32_t good_max;
 };
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
+/* Where puts of pieces are put together: so many bytes for each slot. Before the first of them is armed. */
+int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
 int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
 
 /* Where a node's client puts blocks by grants; see receiver.c. */

@@ -88,11 +88,11 @@ static const struct call_head *read_call(struct tk_shelf *shelf, const struct tk
 		return NULL;
 	memcpy(shelf->call, there, length);
 	const struct call_head *head = (const void *)shelf->call;
-	if (head->length != length || head->kind != CALL_FETCH || head->flags & CALL_TELLS ||
+	if (head->length != length || !call_row_bytes(head->kind) || head->flags & CALL_TELLS ||
 	    head->generation != landing->generation || head->metadata_bytes % 8 || head->metadata_bytes > length ||
 	    !head->blocks || head->blocks > TK_CALL_BLOCKS)
 		return NULL;
-	if (sizeof *head + head->metadata_bytes + head->blocks * sizeof(struct call_fetch_row) != length)
+	if (sizeof *head + head->metadata_bytes + head->blocks * call_row_bytes(head->kind) != length)
 		return NULL;
 	return tk_crc32c(shelf->call + sizeof head->crc32c, length - sizeof head->crc32c, 0) == head->crc32c ? head
 													     : NULL;
@@ -103,6 +103,20 @@ static int may_be_acked(const struct tk_desk *desk, uint32_t word, uint64_t gene
 	return word < desk->setup.ack_words && generation && generation <= ACK_GENERATION_MAX;
 }
 
+/* The rows of a call, one by one. */
+static struct call_part_row row_of(const struct call_head *head, uint32_t number)
+{
+	struct call_part_row row = {.part = 0};
+	size_t bytes = call_row_bytes(head->kind);
+	memcpy(&row, (const char *)(head + 1) + head->metadata_bytes + number * bytes, bytes);
+	return row;
+}
+
+static int is_inside_block(const struct call_part_row *row)
+{
+	return row->part ? row->part <= row->row.length && row->skip <= row->row.length - row->part : !row->skip;
+}
+
 static void give_back(struct tk_shelf *shelf, uint32_t count)
 {
 	while (count)
@@ -110,21 +124,22 @@ static void give_back(struct tk_shelf *shelf, uint32_t count)
 }
 
 /* Under the shelf's lock: all of its blocks, or none. Each is held for sending. Returns their bytes, 0 for none. */
-static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, const struct call_fetch_row *rows)
+static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes)
 {
 	struct tk_shelf *shelf = desk->shelf;
 	uint64_t bytes = 0;
 	uint32_t count = 0;
 	for (; count < head->blocks; count++) {
-		const struct call_fetch_row *row = &rows[count];
-		struct shelved *block = shelf_find(shelf, desk->setup.owner, row->key);
-		if (!block || block->block.length != row->length ||
+		struct call_part_row row = row_of(head, count);
+		struct shelved *block = shelf_find(shelf, desk->setup.owner, row.row.key);
+		if (!block || block->block.length != row.row.length || !is_inside_block(&row) ||
 		    memcmp(block->block.fingerprint, head->fingerprint, TK_FINGERPRINT_BYTES) ||
-		    !may_be_acked(desk, row->ack_word, row->ack_generation))
+		    !may_be_acked(desk, row.row.ack_word, row.row.ack_generation))
 			break;
 		block->sending++;
 		shelf->found[count] = block;
-		bytes += row->length;
+		bytes += row.row.length;
+		*sent_bytes += row.part ? row.part : row.row.length;
 	}
 	if (count == head->blocks && bytes <= desk->setup.bytes_max - desk->under_way_bytes)
 		return bytes;
@@ -174,9 +189,10 @@ static void send_word(struct tk_fabric *fabric, struct work *work, const struct 
 	fire(fabric, work, fabric->now_ns);
 }
 
-static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk, const struct call_fetch_row *row,
-		       struct shelved *block, struct served *served)
+static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk,
+		       const struct call_part_row *wanted, struct shelved *block, struct served *served)
 {
+	const struct call_fetch_row *row = &wanted->row;
 	work->shelved = block;
 	work->served = served;
 	work->desk = desk;
@@ -193,6 +209,8 @@ static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_de
 		.length = row->length,
 		.crc32c = block->block.crc32c,
 		.flags = TK_QUIET | TK_FLAG_PUT | TK_VERIFY_CRC,
+		.skip = wanted->skip, /* all of it is checked, whatever part of it goes out */
+		.part = wanted->part,
 	};
 	__atomic_add_fetch(&desk->shelf->region->uses, 1, __ATOMIC_RELAXED);
 	adopt(fabric, work);
@@ -208,11 +226,11 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	const struct call_head *head = read_call(shelf, landing);
 	if (!head || !may_be_acked(desk, head->ack_word, head->generation))
 		return 0;
-	const struct call_fetch_row *rows = (const void *)(shelf->call + sizeof *head + head->metadata_bytes);
+	uint64_t sent_bytes = 0;
 
 	pthread_mutex_lock(&shelf->lock);
-	uint64_t bytes = find_all(desk, head, rows);
-	struct served *served = bytes ? note(shelf, desk, head, bytes) : NULL;
+	uint64_t bytes = find_all(desk, head, &sent_bytes);
+	struct served *served = bytes ? note(shelf, desk, head, sent_bytes) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (bytes && !work)
 		give_back(shelf, head->blocks);
@@ -228,7 +246,8 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	fabric->statistics.served += head->blocks;
 	for (uint32_t i = 0; i < head->blocks; i++) {
 		struct work *next = work->next;
-		send_block(fabric, work, desk, &rows[i], shelf->found[i], served);
+		struct call_part_row row = row_of(head, i);
+		send_block(fabric, work, desk, &row, shelf->found[i], served);
 		work = next;
 	}
 	send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);

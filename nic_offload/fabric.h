@@ -57,6 +57,7 @@ struct work {
 	int counted; /* the NIC has moved the completion counter */
 	int failed;  /* how it ended; 0: well, or not yet */
 	uint32_t crc, summed;
+	uint32_t piece, piece_done; /* how far a put of pieces has been gathered */
 	uint64_t fired_ns, posted_ns;
 	uint64_t word_before; /* an ack watch: the word as last reported */
 	uint64_t sequence;

@@ -159,6 +159,12 @@ class Region(Handle):
             self._named[endpoint] = self._fabric.register(self._memory, endpoint=endpoint, **self._rights)
         return self._named[endpoint]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no operation reads from it or writes to it, and nobody holds it."""
+        with self._lock:
+            return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
+
     def hold(self) -> None:
         """A peer is to write to it, for one: until as many `let_go`, the region can't be closed."""
         with self._lock:

@@ -274,6 +274,11 @@ int tk_region_close(struct tk_region *region)
 	return status;
 }
 
+uint64_t tk_region_uses(struct tk_region *region)
+{
+	return __atomic_load_n(&region->uses, __ATOMIC_ACQUIRE);
+}
+
 uint64_t tk_region_key(struct tk_region *region)
 {
 	return region->key;

@@ -97,8 +97,15 @@ static int check_operation(const struct tk_fabric *fabric, const struct tk_opera
 	if (op->sender && (!op->head || !op->length))
 		return -EINVAL;
 	if (!op->length)
-		return 0;
+		return op->pieces || op->part ? -EINVAL : 0;
 	const struct tk_region *region = op->region;
+	if (op->pieces && (op->flags & TK_GET || tk_pieces_bytes(op->pieces) != op->length))
+		return -EINVAL;
+	if (op->part && (!(op->flags & TK_VERIFY_CRC) || op->flags & TK_GET || op->part > op->length ||
+			 op->skip > op->length - op->part))
+		return -EINVAL;
+	if (op->pieces && op->sender)
+		return op->length > sender_gathers(op->sender, region) ? -ERANGE : 0;
 	if (!region || region->fabric != fabric || op->local < region->address || op->length > region->length ||
 	    op->local - region->address > region->length - op->length)
 		return -ERANGE;
@@ -117,6 +124,8 @@ void enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op)
 		group_use(op->group);
 	if (op->region)
 		start_using(&op->region->uses);
+	if (op->pieces)
+		pieces_use(op->pieces);
 	if (op->trigger)
 		start_using(&op->trigger->uses);
 	if (op->completion)

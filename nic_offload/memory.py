@@ -12,7 +12,9 @@ from nic_offload.errors import FabricError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Runs", "allocate", "populate", "set_aside"]
+    from typing_extensions import Buffer
+
+__all__ = ["Runs", "allocate", "copy_runs", "populate", "set_aside"]
 
 
 def allocate(length: int) -> mmap.mmap:
@@ -48,6 +50,16 @@ def populate(memory: mmap.mmap, start: int, length: int) -> None:
     ffi.release(view)
     if code:
         raise FabricError.from_code(f"Getting {length} bytes of memory", code)
+
+
+def copy_runs(runs: Buffer, sources: Sequence[int], target: int) -> None:
+    """Copy pieces of several sources, given by their addresses, in one call without the GIL.
+
+    `runs` has four 64-bit numbers for each: which source, from where in it, to where in the target, how many bytes.
+    The caller vouches for the memory behind them.
+    """
+    table = ffi.from_buffer("struct tk_run[]", runs)
+    lib.tk_copy_runs(table, len(table), ffi.new("uint64_t[]", list(sources)), target)
 
 
 class Runs:

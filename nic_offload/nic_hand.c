@@ -120,11 +120,12 @@ static int counts_as_a_nic_does(const struct tk_operation *op)
 	return !has_counter(op) || (op->step == 1 && !(op->flags & TK_SET_COUNTER));
 }
 
-/* The bytes of one that is to be summed must be seen here first, and one by grant finds its slot when it fires. */
+/* The bytes of one that is to be summed must be seen here first, those in pieces be gathered, and one by grant finds its slot
+ * when it fires. */
 static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
 {
 	const struct tk_operation *op = &work->op;
-	return !op->sender && (!(op->flags & TK_VERIFY_CRC) || !op->length) && op->threshold <= nic_value_max(&fabric->nic) &&
+	return !op->sender && !op->pieces && (!(op->flags & TK_VERIFY_CRC) || !op->length) && op->threshold <= nic_value_max(&fabric->nic) &&
 	       waits_at_the_nic(op) && counts_as_a_nic_does(op);
 }
 

@@ -121,6 +121,13 @@ void sender_watch_over(struct work *watch);
 struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
 int poll_senders(struct tk_fabric *fabric);
 
+uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* so many bytes of a put there */
+
+/* pieces.c; the first two any thread */
+void pieces_use(struct tk_pieces *pieces);
+void pieces_let_go(struct tk_pieces *pieces);
+uint32_t gather_some(struct work *work, uint32_t bytes_max);
+
 /* receiver.c: the node's side */
 int poll_receivers(struct tk_fabric *fabric);
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);

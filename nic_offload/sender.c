@@ -32,6 +32,10 @@ struct tk_sender {
 	uint32_t *slots, *words; /* free ones, the last used first: its memory is warm */
 	uint32_t slots_free, words_free;
 	uint64_t ack_generation;
+
+	/* Where puts of pieces are put together; set before there are any. */
+	struct tk_region *gather_region;
+	uint64_t gather, gather_slot_bytes;
 };
 
 static void free_sender(struct tk_sender *sender)
@@ -99,6 +103,24 @@ int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out)
 	}
 	*out = sender;
 	return 0;
+}
+
+int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes)
+{
+	if (sender->gather_region)
+		return -EALREADY;
+	if (region->fabric != sender->fabric || slot_bytes > UINT32_MAX ||
+	    !holds(region, address, slot_bytes * sender->setup.slots_count))
+		return -EINVAL;
+	sender->gather = address;
+	sender->gather_slot_bytes = slot_bytes;
+	sender->gather_region = region;
+	return 0;
+}
+
+uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region)
+{
+	return region && region == sender->gather_region ? (uint32_t)sender->gather_slot_bytes : 0;
 }
 
 int tk_sender_close(struct tk_sender *sender)
@@ -170,6 +192,8 @@ static void make_head(struct work *work)
 	head->ack_generation = work->partner->ack.generation;
 	head->ack_word = sender->setup.first_word + work->word - 1;
 	head->length = op->length;
+	if (op->pieces)
+		op->local = sender->gather + (uint64_t)(work->grant - 1) * sender->gather_slot_bytes;
 	op->remote = sender->setup.slots + (uint64_t)(work->grant - 1) * sender->setup.slot_bytes + TK_HEAD_PAGE;
 	op->remote_key = op->flag_key = sender->setup.area_key;
 	op->flag_target = sender->setup.flags + (uint64_t)(work->grant - 1) * 8;

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint, Fabric, Region
     from nic_offload.group import Group
+    from nic_offload.pieces import Pieces
 
 __all__ = ["HEAD_PAGE_BYTES", "METADATA_BYTES_MAX", "Area", "GrantedPut", "Heads", "Sender", "send"]
 
@@ -33,7 +34,7 @@ HEAD_PAGE_BYTES = int(lib.TK_HEAD_PAGE)  # of each slot, before its payload
 _HEAD = struct.Struct("=IIQQQIIIBB2x32s16s32x")
 assert _HEAD.size == ffi.sizeof("struct tk_put_head")
 METADATA_BYTES_MAX = HEAD_PAGE_BYTES - _HEAD.size
-_OPERATION = struct.Struct("=18Q4I")
+_OPERATION = struct.Struct("=19Q6I")
 assert _OPERATION.size == ffi.sizeof("struct tk_operation")
 
 
@@ -103,6 +104,7 @@ class GrantedPut(NamedTuple):
     deadline_ns: int  # CLOCK_MONOTONIC; 0: none
     group: Group
     row: int
+    pieces: Pieces | None = None  # where the bytes are; then `region` is where the sender gathers them
 
 
 class Sender:
@@ -152,6 +154,13 @@ class Sender:
         self.endpoint = endpoint
         self.peer = peer
         self.pointer = int(ffi.cast("uintptr_t", out[0]))
+        self.slots_count = area.slots_count
+
+    def gather(self, region: Region, address: int, slot_bytes: int) -> None:
+        """Have puts of pieces put together there, so many bytes for each slot. Once, before the first of them."""
+        code = lib.tk_sender_gather(self._handle, region.handle, address, slot_bytes)
+        if code:
+            raise FabricError.from_code("Giving a sender memory for pieces", code)
 
     def close(self) -> None:
         """Its endpoint is closed."""
@@ -179,10 +188,12 @@ def send(fabric: Fabric, sender: Sender, puts: Sequence[GrantedPut]) -> None:
             put.group.pointer,
             pointer,
             put.head,
+            0 if put.pieces is None else put.pieces.pointer,
             put.length,
             0,
             flags,
             put.row,
+            *(0, 0),
         )
         for put in puts
     ]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint, Fabric, Region
     from nic_offload.group import Group
+    from nic_offload.pieces import Pieces
     from nic_offload.shelf import Desk
 
 __all__ = [
@@ -80,6 +81,11 @@ class TriggeredPut(NamedTuple):
     group: Group | None = None  # in which it is noted when it fired
     row: int = 0
     quiet: bool = False  # report nothing: what waits for `completion` fails with it
+    pieces: Pieces | None = None  # where the bytes are: they are put together at `source` when it fires
+    part: tuple[int, int] = (
+        0,
+        0,
+    )  # of what has the checksum, only so many bytes (the second) behind the first
 
 
 class TriggeredGet(NamedTuple):
@@ -183,7 +189,7 @@ class AckWatch(NamedTuple):
 
 
 # The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
-_OPERATION = struct.Struct("=18Q4I")
+_OPERATION = struct.Struct("=19Q6I")
 _LANDING = struct.Struct("=10Q2IQ")
 _ACK = struct.Struct("=6Q3I4x")
 assert _OPERATION.size == ffi.sizeof("struct tk_operation")
@@ -208,6 +214,8 @@ def _transfer_row(
     flags: int,
     group: Group | None = None,
     row: int = 0,
+    pieces: Pieces | None = None,
+    part: tuple[int, int] = (0, 0),
 ) -> bytes:
     flag_target, crc32c = operation.flag_target, operation.crc32c
     if operation.report_fired:
@@ -236,10 +244,12 @@ def _transfer_row(
         operation.region.pointer,
         0 if group is None else group.pointer,
         *(0, 0),
+        0 if pieces is None else pieces.pointer,
         operation.length,
         crc32c or 0,
         flags,
         row,
+        *part,
     )
 
 
@@ -262,9 +272,9 @@ def _notify_row(notify: TriggeredNotify) -> bytes:
         _pointer(notify.completion),
         1,
         notify.deadline_ns,
-        *(0, 0, 0, 0, 0, 0),
+        *(0, 0, 0, 0, 0, 0, 0),
         flags,
-        0,
+        *(0, 0, 0),
     )
 
 
@@ -277,9 +287,9 @@ def _move_row(move: CounterMove) -> bytes:
         move.counter.pointer,
         move.value,
         move.deadline_ns,
-        *(0, 0, 0, 0, 0, 0),
+        *(0, 0, 0, 0, 0, 0, 0),
         lib.TK_SET_COUNTER if move.sets else 0,
-        0,
+        *(0, 0, 0),
     )
 
 
@@ -287,7 +297,15 @@ def _row(operation: Operation) -> bytes:
     if isinstance(operation, TriggeredPut):
         flags = (lib.TK_ACKED_PUT if operation.acked else 0) | (lib.TK_SENT_PUT if operation.sent else 0)
         where = operation.source, operation.target, operation.target_key
-        return _transfer_row(operation, *where, flags, operation.group, operation.row)
+        return _transfer_row(
+            operation,
+            *where,
+            flags,
+            operation.group,
+            operation.row,
+            operation.pieces,
+            operation.part,
+        )
     if isinstance(operation, TriggeredGet):
         return _transfer_row(operation, operation.target, operation.source, operation.source_key, lib.TK_GET)
     if isinstance(operation, TriggeredNotify):
@@ -297,9 +315,9 @@ def _row(operation: Operation) -> bytes:
 
 def _word_row(word: WordPut) -> bytes:
     flag = (word.target, word.target_key, word.value)
-    nothing = (0,) * 11
+    nothing = (0,) * 12
     flags = lib.TK_QUIET | lib.TK_FLAG_PUT
-    return _OPERATION.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, *nothing, flags, 0)
+    return _OPERATION.pack(0, word.endpoint.pointer, word.peer, 0, 0, 0, *flag, *nothing, flags, 0, 0, 0)
 
 
 def arm(fabric: Fabric, operations: Sequence[Operation]) -> None:

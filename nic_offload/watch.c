@@ -102,22 +102,29 @@ static void summed_landing(struct tk_fabric *fabric, struct work *work)
 
 static void summed_operation(struct tk_fabric *fabric, struct work *work)
 {
-	const struct tk_operation *op = &work->op;
+	struct tk_operation *op = &work->op;
 	queue_pop(&fabric->summing);
 	if (op->sender) {
 		sender_summed(work);
 		get_ready(fabric, work, WORK_READY);
+	} else if (!(op->flags & TK_VERIFY_CRC)) { /* it was gathered */
+		get_ready(fabric, work, WORK_READY);
 	} else if (work->crc != op->crc32c && work->shelved) {
 		miss_at_desk(work);
 		get_ready(fabric, work, WORK_READY);
-	} else if (work->crc != op->crc32c)
+	} else if (work->crc != op->crc32c) {
 		finish(fabric, work, -EBADMSG);
-	else if (!(op->flags & TK_GET))
+	} else if (!(op->flags & TK_GET)) {
+		if (op->part) { /* all of it is as it was, and a part is wanted */
+			op->local += op->skip;
+			op->length = op->part;
+		}
 		get_ready(fabric, work, WORK_READY);
-	else if (op->flags & TK_FLAG_PUT)
+	} else if (op->flags & TK_FLAG_PUT) {
 		get_ready(fabric, work, WORK_FLAG_READY);
-	else
+	} else {
 		finish(fabric, work, 0);
+	}
 }
 
 int make_checksums(struct tk_fabric *fabric)
@@ -130,8 +137,12 @@ int make_checksums(struct tk_fabric *fabric)
 		uint64_t bytes = landing ? work->landing.payload : work->op.local;
 		uint32_t length = landing ? work->landing.length : work->op.length;
 		uint32_t piece = length - work->summed < budget ? length - work->summed : budget;
-		work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);
-		work->summed += piece;
+		if (!landing && work->op.pieces) {
+			piece = gather_some(work, piece);
+		} else {
+			work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);
+			work->summed += piece;
+		}
 		budget -= piece;
 		busy = 1;
 		if (work->summed < length)

@@ -225,6 +225,8 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		sender_put_over(fabric, work);
 	if (work->op.region)
 		stop_using(&work->op.region->uses);
+	if (work->op.pieces)
+		pieces_let_go(work->op.pieces);
 	if (work->op.trigger)
 		stop_using(&work->op.trigger->uses);
 	if (work->op.completion)

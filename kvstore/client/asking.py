@@ -198,7 +198,7 @@ class Asking:
                 None
                 if link.calls is None
                 else link.calls.begin(
-                    CallKind.FETCH,
+                    get.kind,
                     fingerprint,
                     (*metadata, *self._traced(span)),
                     get.blocks,

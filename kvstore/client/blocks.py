@@ -10,11 +10,14 @@ from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 from kvstore.names import layout_fingerprint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.durability import Durability
     from kvstore.errors import KvError
     from nic_offload.fabric import Region
+    from nic_offload.pieces import Pieces
 
-__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of"]
+__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of", "regions_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,29 @@ class Block:
     offset: int
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
+    pieces: Pieces | None = None  # where its bytes are instead, in their order; see `of_pieces`
+    whole: int = 0  # this is but a part of a stored block of so many bytes, to be got; 0: it is all of it
+    skip: int = 0  # so many of them are before the part
+
+    @classmethod
+    def of_pieces(
+        cls, key: bytes, pieces: Pieces, *, threshold: int = 1, whole: int = 0, skip: int = 0
+    ) -> Block:
+        """A block whose bytes lie in pieces of registered memory: an engine's pages, of layers, of K and V.
+
+        A put gathers them when it fires; a get scatters them. The node knows nothing of pieces.
+        """
+        return cls(key, pieces.regions[0], 0, pieces.length, threshold, pieces, whole, skip)
+
+    @property
+    def stored_bytes(self) -> int:
+        """How long the stored block is, of which this may be a part."""
+        return self.whole or self.length
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The registered memory where the bytes are."""
+        return (self.region,) if self.pieces is None else self.pieces.regions
 
     def __post_init__(self) -> None:
         """Refuse what no node would take, before anything is sent."""
@@ -35,7 +61,16 @@ class Block:
             raise ProtocolError(
                 f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}."
             )
-        if not 0 <= self.offset <= self.region.length - self.length:
+        if (self.whole or self.skip) and not 0 <= self.skip <= self.whole - self.length:
+            raise ProtocolError(
+                f"A block of {self.whole} bytes has no {self.length} of them behind the first {self.skip}."
+            )
+        if self.pieces is not None:
+            if self.pieces.length != self.length:
+                raise ProtocolError(
+                    f"A block of {self.length} bytes has pieces of {self.pieces.length} together."
+                )
+        elif not 0 <= self.offset <= self.region.length - self.length:
             raise ProtocolError(
                 f"Bytes {self.offset} to {self.offset + self.length} are not in the registered region,"
                 f" which has {self.region.length}."
@@ -73,6 +108,12 @@ class HasFingerprint(Protocol):
     def fingerprint(self) -> bytes:
         """Its digest."""
         ...
+
+
+def regions_of(blocks: Iterable[Block]) -> list[Region]:
+    """The registered memory of all of these, each once; blocks of pieces often have the same."""
+    each = {id(regions): regions for regions in [block.regions for block in blocks]}
+    return list({id(region): region for regions in each.values() for region in regions}.values())
 
 
 def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:

@@ -34,6 +34,7 @@ from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
 from kvstore.client.breaker import Breaker
 from kvstore.client.channel import open_channel
+from kvstore.client.checks import check_armed, check_gets, check_memory, check_reserved
 from kvstore.client.contact import broken_step
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.inline import InlineCalls
@@ -44,7 +45,9 @@ from kvstore.client.own_side import OwnSide, say_first_word
 from kvstore.client.puts import ArmedPuts
 from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
+from kvstore.client.slabs import Slabs
 from kvstore.client.step_calls import StepCalls
+from kvstore.client.windows import get_in_windows, needs_windows
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -58,6 +61,7 @@ from kvstore.errors import (
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     FETCH_CANCEL_MS,
+    GET_BLOCKS_MAX,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
 )
@@ -178,6 +182,7 @@ class Client(Handle):
         observing = ObservingCalls(self._channel, self._calling, self.reach)
         self.statistics, self.watch = observing.statistics, observing.watch
         self.looked_up = observing.looked_up
+        self.slabs = Slabs(self)
         self.steps = StepCalls(self._channel, self._calling, self.reach)
         sessions = SessionCalls(self, self._channel, self._calling)
         self.session, self.sessions = sessions.one, sessions.of_user
@@ -222,7 +227,7 @@ class Client(Handle):
 
         `watch` is told what becomes of them; a session's `reserve` gives one.
         """
-        self._check_batch(blocks)
+        check_reserved(self.fabric, blocks)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
         span = None if self.spans is None else self.spans.put(blocks, durability)
@@ -249,13 +254,14 @@ class Client(Handle):
         say: a block that is stored already is put all the same, and costs the drive nothing. A put that has not gone
         out within `lease_ms` never does. A block that has no key yet is named later, by `ArmedPuts.name`.
         """
-        self._check_puts(blocks)
+        check_armed(self.fabric, blocks, ARMED_BLOCKS_MAX, self._block_bytes_max)
         if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(
                 f"A put may wait 1 to {LEASE_TIMEOUT_MS_MAX} ms for its flag, not {lease_ms}."
             )
         link = self._attached(self.reach.call_timeout_s)
-        by_nic = flag is not None and self.fabric.deferred_work  # which has to know the slot beforehand
+        # It has to know the slot beforehand, and to find the bytes in one piece.
+        by_nic = flag is not None and self.fabric.deferred_work and not any(one.pieces for one in blocks)
         if link.sender is None or by_nic:
             return self.reserve(
                 blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
@@ -369,8 +375,18 @@ class Client(Handle):
     ) -> list[Hit | Miss]:
         """Have blocks written into their regions; a Hit or a Miss for each, in order.
 
-        They are of the client's own layout unless another one is given.
+        They are of the client's own layout unless another one is given. Any number may be asked for, blocks of pieces
+        among them, and parts of blocks.
         """
+        if needs_windows(blocks):
+            check_gets(self.fabric, blocks, GET_BLOCKS_MAX)
+            timeout_s = self.reach.get_timeout_s if timeout_s is None else timeout_s
+            return get_in_windows(
+                self.slabs,
+                blocks,
+                lambda some, left_s: self._getting(some, layout, left_s, None, None, is_awaited=True),
+                timeout_s,
+            )
         get = self._getting(blocks, layout, timeout_s, None, None, is_awaited=True)
         try:
             return get.wait()
@@ -390,7 +406,10 @@ class Client(Handle):
         """Begin the same, and don't wait: `wait(n)` of what is returned waits for the first `n` blocks.
 
         The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
+        There is nobody here to scatter pieces: they are `get`'s.
         """
+        if any(block.pieces is not None for block in blocks):
+            raise ProtocolError("A block that belongs in pieces is waited for: use `get`.")
         return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
 
     def _getting(
@@ -403,7 +422,7 @@ class Client(Handle):
         *,
         is_awaited: bool,
     ) -> Get | NoGet:
-        self._check_batch(blocks)
+        check_gets(self.fabric, blocks, BATCH_BLOCKS_MAX)
         fingerprint = self.fingerprint if layout is None else layout.fingerprint
         began_ns, request_id = time.monotonic_ns(), current_request()
         span = None if self.spans is None else self.spans.get(blocks, request_id)
@@ -527,28 +546,9 @@ class Client(Handle):
             timeout_s,
         )
 
-    def _check_batch(self, blocks: Sequence[Block]) -> None:
-        if not 1 <= len(blocks) <= BATCH_BLOCKS_MAX:
-            raise ProtocolError(f"A call names 1 to {BATCH_BLOCKS_MAX} blocks, not {len(blocks)}.")
-        if not all(block.key for block in blocks):
-            raise ProtocolError("A block without a key can only be armed, and is named before it fires.")
-        self.check_memory(blocks)
-
-    def _check_puts(self, blocks: Sequence[Block]) -> None:
-        if not 1 <= len(blocks) <= ARMED_BLOCKS_MAX:
-            raise ProtocolError(f"A batch of puts has 1 to {ARMED_BLOCKS_MAX} blocks, not {len(blocks)}.")
-        largest = max(block.length for block in blocks)
-        if largest > self._block_bytes_max:
-            raise ProtocolError(
-                f"The client was opened for blocks of up to {self._block_bytes_max} bytes, and one has {largest}."
-            )
-        self.check_memory(blocks)
-
     def check_memory(self, blocks: Sequence[Block]) -> None:
         """Refuse blocks in memory that is not registered here, or no longer."""
-        for block in blocks:
-            if block.region.handle is None or block.region not in self.fabric.regions:
-                raise ProtocolError("A block's memory is not registered with this client, or no longer.")
+        check_memory(self.fabric, blocks)
 
     # --- events
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.client.blocks import Hit
 from kvstore.clock import SystemClock
-from kvstore.errors import DeadlineExceeded, FabricError, KvError
+from kvstore.errors import DeadlineExceeded, FabricError, KvError, ProtocolError
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import miss_of_code
-from kvstore.wire.fabric_call import AnswerCode, FetchRow, rows_of_fetch
+from kvstore.wire.fabric_call import AnswerCode, CallKind, FetchRow, rows_of_fetch, rows_of_parts
 from nic_offload.fabric import EventKind
 from nic_offload.group import Group
 from nic_offload.trigger import AckWatch, watch_acks
@@ -98,6 +98,9 @@ class Get:
         self._cancelling = False
         self._call: FabricCall | None = None
         self._called = False  # it was asked for by gRPC
+        self.kind = CallKind.FETCH_PARTS if any(block.whole for block in blocks) else CallKind.FETCH
+        if self.kind is CallKind.FETCH_PARTS and not link.sends_parts:
+            raise ProtocolError("The node sends whole blocks only.")
         self._held = _hold_regions(blocks)
         try:
             self._words = link.take_words(len(blocks))
@@ -134,17 +137,20 @@ class Get:
 
     def rows(self) -> bytes:
         """The same for a call over the fabric."""
-        return rows_of_fetch(
+        rows = (
             FetchRow(
                 block.key,
-                block.length,
+                block.stored_bytes,
                 self._words[i],
                 self._first_generation + i,
                 region.base + block.offset,
                 region.key,
+                block.skip,
+                block.length if block.whole else 0,
             )
             for i, (block, region) in enumerate(self._named())
         )
+        return rows_of_fetch(rows) if self.kind is CallKind.FETCH else rows_of_parts(rows)
 
     def _named(self) -> Iterable[tuple[Block, Region]]:
         """The blocks, and what the node's side calls their memory."""
@@ -156,7 +162,9 @@ class Get:
             connection=self._link.number,
             blocks=[
                 pb.FetchBlock(
-                    name=pb.BlockName(key=block.key, fingerprint=fingerprint, length=block.length),
+                    name=pb.BlockName(key=block.key, fingerprint=fingerprint, length=block.stored_bytes),
+                    skip=block.skip,
+                    part=block.length if block.whole else 0,
                     target=region.base + block.offset,
                     target_key=region.key,
                     ack_word=self._words[i],

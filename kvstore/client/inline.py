@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvstore.client.spans import ClientSpans, InlineSpan
     from kvstore.reach import Reach
 
+    Data = Buffer | list[Buffer] | tuple[Buffer, ...]  # of one block; pieces in their order
+
 __all__ = ["InlineCalls"]
 
 
@@ -72,14 +74,14 @@ class InlineCalls:
     def put(
         self,
         key: bytes,
-        data: Buffer,
+        data: Data,
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> Durability:
-        """Put one block through gRPC: copied and sent by the CPU, for where there is no fabric."""
-        view = memoryview(data).cast("B")
+        """Put one block, or pieces that are one, through gRPC: copied and sent by the CPU, where there is no fabric."""
+        view = _view(data)
 
         def parts() -> Iterator[pb.PutRequest]:
             yield pb.PutRequest(
@@ -137,13 +139,13 @@ class InlineCalls:
 
     def put_many(
         self,
-        blocks: Iterable[tuple[bytes, Buffer]],
+        blocks: Iterable[tuple[bytes, Data]],
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """Put blocks, each a key and its bytes, in one stream; says of each how it ended, in order.
+        """Put blocks, each a key and its bytes, or pieces of them, in one stream; says of each how it ended, in order.
 
         If the stream breaks, what has no answer yet has its error, and may be kept or not.
         """
@@ -151,13 +153,14 @@ class InlineCalls:
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
         span = None if self._spans is None else self._spans.inline("kvstore.put")
+        views: Iterator[tuple[bytes, memoryview]] = ((key, _view(data)) for key, data in blocks)
         if span is not None:
-            blocks = span.sized(blocks)
+            views = span.sized(views)
         head = batches_pb2.PutBatchRequest(
             tenant=self._tenant, durability=durability_message(durability), expires_unix_ms=expires_unix_ms
         )
         try:
-            parts = self._parts(head, blocks, keys)
+            parts = self._parts(head, views, keys)
             with within(span), self._calling("A stream of puts"):
                 for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
@@ -171,14 +174,13 @@ class InlineCalls:
     def _parts(
         self,
         head: batches_pb2.PutBatchRequest,
-        blocks: Iterable[tuple[bytes, Buffer]],
+        blocks: Iterable[tuple[bytes, memoryview]],
         keys: list[bytes],
     ) -> Iterator[bytes]:
         """Give messages of about a chunk each, of small blocks several in one."""
         parts: list[tuple[pb.BlockName | None, memoryview]] = []
         left = INLINE_CHUNK_BYTES
-        for key, data in blocks:
-            view = memoryview(data).cast("B")
+        for key, view in blocks:
             keys.append(key)
             name: pb.BlockName | None = self._name(key, len(view))
             at = 0
@@ -285,6 +287,10 @@ class InlineCalls:
 
     def _name(self, key: bytes, length: int) -> pb.BlockName:
         return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+
+
+def _view(data: Data) -> memoryview:
+    return memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
 
 
 def _result(key: bytes, end: batches_pb2.BlockEnd | None, broken: KvError | None) -> PutResult:

@@ -23,16 +23,18 @@ from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailab
 from kvstore.limits import ACK_GRACE_MS, ACK_WORDS, GRANTED_PUTS, GRANTED_SLOTS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import error_from_rpc, words_of
+from nic_offload.memory import set_aside
 from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstore.client.own_side import OwnSide
+    from kvstore.client.slabs import Slabs
     from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
-    from nic_offload.fabric import Event, Fabric
+    from nic_offload.fabric import Event, Fabric, Region
 
 __all__ = ["ARMED_BLOCKS_MAX", "TAGS_OF_ONE", "Host", "Link", "Operation"]
 
@@ -85,6 +87,11 @@ class Host(Protocol):
     @property
     def lock(self) -> threading.RLock:
         """Guards links and operations; held while they are told of events."""
+        ...
+
+    @property
+    def slabs(self) -> Slabs:
+        """Registered memory through which blocks of pieces go."""
         ...
 
     def next_tags(self) -> int:
@@ -142,6 +149,8 @@ class Link:
         self._hang_up = threading.Event()
         self._responses: _Responses | None = None
         self.sender: Sender | None = None  # None: every put has to ask for its slot
+        self._gathered: tuple[Region, mmap.mmap] | None = None
+        self._block_bytes_max = block_bytes_max
         self.is_sure = True  # that nothing comes in any more, once it is lost
         with contextlib.ExitStack() as undo:
             self._memory = self._allocate()
@@ -197,6 +206,7 @@ class Link:
         self.number = answer.connection
         self.landing_key = answer.landing_key
         self.slots = answer.slots
+        self.sends_parts = answer.parts  # a node of an earlier version does not
         self.calls: FabricCalls | None = None  # a node of an earlier version takes none
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES
@@ -226,6 +236,22 @@ class Link:
             ACK_GRACE_MS * 1_000_000,
             Durability.SYNCED,
         )
+
+    def gather_region(self) -> Region:
+        """Where puts of pieces are put together: room for each slot that the node has granted, from the first on."""
+        sender = self.sender
+        assert sender is not None, "a link without one has its puts reserved"
+        if self._gathered is None:
+            size = sender.slots_count * self._block_bytes_max
+            memory = set_aside(size)
+            try:
+                region = self._fabric.register(memory, remote_write=False)
+            except FabricError:
+                memory.close()
+                raise
+            self._gathered = region, memory
+            sender.gather(region, region.address, self._block_bytes_max)
+        return self._gathered[0]
 
     def _requests(self, first: pb.AttachRequest) -> Iterator[pb.AttachRequest]:
         yield first
@@ -324,5 +350,9 @@ class Link:
         self.endpoint.close()
         if self.sender is not None:
             self.sender.close()
+        if self._gathered is not None:
+            region, memory = self._gathered
+            region.close()
+            memory.close()
         self._acks.close()
         self._memory.close()

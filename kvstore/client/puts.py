@@ -96,7 +96,7 @@ class ArmedPuts:
                 [
                     GrantedPut(
                         tag + 2 * i,
-                        block.region,
+                        block.region if block.pieces is None else self._link.gather_region(),
                         block.region.address + block.offset,
                         block.length,
                         heads.address(i),
@@ -105,6 +105,7 @@ class ArmedPuts:
                         deadline_ns,
                         group,
                         i,
+                        block.pieces,
                     )
                     for i, block in enumerate(self._blocks)
                 ],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
+    from kvstore.client.slabs import Slab
     from kvstore.client.spans import PutSpan
     from kvstore.client.watch import Watch
     from kvstore.wire.fabric_call import Leased
@@ -121,6 +122,8 @@ class _LeasedPuts(ArmedPuts):
     ) -> None:
         self._leases, self._words = leases, words
         self._has_stored = any(lease.already_stored for lease in leases)
+        self._slab: Slab | None = None  # where pieces are put together
+        self._gather_at: dict[int, int] = {}  # by number
         self._kept_words: set[int] = set()  # numbers of puts whose words are given back with their leases
         super().__init__(client, link, blocks, durability, flag, deadline_ns, watch, span)
 
@@ -136,6 +139,7 @@ class _LeasedPuts(ArmedPuts):
             self._end_if_over()
             return
         try:
+            self._take_slab(sent)
             watch_acks(client.fabric, [self._watch(i, deadline_ns) for i in sent])
             trigger = self._counter_of(flag)
             arm(client.fabric, [self._armed(i, trigger, deadline_ns) for i in sent])
@@ -146,12 +150,28 @@ class _LeasedPuts(ArmedPuts):
         if self._span is not None:
             self._span.armed()
 
+    def _take_slab(self, sent: Sequence[int]) -> None:
+        """Memory for blocks of pieces, each gathered when it fires."""
+        size = 0
+        for i in sent:
+            if self._blocks[i].pieces is not None:
+                self._gather_at[i] = size
+                size += self._blocks[i].length
+        if size:
+            self._slab = self._client.slabs.take(size)
+
+    def _give_back_slab(self) -> None:
+        if self._slab is not None:
+            self._client.slabs.give_back(self._slab)
+            self._slab = None
+
     def _undo(self, sent: Sequence[int]) -> None:
         """None of them is armed: nothing goes out, nothing is awaited, and the slots are the node's again."""
         with contextlib.suppress(FabricError):
             self._client.fabric.cancel([self._tag + 2 * i + 1 for i in sent])
         if self._counter is not None:
             self._counter.close()
+        self._give_back_slab()
         of_lease = zip(self._leases, self._words, strict=True)
         self._link.give_back_words([word for lease, word in of_lease if lease.already_stored])
         GivingBack(self._client, self._link, [(self._leases[i], self._words[i]) for i in sent])
@@ -171,12 +191,17 @@ class _LeasedPuts(ArmedPuts):
 
     def _armed(self, i: int, flag: Counter | None, deadline_ns: int) -> TriggeredPut:
         block, lease = self._blocks[i], self._leases[i]
+        region, source = block.region, block.region.address + block.offset
+        if block.pieces is not None:
+            assert self._slab is not None
+            region, source = self._slab.region, self._slab.region.address + self._gather_at[i]
         return TriggeredPut(
             tag=self._tag + 2 * i,
             endpoint=self._link.endpoint,
             peer=self._link.peer,
-            region=block.region,
-            source=block.region.address + block.offset,
+            region=region,
+            source=source,
+            pieces=block.pieces,
             length=block.length,
             target=lease.payload,
             target_key=self._link.landing_key,
@@ -222,6 +247,7 @@ class _LeasedPuts(ArmedPuts):
 
     def _let_go(self) -> None:
         super()._let_go()
+        self._give_back_slab()
         self._link.give_back_words([word for i, word in enumerate(self._words) if i not in self._kept_words])
 
     def _is_stored(self, i: int) -> bool:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from opentelemetry.util.types import AttributeValue
-    from typing_extensions import Buffer
 
     from kvstore.client.blocks import Block, Hit, PutResult
     from kvstore.client.gets import Ended
@@ -282,10 +281,10 @@ class InlineSpan(_Open):
 
     size_bytes = 0  # of all of them
 
-    def sized(self, blocks: Iterable[tuple[bytes, Buffer]]) -> Iterator[tuple[bytes, Buffer]]:
+    def sized(self, blocks: Iterable[tuple[bytes, memoryview]]) -> Iterator[tuple[bytes, memoryview]]:
         """The same blocks, whose sizes are added up as they go by."""
         for key, data in blocks:
-            self.size_bytes += memoryview(data).nbytes
+            self.size_bytes += data.nbytes
             yield key, data
 
     def put(self, blocks: int, failed: Sequence[Exception]) -> None:

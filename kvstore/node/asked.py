@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
+from kvstore.errors import ProtocolError
 from kvstore.lookups import Kind
 from kvstore.node.connection import check_block, check_count, check_generation
 from kvstore.node.fetching import FetchRequest
@@ -77,10 +78,14 @@ def fetch(
         check_block(row.key, fingerprint, row.length)
         connection.acks.target(row.ack_word)
         check_generation(row.ack_generation)
+        if row.skip if not row.part else row.skip > row.length - row.part:
+            raise ProtocolError(
+                f"A block of {row.length} bytes has no {row.part} of them behind the first {row.skip}."
+            )
     trace = node.traces.hear(told, connection.tenant)
     seen = None
     if trace is not None:
-        seen = SeenGet(trace, len(rows), sum(row.length for row in rows), node.clock)
+        seen = SeenGet(trace, len(rows), sum(row.part or row.length for row in rows), node.clock)
     session = None if trace is None else trace.name
     looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, len(rows), session)
     node.fetches.enqueue(
@@ -94,6 +99,8 @@ def fetch(
                 target_key=row.target_key,
                 ack_word=row.ack_word,
                 ack_generation=row.ack_generation,
+                skip=row.skip,
+                part=row.part,
                 seen=seen,
             )
             for row, fingerprint in zip(rows, fingerprint_of, strict=True)

@@ -242,7 +242,7 @@ class FabricCalls:
             self._end(area, str(error))
             return
         self._watch(area, [(place, event.value + 1)])
-        name = call.kind.name.capitalize()
+        name = "Reserve" if call.kind is CallKind.RESERVE else "Fetch"
         began_ns = self._node.clock.monotonic_ns()
         failure = None
         try:
@@ -262,7 +262,7 @@ class FabricCalls:
         connection = area.connection
         connection.owner.rate.take(max(1, len(rows)))
         told = Told(call.metadata)
-        if call.kind is CallKind.FETCH:
+        if call.kind is not CallKind.RESERVE:
             fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told, called=False)
             return b""
         blocks = [BlockRequest(row.key, call.fingerprint, row.length, row.ack_word) for row in rows.reserve]

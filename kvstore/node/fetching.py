@@ -72,7 +72,14 @@ class FetchRequest:
     target_key: int
     ack_word: int
     ack_generation: int
+    skip: int = 0
+    part: int = 0  # so many bytes are sent, behind the first `skip`; 0: all
     seen: SeenGet | None = None  # who traces the get that it is of
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many are sent."""
+        return self.part or self.length
 
 
 @dataclass(slots=True)
@@ -355,7 +362,7 @@ class Fetches:
         connection, request = fetch.connection, fetch.request
         assert fetch.piece is not None
         fetch.generation, fetch.sending = generation, True
-        fetch.looking.size_bytes += length
+        fetch.looking.size_bytes += request.sent_bytes
         return TriggeredPut(
             tag=fetch.tag,
             endpoint=connection.endpoint,
@@ -369,6 +376,7 @@ class Fetches:
             flag_key=connection.acks.key,
             flag_value=ack_word(request.ack_generation, AckCode.SERVED),
             crc32c=crc32c,
+            part=(request.skip, request.part),  # of bytes that were checked, all of them
             sent=True,  # whoever asked knows whether it came
         )
 
@@ -401,7 +409,7 @@ class Fetches:
         if event.kind == EventKind.FAILED:
             self._failed(fetch, event.status)
         else:
-            self._sent[fetch.hot, fetch.queued_ns].append(fetch.request.length)
+            self._sent[fetch.hot, fetch.queued_ns].append(fetch.request.sent_bytes)
             if not fetch.hot and self._store.has_doubts:
                 self._store.believe([fetch.generation])
         self._end(fetch)

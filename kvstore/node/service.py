@@ -88,6 +88,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     fabric_address=told,
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
+                    parts=True,
                 )
                 if request.HasField("answers_base"):
                     calls = self._node.fabric_calls.open(connection, request.answers_base)
@@ -181,6 +182,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                         block.ack_generation,
                         block.target,
                         block.target_key,
+                        block.skip,
+                        block.part,
                     )
                     for block in request.blocks
                 ],

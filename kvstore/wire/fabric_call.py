@@ -10,6 +10,7 @@ A place of the node holds one call: `head | metadata | rows`. Flags of all place
                blocks, ack word, lease_ms, expires_unix_ms, fingerprint
     metadata   of each header: bytes of its name, of its value, whether that is bytes; name; value. Then zeros, to 8
     rows       of a fetch:    key, length, ack word, its generation, target, target's key
+               of parts:      the same, and of the block's bytes how many to skip and how many to send
                of a reserve:  key, length, ack word
 
 A place of the client holds one answer: `crc32c, length, generation, kind`, then rows (slot, already stored, generation,
@@ -62,6 +63,7 @@ __all__ = [
     "metadata_of",
     "read_call",
     "rows_of_fetch",
+    "rows_of_parts",
     "rows_of_reserve",
 ]
 
@@ -75,6 +77,7 @@ AREA_BYTES = PAGE_BYTES + CALL_PLACES * CALL_BYTES
 _HEAD = struct.Struct("<IIQ4BIIII4xQ16s")  # as a compiler would lay it out, and so are the rows
 _HEADER = struct.Struct("<BHB")
 _FETCH = struct.Struct("<32sIIQQQ")
+_PART = struct.Struct("<32sIIQQQII")
 _RESERVE = struct.Struct("<32sII")
 _ANSWER = struct.Struct("<IIQB7x")
 _LEASE = struct.Struct("<IIQQQ")
@@ -92,6 +95,7 @@ class CallKind(enum.IntEnum):
 
     FETCH = 1
     RESERVE = 2
+    FETCH_PARTS = 3  # of a node that has said that it sends them
 
 
 TELLS = 1  # flag of a call: there is something in its metadata that is to be heard before it is answered
@@ -113,6 +117,8 @@ class FetchRow(NamedTuple):
     ack_generation: int
     target: int
     target_key: int
+    skip: int = 0
+    part: int = 0  # so many bytes of the block, behind the first `skip`; 0: all
 
 
 class ReserveRow(NamedTuple):
@@ -174,7 +180,12 @@ def call_offset(place: int) -> int:
 
 def rows_of_fetch(rows: Iterable[FetchRow]) -> bytes:
     """The blocks of a fetch."""
-    return b"".join([_FETCH.pack(*row) for row in rows])
+    return b"".join([_FETCH.pack(*row[:6]) for row in rows])
+
+
+def rows_of_parts(rows: Iterable[FetchRow]) -> bytes:
+    """Parts of blocks, of a fetch."""
+    return b"".join([_PART.pack(*row) for row in rows])
 
 
 def rows_of_reserve(rows: Iterable[ReserveRow]) -> bytes:
@@ -201,7 +212,7 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         fingerprint,
     ) = _HEAD.unpack_from(data)
     rows_at = _HEAD.size + metadata_bytes
-    row = {CallKind.FETCH: _FETCH, CallKind.RESERVE: _RESERVE}.get(kind)
+    row = {CallKind.FETCH: _FETCH, CallKind.RESERVE: _RESERVE, CallKind.FETCH_PARTS: _PART}.get(kind)
     if row is None:
         raise ProtocolError(f"There is no call {kind} over the fabric.")
     if len(data) - rows_at != blocks * row.size:
@@ -218,8 +229,8 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         expires_unix_ms,
     )
     unpacked = row.iter_unpack(memoryview(data)[rows_at:])
-    if kind == CallKind.FETCH:
-        return call, Rows(fetch=[FetchRow._make(fields) for fields in unpacked])
+    if kind != CallKind.RESERVE:
+        return call, Rows(fetch=[FetchRow(*fields) for fields in unpacked])
     return call, Rows(reserve=[ReserveRow._make(fields) for fields in unpacked])
 
 

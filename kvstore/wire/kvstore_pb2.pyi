@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 43a67fd69a38b2727e79f1793c1b5e8e
+# Generated from proto sources with BLAKE2b 65aa76a15458d90e8d1dea6e11520cf4
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -44,7 +44,7 @@ class AttachRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts")
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts")
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class AttachResponse(_message.Message):
     LANDING_KEY_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     PUTS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     connection: int
     node: str
     fabric_address: bytes
@@ -59,7 +60,8 @@ class AttachResponse(_message.Message):
     landing_key: int
     calls: CallArea
     puts: PutArea
-    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ...) -> None: ...
+    parts: bool
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ...) -> None: ...
 
 class PutArea(_message.Message):
     __slots__ = ("flags", "slots", "slot_bytes", "key", "count", "first_generation")
@@ -196,18 +198,22 @@ class FetchRequest(_message.Message):
     def __init__(self, connection: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[FetchBlock, _Mapping]]] = ...) -> None: ...
 
 class FetchBlock(_message.Message):
-    __slots__ = ("name", "target", "target_key", "ack_word", "ack_generation")
+    __slots__ = ("name", "target", "target_key", "ack_word", "ack_generation", "skip", "part")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TARGET_KEY_FIELD_NUMBER: _ClassVar[int]
     ACK_WORD_FIELD_NUMBER: _ClassVar[int]
     ACK_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     name: BlockName
     target: int
     target_key: int
     ack_word: int
     ack_generation: int
-    def __init__(self, name: _Optional[_Union[BlockName, _Mapping]] = ..., target: _Optional[int] = ..., target_key: _Optional[int] = ..., ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ...) -> None: ...
+    skip: int
+    part: int
+    def __init__(self, name: _Optional[_Union[BlockName, _Mapping]] = ..., target: _Optional[int] = ..., target_key: _Optional[int] = ..., ack_word: _Optional[int] = ..., ack_generation: _Optional[int] = ..., skip: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ()

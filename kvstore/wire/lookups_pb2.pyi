@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 43a67fd69a38b2727e79f1793c1b5e8e
+# Generated from proto sources with BLAKE2b 65aa76a15458d90e8d1dea6e11520cf4
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

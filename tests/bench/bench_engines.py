@@ -3,6 +3,8 @@
 A prompt of 4,096 tokens, a Llama of 8 layers x 512 in bf16 with random weights, greedy, one thread. In each round, one
 after the other: a new prompt without our connector and another one with it, the second again (the engine's own cache),
 and once more with that cache emptied (the node). Ratios are medians of the rounds' own ratios.
+Then models of other shapes, with prompts that end in the middle of a block: what a hit on the node, the first and the
+next one, takes longer than one in the engine's own cache.
 It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
 """
 
@@ -24,6 +26,23 @@ if TYPE_CHECKING:
 
 _ROUNDS = 7
 _TOKENS = 4096
+# Layers, tokens of a block, and the rest of the model: 32 layers in blocks of 32 are 4,128 pages of 4 KiB.
+_SHAPES = {
+    "8 layers, block 128": (128, {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1024}),
+    "8 layers, block 32": (32, {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1024}),
+    "32 layers, block 32": (
+        32,
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+    ),
+}
+_SHAPE_TOKENS = 4136
+_SHAPE_ROUNDS = 5
 _OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": None}
 _SPEC = {"kv_connector": "TriggerKvOffloadingConnector", "kv_connector_module_path": None}
 _SPEC_EXTRA = {
@@ -44,6 +63,9 @@ class _Rounds:
     def median(self, name: str) -> float:
         return statistics.median(self._of[name])
 
+    def added(self, name: str, to: str) -> float:
+        return statistics.median(a - b for a, b in zip(self._of[name], self._of[to], strict=True))
+
     def ratio(self, name: str, to: str) -> float:
         return statistics.median(a / b for a, b in zip(self._of[name], self._of[to], strict=True))
 
@@ -58,6 +80,8 @@ def run(form: Form) -> None:
         model = make_llama(place / "model", num_hidden_layers=8, hidden_size=512, intermediate_size=1024)
         with Node(place / "node") as node:
             rounds = _measure(place, model, node)
+        for name in _SHAPES:
+            _measure_shape(place, name, form)
     for name in ("without", "miss", "local", "fabric", "fabric sync", "fabric cold", "grpc", "host copy"):
         form.note(f"TTFT {name}", rounds.median(name) * 1e3, "ms")
     for name, to, goal in (
@@ -72,6 +96,31 @@ def run(form: Form) -> None:
         form.note(f"{name} / {to}", rounds.ratio(name, to), "x", goal=goal, lower_is_better=True)
 
 
+def _measure_shape(place: Path, name: str, form: Form) -> None:
+    block_tokens, config = _SHAPES[name]
+    folder = place / name.replace(" ", "-").replace(",", "")
+    model = make_llama(folder / "model", **config)
+    rounds, dice = _Rounds(), random.Random(4)
+    with (
+        Node(folder / "node") as node,
+        _engine(folder, "shape", model, node, block_size=block_tokens) as engine,
+    ):
+        for number in range(_SHAPE_ROUNDS + 1):  # the first one warms up
+            prompt = [[dice.randrange(3, 999) for _ in range(_SHAPE_TOKENS)]]
+            computed, own = engine.say(prompt).seconds, engine.say(prompt).seconds
+            seconds = {"computed": computed, "own cache": own}
+            for how in ("first re-read", "hot"):
+                engine.forget()
+                seconds[how] = _hit(engine, prompt)
+            for how, one in seconds.items():
+                if number:
+                    rounds.add(how, one)
+    for how in ("computed", "own cache", "first re-read", "hot"):
+        form.note(f"TTFT of {name}: {how}", rounds.median(how) * 1e3, "ms")
+    for how in ("first re-read", "hot"):
+        form.note(f"added to {name}: {how}", rounds.added(how, "own cache") * 1e3, "ms")
+
+
 def _engine(place: Path, name: str, model: Path, node: Node | None, **how: object) -> Engine:
     arguments = {"dtype": "bfloat16", "max_model_len": 8192, "kv_cache_memory_bytes": 256 << 20}
     target = None if node is None else node.target
@@ -79,7 +128,8 @@ def _engine(place: Path, name: str, model: Path, node: Node | None, **how: objec
     assert isinstance(transfer, dict)
     extra = how.pop("extra", None)
     assert extra is None or isinstance(extra, dict)
-    return Engine(place, name, model, target, transfer=transfer, extra=extra, block_size=128, **arguments)
+    how.setdefault("block_size", 128)
+    return Engine(place, name, model, target, transfer=transfer, extra=extra, **arguments, **how)
 
 
 def _measure(place: Path, model: Path, node: Node) -> _Rounds:

@@ -23,7 +23,7 @@ from kvstore.errors import (
     ProtocolError,
     RegionBusy,
 )
-from kvstore.limits import ACK_WORDS, BATCH_BLOCKS_MAX, GRANTED_PUTS, LEASE_TIMEOUT_MS_MAX
+from kvstore.limits import ACK_WORDS, BATCH_BLOCKS_MAX, GET_BLOCKS_MAX, GRANTED_PUTS, LEASE_TIMEOUT_MS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -94,11 +94,11 @@ def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: Rig) -
 
 
 def test_a_batch_is_neither_empty_nor_unbounded(rig: Rig) -> None:
-    for blocks in ([], [rig.block(0)] * (BATCH_BLOCKS_MAX + 1)):
+    for reserved, got in ((0, 0), (BATCH_BLOCKS_MAX + 1, GET_BLOCKS_MAX + 1)):
         with pytest.raises(ProtocolError, match="blocks, not"):
-            rig.client.reserve(blocks)
+            rig.client.reserve([rig.block(0)] * reserved)
         with pytest.raises(ProtocolError, match="blocks, not"):
-            rig.client.get(blocks)
+            rig.client.get([rig.block(0)] * got)
 
 
 def test_a_lease_has_a_longest_time(rig: Rig) -> None:

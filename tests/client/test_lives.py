@@ -157,7 +157,7 @@ def test_a_refused_append_of_more_than_a_session_has_leaves_nothing_behind(clien
     keys = fill(client, 8)
     chat = client.session("ada", "chat")
     with pytest.raises(SessionRefused, match="Nothing was"):
-        chat.append([keys[number % 8] for number in range(33_000)], 16)
+        chat.append([keys[number % 8] for number in range(SESSION_BLOCKS_MAX + 1)], 16)
     assert list(client.sessions("ada")) == []
     chat.append(keys, 16)
     with pytest.raises(SessionRefused):

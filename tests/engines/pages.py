@@ -1,4 +1,4 @@
-"""The pages that a node has, read by their keys and held against those that a clean engine has computed."""
+"""The objects that a node has, read by their keys and held against those that a clean engine has computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-PAGE_BYTES = 2 * 32 * 4 * 32 * 4  # K and V of 32 tokens, 4 heads of 32 numbers each
+OBJECT_BYTES = 4 * 2 * 32 * 4 * 32 * 4  # of 4 layers, K and V of 32 tokens, 4 heads of 32 numbers each
 WAIT_S = 30.0
 # Here a page has the same bytes in batches and chunks of any size; elsewhere these may round otherwise, in the last
 # digits. What is computed from lost blocks differs in the first.
@@ -30,7 +30,7 @@ def read_pages(target: str, layout: bytes, keys: Collection[str]) -> dict[str, b
     names = sorted(keys)
     with Client(target, layout=layout) as client:
         client.status(wait_s=WAIT_S)
-        wanted = [(bytes.fromhex(key), PAGE_BYTES) for key in names]
+        wanted = [(bytes.fromhex(key), OBJECT_BYTES) for key in names]
         got = client.get_many_inline(wanted, timeout_s=WAIT_S)
         return {key: page for key, page in zip(names, got, strict=True) if isinstance(page, bytes)}
 

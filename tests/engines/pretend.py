@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.engines.vllm.memory import KvMemory
-    from kvstore.engines.vllm.transport import Page
+    from kvstore.engines.vllm.transport import Object
 
 __all__ = [
     "BLOCK",
@@ -123,15 +123,15 @@ class Immediately:
 
 @dataclass
 class FakeNode:
-    """Pages by key. What is found may be gone when it is fetched, with a chance of `losing`."""
+    """Objects by key. What is found may be gone when it is fetched, with a chance of `losing`."""
 
     losing: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(1))
-    pages: dict[bytes, bytes] = field(default_factory=dict)
+    objects: dict[bytes, bytes] = field(default_factory=dict)
     lost: int = 0
 
     def prefix(self, keys: Sequence[bytes], timeout_s: float) -> Any:  # noqa: ARG002
-        missing = (at for at, key in enumerate(keys) if key not in self.pages)
+        missing = (at for at, key in enumerate(keys) if key not in self.objects)
         return SimpleNamespace(blocks=next(missing, len(keys)))
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[Any]:  # noqa: ARG002
@@ -146,25 +146,31 @@ class FakeTransport:
         self._copies = staging(memory, 1 << 20)
         self.saves = Saves(memory, self._copies, self)
 
-    def send(self, pages: Sequence[Copied]) -> Any:
-        for page in pages:
-            content = self._copies[page.offset : page.offset + page.length]
-            self._node.pages.setdefault(page.key, content)
-        return SimpleNamespace(outcome=lambda wait_s: [True] * len(pages))  # noqa: ARG005
+    def send(self, objects: Sequence[Copied]) -> Any:
+        for one in objects:
+            content = self._copies[one.offset : one.offset + one.length]
+            self._node.objects.setdefault(one.key, content)
+        return SimpleNamespace(outcome=lambda wait_s: [True] * len(objects))  # noqa: ARG005
 
-    def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:  # noqa: ARG002
+    def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:  # noqa: ARG002
         here = []
-        for page in pages:
-            place = self._memory.bytes_of(page.buffer, page.offset, page.length)
-            content = self._node.pages.get(page.key)
-            if content is None or self._node.dice.random() < self._node.losing:
+        for one in objects:
+            content = self._node.objects.get(one.key)
+            is_lost = content is None or self._node.dice.random() < self._node.losing
+            if is_lost:
                 self._node.lost += 1
-                self._node.pages.pop(page.key, None)
-                place[:] = bytes(byte ^ 0xA5 for byte in place)  # whatever lay there
-                here.append(False)
-            else:
-                place[:] = content
-                here.append(True)
+                self._node.objects.pop(one.key, None)
+            at = 0
+            for buffer, length, offset in one.pieces.tolist():
+                place = self._memory.bytes_of(buffer, offset, length)
+                if is_lost:
+                    place[:] = bytes(byte ^ 0xA5 for byte in place)  # whatever lay there
+                else:
+                    assert content is not None
+                    place[:] = content[at : at + length]
+                at += length
+            assert at == one.length
+            here.append(not is_lost)
         return here
 
 
@@ -458,10 +464,10 @@ class Pretend:
                 mm_features=[],
             )
             for number, digest in enumerate(Chain(fake, BLOCK).grow()):
-                for layer, key in enumerate(group.pages(digest, 0)):
-                    page = torch.tensor(rows[layer][number * BLOCK : (number + 1) * BLOCK], dtype=torch.int64)
-                    clean[key] = page.numpy().tobytes()
-        assert not set(node.pages) - set(clean), "pages of unknown names"
-        poisoned = [key for key, page in node.pages.items() if clean[key] != page]
-        assert not poisoned, f"{len(poisoned)} of {len(node.pages)} pages are not what a clean engine has"
-        return len(node.pages)
+                (key,) = group.objects(digest, 0)
+                pages = [layer[number * BLOCK : (number + 1) * BLOCK] for layer in rows]
+                clean[key] = torch.tensor(pages, dtype=torch.int64).numpy().tobytes()
+        assert not set(node.objects) - set(clean), "objects of unknown names"
+        poisoned = [key for key, content in node.objects.items() if clean[key] != content]
+        assert not poisoned, f"{len(poisoned)} of {len(node.objects)} are not what a clean engine has"
+        return len(node.objects) * LAYERS

@@ -1,4 +1,4 @@
-"""Our connector, with a record of every page's bytes: when it is saved, and when it has been loaded."""
+"""Our connector, with a record of every object's bytes: when it is saved, and when it has been loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvstore.engines.vllm.loading import Loaded
     from kvstore.engines.vllm.plan import Wanted
-    from kvstore.engines.vllm.transport import Page
+    from kvstore.engines.vllm.transport import Object
 
 __all__ = ["BrokenConnector", "LossyConnector", "RecordingConnector", "RecordingSpec"]
 
@@ -65,16 +65,18 @@ class RecordingConnector(TriggerKvConnector):
         with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
             for wanted in blocks:
                 group = memory.groups[wanted.group]
-                for key, (buffer, offset) in zip(
-                    group.pages(wanted.digest, 0), memory.pages(wanted.group, wanted.block), strict=True
-                ):
-                    content = memory.bytes_of(buffer, offset, group.page_bytes)
-                    digest = blake2b(content, digest_size=16).hexdigest()
+                (rows,) = memory.pieces(wanted.group, [wanted.block])
+                for key, run in zip(group.objects(wanted.digest, 0), group.runs, strict=True):
+                    pages = [
+                        memory.bytes_of(buffer, offset, length)
+                        for buffer, length, offset in rows[run.start : run.stop].tolist()
+                    ]
+                    digest = blake2b(b"".join(pages), digest_size=16).hexdigest()
                     lines.write(f"{what} {key.hex()} {digest}\n")
 
 
 class LossyConnector(RecordingConnector):
-    """Some pages are gone between look-up and load: what is left in their place is nobody's."""
+    """Some blocks are gone between look-up and load: what is left in their place is nobody's."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -82,12 +84,13 @@ class LossyConnector(RecordingConnector):
         memory, transport = self._working.memory, self._working._loads._transport
         fetch, dice = transport.fetch, random.Random(7)
 
-        def lossy(pages: Sequence[Page], timeout_s: float) -> list[bool]:
-            here = fetch(pages, timeout_s)
-            for at, page in enumerate(pages):
-                if dice.random() < 0.05:
-                    place = memory.bytes_of(page.buffer, page.offset, page.length)
-                    place[:] = np.float32(dice.uniform(1, 9)).tobytes() * (page.length // 4)
+        def lossy(objects: Sequence[Object], timeout_s: float) -> list[bool]:
+            here = fetch(objects, timeout_s)
+            for at, one in enumerate(objects):
+                if dice.random() < 0.15:
+                    for buffer, length, offset in one.pieces.tolist():
+                        place = memory.bytes_of(buffer, offset, length)
+                        place[:] = np.float32(dice.uniform(1, 9)).tobytes() * (length // 4)
                     here[at] = False
             return here
 
@@ -101,7 +104,7 @@ class BrokenConnector(TriggerKvConnector):
         super().register_kv_caches(kv_caches)
         assert isinstance(self._working, Working)
         transport: Any = self._working._loads._transport
-        transport.fetch = lambda pages, timeout_s: [False] * len(pages)  # noqa: ARG005
+        transport.fetch = lambda objects, timeout_s: [False] * len(objects)  # noqa: ARG005
 
 
 class RecordingSpec(TriggerKvOffloadingSpec):

@@ -51,7 +51,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Path, *prompts: list[int]) -
     for number, one in enumerate(prompts):
         engine.add(str(number), one, 1)
     engine.run()
-    assert node.pages
+    assert node.objects
     return node
 
 
@@ -88,7 +88,7 @@ def test_a_step_whose_load_failed_saves_nothing_and_the_next_ones_do(
     engine.add("b", [9] * BLOCK, 1)
     node.losing = 1.0
     engine.step()
-    assert not node.pages
+    assert not node.objects
     node.losing = 0.0
     engine.run()
     assert engine.count("withheld_pages") > 0
@@ -174,7 +174,7 @@ def test_a_forward_pass_that_ends_in_the_middle_saves_nothing(
     engine.add("a", prompt(1), 1)
     engine.layers_run = LAYERS - 1
     engine.run()
-    assert not node.pages
+    assert not node.objects
     assert engine.count("withheld_pages") > 0
 
 
@@ -189,7 +189,7 @@ def test_what_there_is_no_room_to_copy_is_skipped_and_counted(
     engine.add("a", prompt(1), 1)
     engine.run()
     engine.check_answers()
-    assert not node.pages
+    assert not node.objects
     assert engine.count("skipped_pages") >= 9 * LAYERS
 
 
@@ -247,9 +247,9 @@ def test_a_node_that_takes_nothing_holds_up_no_step(monkeypatch: pytest.MonkeyPa
     goes_on, is_waited_for = threading.Event(), []
     send = engine.saves._sender.send
 
-    def stopped(pages: Sequence[Copied]) -> Sent:
+    def stopped(objects: Sequence[Copied]) -> Sent:
         is_waited_for.append(not goes_on.wait(5))
-        sent: Sent = send(pages)
+        sent: Sent = send(objects)
         return sent
 
     with ThreadPoolExecutor(1) as thread:
@@ -274,7 +274,7 @@ def test_under_random_failures_every_stored_page_is_a_clean_engines(
     lost = pages = preempted = 0
     for seed in range(12):
         dice = random.Random(seed)
-        node = FakeNode(losing=0.15, dice=dice)
+        node = FakeNode(losing=0.35, dice=dice)
         conversations: list[list[int]] = []
         number = 0
         for _ in range(2):

@@ -218,7 +218,8 @@ def test_a_session_has_a_bound(filled: Rig) -> None:
         filled.append(1, [number % BLOCKS for number in range(1000)])
     assert filled.append(1, [number % BLOCKS for number in range(1000)]).error is not None
     rest = SESSION_BLOCKS_MAX % 1000
-    assert filled.append(1, range(rest)).blocks == SESSION_BLOCKS_MAX
+    last = [number % BLOCKS for number in range(rest)]
+    assert filled.append(1, last).blocks == SESSION_BLOCKS_MAX
     assert filled.append(1, [1]).error is not None
     is_sound(filled)
 

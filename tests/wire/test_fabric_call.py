@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,7 @@ from kvstore.wire.fabric_call import (
     length_said,
     read_call,
     rows_of_fetch,
+    rows_of_parts,
     rows_of_reserve,
 )
 from nic_offload.checksum import crc32c
@@ -55,7 +57,11 @@ CALLS = st.builds(
     lease_ms=WORDS,
     expires_unix_ms=LONGS,
 )
-FETCHES = st.lists(st.builds(FetchRow, KEYS, WORDS, WORDS, LONGS, LONGS, LONGS), max_size=20)
+NOUGHT = st.just(0)
+FETCHES = st.lists(
+    st.builds(FetchRow, KEYS, WORDS, WORDS, LONGS, LONGS, LONGS, skip=NOUGHT, part=NOUGHT), max_size=20
+)
+PARTS = st.lists(st.builds(FetchRow, KEYS, WORDS, WORDS, LONGS, LONGS, LONGS, WORDS, WORDS), max_size=20)
 CALL = Call(7, CallKind.FETCH, 1, b"f" * 16, (("kvstore-request", "r"), ("steps-bin", b"\x00\xff")))
 ROWS = [FetchRow(b"k" * 32, 100, 2, 3, 4, 5)]
 
@@ -71,6 +77,19 @@ def test_a_fetch_comes_out_as_it_went_in(call: Call, rows: list[FetchRow]) -> No
     data = packed(call, rows)
     assert length_said(data[:8]) == len(data)
     assert read_call(data, call.generation) == (call, Rows(fetch=rows))
+
+
+@given(CALLS, PARTS)
+def test_a_fetch_of_parts_comes_out_as_it_went_in(call: Call, rows: list[FetchRow]) -> None:
+    call = replace(call, kind=CallKind.FETCH_PARTS)
+    data = call_bytes(call, len(rows), rows_of_parts(rows))
+    assert data is not None
+    assert read_call(data, call.generation) == (call, Rows(fetch=rows))
+    if rows:
+        with pytest.raises(ProtocolError):
+            read_call(
+                call_bytes(replace(call, kind=CallKind.FETCH), len(rows), rows_of_parts(rows)) or b"", 7
+            )
 
 
 def test_a_reserve_comes_out_as_it_went_in() -> None:

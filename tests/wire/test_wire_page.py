@@ -88,7 +88,11 @@ def test_a_call_is_as_the_page_says() -> None:
     assert field(there, block, "key") == b"k" * 32
     assert [
         number(there, block, what) for what in ("length", "number of", "generation", "where", "the key")
-    ] == [*row[1:]]
+    ] == [*row[1:6]]
+    part = wire.rows_of_parts([row._replace(skip=16, part=17)])
+    assert part[:64] == there
+    assert "two more numbers of 4 bytes each" in PAGE
+    assert struct.unpack("<II", part[64:]) == (16, 17)
     assert len(there) == sum(size for _, _, size in block)
 
 

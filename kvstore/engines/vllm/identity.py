@@ -1,11 +1,13 @@
-"""Whose bytes an engine's blocks are: a layout for each of its KV cache groups, and from it the names of their pages.
+"""Whose bytes an engine's blocks are: a layout for each of its KV cache groups, and from it the names of their objects.
 
-What we store is a page: the KV of one layer for one block of tokens, as it lies in the engine's memory. Its order is
-the engine's own affair (`Order.OPAQUE`); so all that might change it is in the fingerprint: vLLM's version, the device
-and, on CPUs, the instruction set, the layout of the cache, its number format.
+What we store is a block of tokens: its pages, the KV of one layer each as it lies in the engine's memory, one behind
+the other in one object; in several, of some layers each, where one would be large. A page's order is the engine's own
+affair (`Order.OPAQUE`); so all that might change it is in the fingerprint: vLLM's version, the device and, on CPUs, the
+instruction set, the layout of the cache, its number format.
 
-What always holds: two engines name the same page only if model, weights, shard and all tokens before it are the same.
-`model_of` says what model and weights are, once, for the connector's pages and for an OffloadingSpec's chunks.
+What always holds: two engines name the same object only if model, weights, shard, layers and all tokens before it are
+the same. `model_of` says what model and weights are, once, for the connector's objects and for an OffloadingSpec's
+chunks.
 What can't be named so (recurrent state, blocks split over context-parallel ranks, attention that looks ahead) makes the
 connector stand aside.
 """
@@ -31,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from kvstore.engines.vllm.weights import weights_name
 from kvstore.errors import LayoutError
 from kvstore.layout import Layer, Layout, Order
+from kvstore.limits import OBJECT_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Identity", "Model", "identify", "identify_chunks", "model_of"]
 
 _DTYPES = {"float8_e4m3fn": "float8_e4m3", "uint8": "int8"}
+_FORM = "pages of layers in one object"  # what was stored page by page is never taken for one of these
 # Paths and versions of tools are no part of what a model computes.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -61,28 +65,42 @@ class Group:
     shards: tuple[Layout, ...]  # what each tensor-parallel rank has of it
     page_bytes: int
 
-    def pages(self, digest: bytes, shard: int) -> list[bytes]:
-        """The keys of a block's pages, layer by layer; the digest is that of its tokens and of all before them."""
+    @property
+    def runs(self) -> list[range]:
+        """The layers of each of a block's objects."""
+        layers, most = len(self.layer_names), max(1, OBJECT_BYTES_MAX // self.page_bytes)
+        return [range(first, min(first + most, layers)) for first in range(0, layers, most)]
+
+    @property
+    def block_bytes(self) -> int:
+        """How many bytes a block has on one rank, all layers together."""
+        return len(self.layer_names) * self.page_bytes
+
+    @property
+    def object_bytes_max(self) -> int:
+        """How long the longest of its objects is."""
+        return len(self.runs[0]) * self.page_bytes
+
+    def objects(self, digest: bytes, shard: int) -> list[bytes]:
+        """The keys of a block's objects; the digest is that of its tokens and of all before them."""
         layout = self.shards[shard]
         # A key says all that the layout does: engines that differ store side by side, and don't refuse each other.
         block = layout.fingerprint + digest
-        return [
-            layout.key(b"%b%d/%d" % (block, self.number, layer)) for layer in range(len(self.layer_names))
-        ]
+        return [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
 
-    def all_pages(self, digests: Iterable[bytes]) -> list[bytes]:
-        """The keys of blocks' pages on all ranks, block by block."""
+    def all_objects(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The keys of blocks' objects on all ranks, block by block."""
         return [
             key
             for digest in digests
             for shard in range(len(self.shards))
-            for key in self.pages(digest, shard)
+            for key in self.objects(digest, shard)
         ]
 
     @property
-    def pages_of_block(self) -> int:
-        """How many pages a block has on all ranks."""
-        return len(self.layer_names) * len(self.shards)
+    def objects_of_block(self) -> int:
+        """How many objects a block has on all ranks."""
+        return len(self.runs) * len(self.shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +108,9 @@ class Identity:
     """All groups of an engine, in its order."""
 
     groups: tuple[Group, ...]
-    layout: bytes  # goes with every page; one for all ranks, so that any of them may ask for the pages of all
+    layout: (
+        bytes  # goes with every object; one for all ranks, so that any of them may ask for the objects of all
+    )
 
 
 def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
@@ -212,7 +232,7 @@ def _group(number: int, group: Any, vllm_config: Any, model: Model) -> Group:
         order=Order.OPAQUE,
         shards=ranks,
         isa=_isa(vllm_config, first),
-        engine=json.dumps([model.engine, _kind(first)]),
+        engine=json.dumps([model.engine, _kind(first), _FORM]),
     )
     return Group(
         number=number,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import as_request
 from kvstore.clock import SystemClock
-from kvstore.engines.vllm.transport import Page
+from kvstore.engines.vllm.transport import Object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,19 +86,24 @@ class Loads:
             self._news.notify_all()
 
     def _fetch(self, blocks: Sequence[Wanted]) -> tuple[list[Wanted], int]:
-        pages: list[Page] = []
-        for wanted in blocks:
-            group = self._memory.groups[wanted.group]
-            places = self._memory.pages(wanted.group, wanted.block)
-            keys = group.pages(wanted.digest, self._memory.shard)
-            pages += [Page(key, *place, group.page_bytes) for key, place in zip(keys, places, strict=True)]
-        here = iter(self._transport.fetch(pages, self._timeout_s))
+        objects: list[Object] = []
+        places: list[tuple[Wanted, int, int]] = []  # of each block, where its objects are among all
+        for number, group in enumerate(self._memory.groups):
+            of_group = [wanted for wanted in blocks if wanted.group == number]
+            pieces = self._memory.pieces(number, [wanted.block for wanted in of_group])
+            runs = group.runs
+            for wanted, rows in zip(of_group, pieces, strict=True):
+                places.append((wanted, len(objects), len(objects) + len(runs)))
+                keys = group.objects(wanted.digest, self._memory.shard)
+                objects += [
+                    Object(key, rows[run.start : run.stop], len(run) * group.page_bytes)
+                    for key, run in zip(keys, runs, strict=True)
+                ]
+        here = self._transport.fetch(objects, self._timeout_s)
         missing, size = [], 0
-        for wanted in blocks:
-            group = self._memory.groups[wanted.group]
-            of_block = [next(here) for _ in group.layer_names]
-            if all(of_block):
-                size += len(group.layer_names) * group.page_bytes
+        for wanted, first, end in places:
+            if all(here[first:end]):
+                size += self._memory.groups[wanted.group].block_bytes
             else:
                 missing.append(wanted)
         return missing, size

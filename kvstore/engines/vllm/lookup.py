@@ -75,16 +75,16 @@ class Lookups:
         """How many tokens are stored from the first on."""
         if not digests:
             return 0
-        answer = self._client.prefix(group.all_pages(digests), timeout_s=self._timeout_s)
-        return answer.blocks // group.pages_of_block * group.block_tokens
+        answer = self._client.prefix(group.all_objects(digests), timeout_s=self._timeout_s)
+        return answer.blocks // group.objects_of_block * group.block_tokens
 
     def _window(self, group: Group, digests: Sequence[bytes], tokens: int) -> int:
         """The length itself if all that the next token looks at is stored; else a shorter one that might do."""
         last = tokens // group.block_tokens
         first = max(0, tokens - group.window_tokens + 1) // group.block_tokens
-        answers = self._client.exists(group.all_pages(digests[first:last]), timeout_s=self._timeout_s)
+        answers = self._client.exists(group.all_objects(digests[first:last]), timeout_s=self._timeout_s)
         for block in range(last - 1, first - 1, -1):
-            begin = (block - first) * group.pages_of_block
-            if not all(isinstance(one, Stored) for one in answers[begin : begin + group.pages_of_block]):
+            begin = (block - first) * group.objects_of_block
+            if not all(isinstance(one, Stored) for one in answers[begin : begin + group.objects_of_block]):
                 return block * group.block_tokens
         return tokens

@@ -10,16 +10,23 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from kvstore.errors import LayoutError
+from nic_offload.memory import copy_runs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
+
     from kvstore.engines.vllm.identity import Group
 
-__all__ = ["KvMemory", "Plane"]
+__all__ = ["PIECE", "KvMemory", "Plane"]
+
+PIECE = np.dtype(
+    [("buffer", "<u4"), ("length", "<u4"), ("offset", "<u8")]
+)  # as `nic_offload.pieces` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,10 @@ class KvMemory:
         self.planes = [
             [self._plane(name, caches[name], group, blocks) for name in group.layer_names] for group in groups
         ]
-        self._rows = [
-            [self._rows_of(plane, blocks, group.page_bytes) for plane in of_group]
-            for group, of_group in zip(groups, self.planes, strict=True)
-        ]
+        self.addresses = [ctypes.addressof(buffer) for buffer in self.buffers]
+        self._buffers = [np.array([plane.buffer for plane in planes], np.uint64) for planes in self.planes]
+        self._begins = [np.array([plane.begin for plane in planes], np.uint64) for planes in self.planes]
+        self._strides = [np.array([plane.stride for plane in planes], np.uint64) for planes in self.planes]
 
     def _plane(self, name: str, cache: torch.Tensor, group: Group, blocks: int) -> Plane:
         if cache.device.type != "cpu":
@@ -83,17 +90,31 @@ class KvMemory:
             self.buffers.append((ctypes.c_char * storage.nbytes()).from_address(start))
         return Plane(self._storages[start], cache.data_ptr() - start, stride)
 
-    def _rows_of(self, plane: Plane, blocks: int, page_bytes: int) -> torch.Tensor:
-        buffer = torch.frombuffer(self.buffers[plane.buffer], dtype=torch.uint8)
-        return buffer.as_strided((blocks, page_bytes), (plane.stride, 1), plane.begin)
+    def _offsets(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        numbers = np.array(blocks, np.uint64)[:, None]
+        offsets: np.ndarray[Any, np.dtype[np.uint64]] = self._begins[group] + numbers * self._strides[group]
+        return offsets
 
-    def rows(self, group: int) -> list[torch.Tensor]:
-        """The pages of all blocks as rows of bytes, layer by layer."""
-        return self._rows[group]
+    def pieces(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Where the pages of blocks are: a row of `PIECE` for each layer, block by block."""
+        offsets = self._offsets(group, blocks)
+        rows = np.empty(offsets.shape, PIECE)
+        rows["buffer"], rows["length"], rows["offset"] = (
+            self._buffers[group],
+            self.groups[group].page_bytes,
+            offsets,
+        )
+        return rows
 
-    def pages(self, group: int, block: int) -> list[tuple[int, int]]:
-        """The buffer and the offset of each of a block's pages, layer by layer."""
-        return [(plane.buffer, plane.begin + block * plane.stride) for plane in self.planes[group]]
+    def copy(self, group: int, blocks: Sequence[int], target: int) -> None:
+        """Copy blocks to an address, one behind the other, each with its pages layer by layer."""
+        offsets = self._offsets(group, blocks)
+        page_bytes = self.groups[group].page_bytes
+        runs = np.empty((*offsets.shape, 4), np.uint64)
+        runs[..., 0], runs[..., 1] = self._buffers[group], offsets
+        runs[..., 2] = np.arange(offsets.size, dtype=np.uint64).reshape(offsets.shape) * np.uint64(page_bytes)
+        runs[..., 3] = page_bytes
+        copy_runs(runs.data, self.addresses, target)
 
     def bytes_of(self, buffer: int, offset: int, length: int) -> memoryview:
         """A page, to be read or written in place."""

@@ -1,8 +1,8 @@
 """Saves: when a step ends its pages are copied out of the engine's memory; a thread sends the copies.
 
-In the step there is a memory copy, one call a layer, and nothing else: no call to the node, no lock that a thread holds
-while it waits. So a node that is slow, stopped or dead costs a step nothing. What there is no room to copy is not
-saved, and is counted.
+In the step there is a memory copy, one call for some blocks, and nothing else: no call to the node, no lock that a
+thread holds while it waits. So a node that is slow, stopped or dead costs a step nothing. What there is no room to copy
+is not saved, and is counted.
 
 Why a copy, and not the engine's own blocks held until they are sent: a held block is missing in the engine's cache for
 as long as the node takes; blocks that a failed load has spoilt are computed again in place; and vLLM gives back blocks
@@ -14,14 +14,13 @@ nothing; of a block all pages are copied, or none; after `settle` nothing reads 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import torch
 
 from kvstore.engines.vllm.ring import Ring
 from kvstore.errors import LayoutError
@@ -53,7 +52,7 @@ class Saved:
 
 
 class Copied(NamedTuple):
-    """A page in the memory of `Saves`."""
+    """An object in the memory of `Saves`: pages of a block, one behind the other."""
 
     key: bytes
     offset: int
@@ -61,24 +60,24 @@ class Copied(NamedTuple):
 
 
 class Sent(Protocol):
-    """Pages that no longer need their memory, and may not have been answered for yet."""
+    """Objects that no longer need their memory, and may not have been answered for yet."""
 
     def outcome(self, wait_s: float) -> list[bool | None] | None:
-        """Of each page: True if it was sent and is stored, None if the node had it, False if it failed; or not yet."""
+        """Of each object: True if it was sent and is stored, None if it was there, False if it failed; or not yet."""
         ...
 
 
 class Sender(Protocol):
-    """How pages get to the node."""
+    """How objects get to the node."""
 
-    def send(self, pages: Sequence[Copied]) -> Sent:
-        """Send; when this returns, within its time, nothing reads the pages any more."""
+    def send(self, objects: Sequence[Copied]) -> Sent:
+        """Send; when this returns, within its time, nothing reads the objects any more."""
         ...
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Some blocks of one group, copied: all of the first layer, then all of the second."""
+    """Some blocks of one group, copied: all layers of the first, then all of the second."""
 
     blocks: list[Wanted]
     offset: int
@@ -91,7 +90,7 @@ class Saves:
     def __init__(self, memory: KvMemory, staging: mmap.mmap, sender: Sender) -> None:
         self._memory, self._sender = memory, sender
         self._ring = Ring(len(staging))
-        self._bytes = torch.frombuffer(staging, dtype=torch.uint8)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(staging))
         self._layers = frozenset(name for group in memory.groups for name in group.layer_names)
         self._undone: set[str] = set()
         self._blocks: Sequence[Wanted] = ()
@@ -135,19 +134,12 @@ class Saves:
 
     def _copy(self, blocks: list[Wanted]) -> None:
         number = blocks[0].group
-        page_bytes = self._memory.groups[number].page_bytes
-        rows = self._memory.rows(number)
-        of_layer = len(blocks) * page_bytes
-        taken = self._ring.take(of_layer * len(rows))
+        taken = self._ring.take(len(blocks) * self._memory.groups[number].block_bytes)
         if taken is None:
             self._outcomes.append(Saved([], skipped=self._pages_of(blocks)))
             return
         offset, taken_bytes = taken
-        which = torch.tensor([wanted.block for wanted in blocks])
-        for layer, row in enumerate(rows):
-            begin = offset + layer * of_layer
-            into = self._bytes[begin : begin + of_layer].view(len(blocks), page_bytes)
-            torch.index_select(row, 0, which, out=into)
+        self._memory.copy(number, [wanted.block for wanted in blocks], self._address + offset)
         self._batches.append(_Batch(blocks, offset, taken_bytes))
         self._thread.submit(self._work)
 
@@ -156,7 +148,7 @@ class Saves:
     def _work(self) -> None:
         batch = self._batches.popleft()
         try:
-            sent = self._sender.send(self._pages(batch))
+            sent = self._sender.send(self._objects(batch))
             self._unanswered.append((batch, sent))
         except Exception:  # the engine goes on, whatever it was
             log.exception("Saving blocks failed; they are not stored.")
@@ -172,37 +164,32 @@ class Saves:
             elif self._batches:
                 break
 
-    def _pages(self, batch: _Batch) -> list[Copied]:
+    def _objects(self, batch: _Batch) -> list[Copied]:
         group = self._memory.groups[batch.blocks[0].group]
-        keys = [group.pages(wanted.digest, self._memory.shard) for wanted in batch.blocks]
+        runs, size = group.runs, group.page_bytes
         return [
-            Copied(
-                keys[at][layer],
-                batch.offset + (layer * len(keys) + at) * group.page_bytes,
-                group.page_bytes,
-            )
-            for layer in range(len(group.layer_names))
-            for at in range(len(keys))
+            Copied(key, batch.offset + at * group.block_bytes + run.start * size, len(run) * size)
+            for at, wanted in enumerate(batch.blocks)
+            for key, run in zip(group.objects(wanted.digest, self._memory.shard), runs, strict=True)
         ]
 
     def _outcome(self, batch: _Batch, results: list[bool | None]) -> Saved:
         group = self._memory.groups[batch.blocks[0].group]
-        sent = results.count(True)
-        return Saved(
-            [
-                (wanted.group, wanted.digest)
-                for at, wanted in enumerate(batch.blocks)
-                if False not in results[at :: len(batch.blocks)]
-            ],
-            pages=sent,
-            bytes=sent * group.page_bytes,
-            failed=results.count(False),
-        )
+        runs = group.runs
+        pages = {True: 0, False: 0, None: 0}
+        stored = []
+        for at, wanted in enumerate(batch.blocks):
+            of_block = results[at * len(runs) : (at + 1) * len(runs)]
+            for result, run in zip(of_block, runs, strict=True):
+                pages[result] += len(run)
+            if False not in of_block:
+                stored.append((wanted.group, wanted.digest))
+        return Saved(stored, pages=pages[True], bytes=pages[True] * group.page_bytes, failed=pages[False])
 
 
 def staging(memory: KvMemory, size: int) -> mmap.mmap:
     """Make the memory that pages are copied to; LayoutError if it holds not one block."""
     for group in memory.groups:
-        if (needed := len(group.layer_names) * group.page_bytes) > size:
+        if (needed := group.block_bytes) > size:
             raise LayoutError(f"host_bytes is {size}; one block has {needed} bytes.")
     return mmap.mmap(-1, size)

@@ -66,8 +66,8 @@ class Scheduling:
         loads: bool = True,
         saves: bool = True,
     ) -> None:
-        page_bytes = max(group.page_bytes for group in identity.groups)
-        self._client = open_client(settings, identity, page_bytes)
+        object_bytes = max(group.object_bytes_max for group in identity.groups)
+        self._client = open_client(settings, identity, object_bytes)
         self._groups = identity.groups
         self._may_load, self._may_save = loads, saves  # by the engine's `kv_role`
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000

@@ -1,6 +1,6 @@
-"""How copied pages get to the node: over the fabric, by a flag that is set already, or inside gRPC.
+"""How copied objects get to the node: over the fabric, by a flag that is set already, or inside gRPC.
 
-What always holds: when `send` returns or raises, nothing reads the pages any more; it takes no longer than its
+What always holds: when `send` returns or raises, nothing reads the objects any more; it takes no longer than its
 deadlines. It is called by a thread of our own, never in a step of the engine's.
 """
 
@@ -29,14 +29,14 @@ _ACK_TIMEOUT_S = 10.0  # for the drive's word about what has landed
 
 
 def _stored(result: PutResult) -> bool | None:
-    """Whether a page was stored by us; None if the key had a block before."""
+    """Whether an object was stored by us; None if the key had a block before."""
     if not result.has_block:
         return False
     return None if result.already_stored or result.error is not None else True
 
 
 class _Armed:
-    """Pages that have landed, or never will: whether they are stored is known when all puts have ended."""
+    """Objects that have landed, or never will: whether they are stored is known when all puts have ended."""
 
     def __init__(self, parts: list[tuple[ArmedPuts | None, int]]) -> None:
         self._parts = parts
@@ -46,9 +46,9 @@ class _Armed:
     def outcome(self, wait_s: float) -> list[bool | None] | None:
         """Wait a moment for the puts to end; what is unknown for too long has failed."""
         results: list[bool | None] = []
-        for armed, pages in self._parts:
+        for armed, objects in self._parts:
             if armed is None:
-                results += [False] * pages
+                results += [False] * objects
                 continue
             of_part = armed.wait(wait_s)
             if not armed.has_ended and self._clock.monotonic_ns() < self._until_ns:
@@ -67,8 +67,8 @@ class FabricSender:
         self._last: list[ArmedPuts] = []  # what may still have slots on the node
         self._clock = SystemClock()
 
-    def send(self, pages: Sequence[Copied]) -> _Armed:
-        """Put pages, and wait until they have landed on the node; end what has not in time."""
+    def send(self, objects: Sequence[Copied]) -> _Armed:
+        """Put objects, and wait until they have landed on the node; end what has not in time."""
         until_ns = self._clock.monotonic_ns() + int(self._timeout_s * 1e9)
 
         def left_s() -> float:
@@ -76,9 +76,9 @@ class FabricSender:
 
         parts: list[tuple[ArmedPuts | None, int]] = []
         try:
-            for first in range(0, len(pages), self._part):
-                some = pages[first : first + self._part]
-                blocks = [Block(page.key, self._region, page.offset, page.length) for page in some]
+            for first in range(0, len(objects), self._part):
+                some = objects[first : first + self._part]
+                blocks = [Block(one.key, self._region, one.offset, one.length) for one in some]
                 parts.append((self._arm(blocks, left_s), len(some)))
             for armed, _ in parts:
                 if armed is not None:
@@ -101,14 +101,14 @@ class FabricSender:
                 self._last[0].wait(left_s())
                 continue
             except KvError as error:
-                log.debug("No room for %d pages: %s", len(blocks), error)
+                log.debug("No room for %d objects: %s", len(blocks), error)
                 return None
             self._last.append(armed)
             return armed
 
 
 class _Known:
-    """Pages of which all is known at once."""
+    """Objects of which all is known at once."""
 
     def __init__(self, results: list[bool | None]) -> None:
         self._results = results
@@ -123,17 +123,17 @@ class InlineSender:
     def __init__(self, client: Client, memory: mmap.mmap) -> None:
         self._client, self._memory = client, memory
 
-    def send(self, pages: Sequence[Copied]) -> _Known:
-        """Put pages; after the first failure the others are not tried."""
+    def send(self, objects: Sequence[Copied]) -> _Known:
+        """Put objects; after the first failure the others are not tried."""
         results: list[bool | None] = []
         try:
-            for page in pages:
-                content = self._memory[page.offset : page.offset + page.length]
+            for one in objects:
+                content = self._memory[one.offset : one.offset + one.length]
                 try:
-                    self._client.put_inline(page.key, content)
+                    self._client.put_inline(one.key, content)
                     results.append(True)
                 except KeyTaken:
                     results.append(None)  # another computation's bytes, which are as good
         except KvError as error:
-            log.debug("%d pages were not stored: %s", len(pages) - len(results), error)
-        return _Known(results + [False] * (len(pages) - len(results)))
+            log.debug("%d objects were not stored: %s", len(objects) - len(results), error)
+        return _Known(results + [False] * (len(objects) - len(results)))

@@ -1,30 +1,33 @@
 """How pages move: over the fabric, by RDMA into the engine's memory and out of copies of it, or inside gRPC.
 
-Both ways have the same calls, and the same promises: `fetch` returns within its time, says of each page whether its
+Both ways have the same calls, and the same promises: `fetch` returns within its time, says of each object whether its
 exact bytes are in place, and leaves nothing under way; `saves` is as `saving` says.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvstore.client import Block, Client, Hit
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import FabricError
-from kvstore.limits import BATCH_BLOCKS_MAX, SLOTS_PER_CLIENT_MAX
+from kvstore.limits import SLOTS_PER_CLIENT_MAX
+from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
 
+    import numpy as np
+
     from kvstore.engines.vllm.identity import Identity
     from kvstore.engines.vllm.memory import KvMemory
     from kvstore.engines.vllm.settings import Settings
 
-__all__ = ["Page", "Transport", "open_client", "open_transport"]
+__all__ = ["Object", "Transport", "open_client", "open_transport"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
@@ -32,12 +35,11 @@ _SLOTS_BYTES = 256 << 20  # of the node's memory, for what one worker has under 
 _SLOTS_MIN = 16
 
 
-class Page(NamedTuple):
-    """A page and its place."""
+class Object(NamedTuple):
+    """Some or all layers of a block, and the places of their pages."""
 
     key: bytes
-    buffer: int
-    offset: int
+    pieces: np.ndarray[Any, Any]  # rows of `memory.PIECE`
     length: int
 
 
@@ -51,27 +53,27 @@ class Transport(Protocol):
         """Its saves."""
         ...
 
-    def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:
+    def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
         """Bring pages into their places."""
         ...
 
 
-def open_client(settings: Settings, identity: Identity, page_bytes: int, slots: int = 1) -> Client:
+def open_client(settings: Settings, identity: Identity, object_bytes: int, slots: int = 1) -> Client:
     """Make a client of the node under the engine's fingerprint; nothing is called yet."""
     return Client(
         settings.reach,
         layout=identity.layout,
         slots=slots,
-        block_bytes_max=page_bytes,
+        block_bytes_max=object_bytes,
     )
 
 
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> Transport:
     """The fabric where it opens, unless told otherwise."""
-    page_bytes = max(group.page_bytes for group in identity.groups)
-    slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // page_bytes))
+    object_bytes = max(group.object_bytes_max for group in identity.groups)
+    slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // object_bytes))
     copies = staging(memory, settings.host_bytes)
-    client = open_client(settings, identity, page_bytes, slots)
+    client = open_client(settings, identity, object_bytes, slots)
     timeout_s = settings.save_timeout_ms / 1000
     if settings.transport != "inline":
         try:
@@ -96,18 +98,10 @@ class _OverFabric:
         self.saves = Saves(memory, copies, sender)
         self.name = f"the fabric ({client.fabric.provider})"
 
-    def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:
-        clock = SystemClock()
-        until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
-        here: list[bool] = []
-        for first in range(0, len(pages), BATCH_BLOCKS_MAX):
-            blocks = [
-                Block(page.key, self._regions[page.buffer], page.offset, page.length)
-                for page in pages[first : first + BATCH_BLOCKS_MAX]
-            ]
-            left_s = max(0.0, (until_ns - clock.monotonic_ns()) / 1e9)
-            here += [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=left_s)]
-        return here
+    def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
+        pieces = Pieces.each(self._regions, [one.pieces.data for one in objects])
+        blocks = [Block.of_pieces(one.key, where) for one, where in zip(objects, pieces, strict=True)]
+        return [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=timeout_s)]
 
 
 class _InsideRpc:
@@ -119,14 +113,17 @@ class _InsideRpc:
         self._client, self._memory = client, memory
         self.saves = Saves(memory, copies, InlineSender(client, copies))
 
-    def fetch(self, pages: Sequence[Page], timeout_s: float) -> list[bool]:
+    def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         here = []
-        for page in pages:
+        for one in objects:
             left_s = (until_ns - clock.monotonic_ns()) / 1e9
-            got = self._client.get_inline(page.key, page.length, timeout_s=left_s) if left_s > 0 else None
-            if is_whole := isinstance(got, bytes) and len(got) == page.length:
-                self._memory.bytes_of(page.buffer, page.offset, page.length)[:] = got
+            got = self._client.get_inline(one.key, one.length, timeout_s=left_s) if left_s > 0 else None
+            if is_whole := isinstance(got, bytes) and len(got) == one.length:
+                at = 0
+                for buffer, length, offset in one.pieces.tolist():
+                    self._memory.bytes_of(buffer, offset, length)[:] = got[at : at + length]
+                    at += length
             here.append(is_whole)
         return here

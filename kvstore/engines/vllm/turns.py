@@ -59,7 +59,7 @@ class Turns:
         keys = [
             key
             for group, of_group in zip(self._groups, digests, strict=True)
-            for key in group.all_pages(of_group[: tokens // group.block_tokens])
+            for key in group.all_objects(of_group[: tokens // group.block_tokens])
         ]
         self._later(lambda: self._append(session, keys, tokens))
 

@@ -1,0 +1,148 @@
+"""Gets in windows: of more blocks than one call names, and of blocks whose bytes belong in pieces.
+
+The blocks are asked for some at a time, and the next before the first have come. Those of pieces come into a slab of
+the client's, each in one run, and are scattered from there: a message for each page costs more than a page's copy does
+(docs/performance.md). While one window is scattered the others come in.
+
+What always holds: whoever asked has his memory written to by his own thread alone, of blocks that have come whole, and
+not any more when the call has returned; what comes late comes into a slab, which nobody uses before it is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol
+
+from kvstore.client.blocks import Block, Hit, regions_of
+from kvstore.clock import SystemClock
+from kvstore.errors import FabricError
+from kvstore.limits import BATCH_BLOCKS_MAX, SLAB_BYTES, WINDOWS_AHEAD
+from kvstore.miss import Miss, MissReason
+from nic_offload.pieces import Pieces, scatter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvstore.client.gets import Get, NoGet
+    from kvstore.client.slabs import Slab, Slabs
+
+__all__ = ["get_in_windows", "needs_windows"]
+
+
+class _Begins(Protocol):
+    """Ask for blocks that lie in one run each, within so many seconds."""
+
+    def __call__(self, blocks: Sequence[Block], timeout_s: float) -> Get | NoGet: ...
+
+
+def needs_windows(blocks: Sequence[Block]) -> bool:
+    """Whether one call can't bring these."""
+    return len(blocks) > BATCH_BLOCKS_MAX or any(block.pieces is not None for block in blocks)
+
+
+def _windows(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    """As many at a time as a slab has room for."""
+    first = size = 0
+    for at, block in enumerate(blocks):
+        here = 0 if block.pieces is None else block.length
+        if at - first == BATCH_BLOCKS_MAX or (at > first and size + here > SLAB_BYTES):
+            yield blocks[first:at]
+            first, size = at, 0
+        size += here
+    yield blocks[first:]
+
+
+class _Window:
+    """Some of the blocks, on their way."""
+
+    def __init__(
+        self, slabs: Slabs, blocks: Sequence[Block], begin: Callable[[Sequence[Block]], Get | NoGet]
+    ) -> None:
+        self._slabs = slabs
+        self._blocks = blocks
+        self._slab: Slab | None = None
+        self._at: list[
+            tuple[int, Pieces, int]
+        ] = []  # of which block the pieces are, and where its bytes come
+        with ExitStack() as undo:
+            undo.callback(self._give_back)
+            self._get = begin(self._in_runs())
+            undo.pop_all()
+
+    def _in_runs(self) -> list[Block]:
+        """The same blocks, those of pieces in the slab."""
+        size = sum(block.length for block in self._blocks if block.pieces is not None)
+        if not size:
+            return list(self._blocks)
+        self._slab = self._slabs.take(size)
+        region, offset, runs = self._slab.region, 0, []
+        for number, block in enumerate(self._blocks):
+            if block.pieces is None:
+                runs.append(block)
+                continue
+            self._at.append((number, block.pieces, region.address + offset))
+            runs.append(Block(block.key, region, offset, block.length, whole=block.whole, skip=block.skip))
+            offset += block.length
+        return runs
+
+    def finish(self) -> list[Hit | Miss]:
+        """Wait for it, and have what has come where it belongs."""
+        outcomes = self._get.wait()
+        scatter([(pieces, at) for number, pieces, at in self._at if isinstance(outcomes[number], Hit)])
+        self._give_back()
+        return outcomes
+
+    def let_go(self) -> None:
+        """Wait for it, and leave all as it is."""
+        self._get.wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        slab, self._slab = self._slab, None
+        if slab is not None:
+            self._slabs.give_back(slab)
+
+
+def get_in_windows(
+    slabs: Slabs, blocks: Sequence[Block], begin: _Begins, timeout_s: float
+) -> list[Hit | Miss]:
+    """Get them; a Hit or a Miss for each, in order."""
+    clock = SystemClock()
+    until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
+    under_way: deque[_Window] = deque()
+    outcomes: list[Hit | Miss] = []
+
+    def begin_in_time(some: Sequence[Block]) -> Get | NoGet:
+        return begin(some, max(0.0, (until_ns - clock.monotonic_ns()) / 1e9))
+
+    with ExitStack() as held:
+        for region in regions_of(blocks):
+            region.hold()
+            held.callback(region.let_go)
+        try:
+            for some in _windows(blocks):
+                if len(under_way) == WINDOWS_AHEAD:
+                    outcomes += under_way[0].finish()
+                    under_way.popleft()
+                try:
+                    under_way.append(_Window(slabs, some, begin_in_time))
+                except FabricError as error:  # there is no memory for it
+                    while under_way:
+                        outcomes += under_way[0].finish()
+                        under_way.popleft()
+                    outcomes += [Miss(MissReason.BUSY, str(error))] * len(some)
+            while under_way:
+                outcomes += under_way[0].finish()
+                under_way.popleft()
+        except (
+            BaseException
+        ):  # such as a signal's: what was asked for still has to be waited for, to be ended
+            threading.Thread(
+                target=lambda left=list(under_way): [one.let_go() for one in left],
+                name="kvstore-get",
+                daemon=True,
+            ).start()
+            raise
+    return outcomes

@@ -1,0 +1,127 @@
+/*
+ * Bytes that lie in pieces: gathered into one run when a put of them fires, scattered when a get of them has come.
+ *
+ * Why copies, and not a message for each piece: a page of KV is a few KiB, and a message costs more than to copy it does
+ * (docs/performance.md). The copy of a put is made together with the checksum, in one pass.
+ *
+ * What always holds: each piece lies in one region, which can't be closed while a put that has the pieces is queued; what
+ * the pieces are never changes, and their memory goes when neither their owner nor an operation has them.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define GATHERED_AT_ONCE (16u << 10) /* summed while it is in the cache still */
+
+struct placed {
+	const char *address;
+	uint32_t length;
+};
+
+struct tk_pieces {
+	uint32_t users; /* atomic: its owner, and each operation that has it */
+	uint32_t count, regions_count;
+	uint64_t bytes;
+	struct tk_region **regions; /* behind the pieces */
+	struct placed pieces[];
+};
+
+static int place(struct placed *placed, const struct tk_piece *piece, struct tk_region *const *regions, uint32_t count)
+{
+	if (piece->region >= count || !piece->length)
+		return -EINVAL;
+	const struct tk_region *region = regions[piece->region];
+	if (!region || piece->length > region->length || piece->offset > region->length - piece->length)
+		return -ERANGE;
+	*placed = (struct placed){(const char *)(region->address + piece->offset), piece->length};
+	return 0;
+}
+
+int tk_pieces_open(struct tk_region *const *regions, uint32_t regions_count, const struct tk_piece *pieces,
+		   uint32_t count, struct tk_pieces **out)
+{
+	if (!count || !regions_count)
+		return -EINVAL;
+	size_t pieces_bytes = count * sizeof(struct placed);
+	struct tk_pieces *made = malloc(sizeof *made + pieces_bytes + regions_count * sizeof(void *));
+	if (!made)
+		return -ENOMEM;
+	*made = (struct tk_pieces){
+		.users = 1,
+		.count = count,
+		.regions_count = regions_count,
+		.regions = (struct tk_region **)((char *)made->pieces + pieces_bytes),
+	};
+	memcpy(made->regions, regions, regions_count * sizeof(void *));
+	for (uint32_t i = 0; i < count; i++) {
+		int status = place(&made->pieces[i], &pieces[i], regions, regions_count);
+		if (status) {
+			free(made);
+			return status;
+		}
+		made->bytes += pieces[i].length;
+	}
+	*out = made;
+	return 0;
+}
+
+uint64_t tk_pieces_bytes(const struct tk_pieces *pieces)
+{
+	return pieces->bytes;
+}
+
+void tk_pieces_close(struct tk_pieces *pieces)
+{
+	if (!__atomic_sub_fetch(&pieces->users, 1, __ATOMIC_ACQ_REL))
+		free(pieces);
+}
+
+void pieces_use(struct tk_pieces *pieces)
+{
+	__atomic_add_fetch(&pieces->users, 1, __ATOMIC_RELAXED);
+	for (uint32_t i = 0; i < pieces->regions_count; i++)
+		__atomic_add_fetch(&pieces->regions[i]->uses, 1, __ATOMIC_RELAXED);
+}
+
+void pieces_let_go(struct tk_pieces *pieces)
+{
+	for (uint32_t i = 0; i < pieces->regions_count; i++)
+		__atomic_sub_fetch(&pieces->regions[i]->uses, 1, __ATOMIC_RELEASE);
+	tk_pieces_close(pieces);
+}
+
+/* The next bytes of a put, copied to where it goes out from, and summed as they were copied. Returns how many. */
+uint32_t gather_some(struct work *work, uint32_t bytes_max)
+{
+	const struct placed *piece = &work->op.pieces->pieces[work->piece];
+	uint32_t bytes = piece->length - work->piece_done;
+	if (bytes > bytes_max)
+		bytes = bytes_max;
+	if (bytes > GATHERED_AT_ONCE)
+		bytes = GATHERED_AT_ONCE;
+	char *target = (char *)work->op.local + work->summed;
+	memcpy(target, piece->address + work->piece_done, bytes);
+	work->crc = tk_crc32c(target, bytes, work->crc);
+	work->summed += bytes;
+	work->piece_done += bytes;
+	if (work->piece_done == piece->length) {
+		work->piece++;
+		work->piece_done = 0;
+	}
+	return bytes;
+}
+
+void tk_scatter(const struct tk_scattered *blocks, uint32_t count)
+{
+	for (uint32_t i = 0; i < count; i++) {
+		const struct tk_pieces *pieces = blocks[i].pieces;
+		const char *source = (const char *)blocks[i].source;
+		for (uint32_t j = 0; j < pieces->count; j++) {
+			memcpy((char *)pieces->pieces[j].address, source, pieces->pieces[j].length);
+			source += pieces->pieces[j].length;
+		}
+	}
+}

@@ -1,0 +1,70 @@
+"""Pieces of registered memory that are one block's bytes, in their order: an engine's pages (`pieces.c`).
+
+A put gathers them when it fires, into one run that its NIC sends; of a get they are scattered once it has come. Pieces
+are named in an array, so that who has thousands of them makes no object for each.
+
+What always holds: each piece lies in one of the regions, and the pieces never change. While a put of them is queued
+their regions can't be closed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from typing_extensions import Buffer
+
+    from nic_offload.fabric import Region
+
+__all__ = ["Pieces", "scatter"]
+
+_PIECE = struct.Struct("=IIQ")
+assert _PIECE.size == ffi.sizeof("struct tk_piece")
+
+
+class Pieces:
+    """Of one block. The memory goes when neither this object nor a put of the fabric's has it."""
+
+    def __init__(self, regions: Sequence[Region], rows: Buffer, *, handles: Any = None) -> None:
+        """`rows` has 16 bytes for each piece: which of the regions it is in (4), its length (4), its offset (8)."""
+        self.regions = regions if isinstance(regions, tuple) else tuple(regions)
+        handles = _handles_of(self.regions) if handles is None else handles
+        table = ffi.from_buffer("struct tk_piece[]", rows)
+        out = ffi.new("struct tk_pieces **")
+        code = lib.tk_pieces_open(handles, len(self.regions), table, len(table), out)
+        if code:
+            raise FabricError.from_code(f"Naming {len(table)} pieces of registered memory", code)
+        self._handle: Any = ffi.gc(out[0], lib.tk_pieces_close)
+        self.pointer = int(ffi.cast("uintptr_t", self._handle))
+        self.length = int(lib.tk_pieces_bytes(self._handle))
+
+    @classmethod
+    def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
+        """The same of many blocks in the same regions."""
+        shared = tuple(regions)
+        handles = _handles_of(shared)
+        return [cls(shared, rows, handles=handles) for rows in tables]
+
+    @classmethod
+    def of(cls, region: Region, pieces: Iterable[tuple[int, int]]) -> Pieces:
+        """Pieces of one region, each an offset and a length."""
+        return cls([region], b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces]))
+
+
+def _handles_of(regions: Sequence[Region]) -> Any:
+    return ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in regions])
+
+
+def scatter(blocks: Sequence[tuple[Pieces, int]]) -> None:
+    """Copy blocks into their pieces, each from an address on, in one call without the GIL."""
+    rows = ffi.new("struct tk_scattered[]", len(blocks))
+    for row, (pieces, source) in zip(rows, blocks, strict=True):
+        row.pieces = ffi.cast("struct tk_pieces *", pieces.pointer)
+        row.source = source
+    lib.tk_scatter(rows, len(blocks))
