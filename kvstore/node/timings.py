@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
 
+_TOGETHER_NS: Final = 10_000_000  # blocks that come so soon after others are one row of the page,
+_ROW_NS: Final = 100_000_000  # which covers no more than this
+
 # From ten microseconds, which a block out of memory takes, to the ten seconds after which calls end.
 _BUCKETS_NS: Final[tuple[int, ...]] = (
     *(step * 10**power for power in range(3, 9) for step in (10, 25, 50)),
@@ -134,6 +137,16 @@ class Timings:
         histogram = self.kept.get(durability)
         return histogram if histogram is not None else self.kept.setdefault(durability, Histogram())
 
+    def _just_before(
+        self, tenant: bytes, began_ns: int, durability: Durability, trace: SessionTrace | None
+    ) -> PutSeen | None:
+        """The last row, if these blocks belong to it: of what is put without asking, each comes by itself."""
+        last = next(reversed(self.puts.values()), None)
+        if last is None or last.inline or (last.tenant, last.durability) != (tenant, durability):
+            return None
+        is_near = began_ns - last.began_ns < _ROW_NS and began_ns - last.kept_ns < _TOGETHER_NS
+        return last if is_near and last.trace is trace else None
+
     def _put(
         self,
         tenant: bytes,
@@ -144,6 +157,8 @@ class Timings:
         inline: bool,
     ) -> PutSeen:
         put = self.puts.get((tenant, began_ns, inline))
+        if put is None and not inline:
+            put = self._just_before(tenant, began_ns, durability, trace)
         if put is None:
             if len(self.puts) >= PUTS_SEEN_MAX:
                 self.puts.popitem(last=False)

@@ -9,6 +9,7 @@ What it doesn't do: decide anything, or outlive the process. A trace is for peop
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["SeenGet", "SessionTrace", "Traces"]
 
 _NS_PER_MS = 1_000_000
+_TOGETHER_NS = 10 * _NS_PER_MS
+_STEPS_LOOKED_BACK = 6
 
 
 class SessionTrace:
@@ -63,6 +66,18 @@ class SessionTrace:
         """The node did something, now unless it is said when."""
         at_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
         self._seen.append(Seen(step, at_ns, blocks, size_bytes, tokens, detail, by_node=True))
+
+    def saw_put(self, step: Step, blocks: int, size_bytes: int, detail: str = "") -> None:
+        """The node did something for blocks that come one by one; those of a moment are one row."""
+        now_ns = self._clock.monotonic_ns()
+        for at, seen in enumerate(islice(reversed(self._seen), _STEPS_LOOKED_BACK), 1):
+            is_like = seen.by_node and (seen.step, seen.detail) == (step, detail)
+            if is_like and now_ns - seen.at_ns < _TOGETHER_NS:
+                blocks, size_bytes = blocks + seen.blocks, size_bytes + seen.size_bytes
+                at_ns = seen.at_ns if step is Step.LEASED else now_ns  # the first slot, and the last block
+                self._seen[-at] = Seen(step, at_ns, blocks, size_bytes, 0, detail, by_node=True)
+                return
+        self.saw(step, blocks, size_bytes, detail=detail)
 
     def reported(self, seen: Seen) -> None:
         """Somebody else saw something; its time is already the node's."""
@@ -194,7 +209,7 @@ class Traces:
         for lease in given:
             lease.trace = trace
         if given:
-            trace.saw(Step.LEASED, len(given), sum(lease.length for lease in given))
+            trace.saw_put(Step.LEASED, len(given), sum(lease.length for lease in given))
 
     def saw(self, step: Step, leases: Iterable[Lease], detail: str = "") -> None:
         """Something happened to a batch of leased blocks, of whatever sessions."""
@@ -207,4 +222,4 @@ class Traces:
                 count[0] += 1
                 count[1] += lease.length
         for trace, (blocks, size_bytes) in counts.items():
-            trace.saw(step, blocks, size_bytes, detail=detail)
+            trace.saw_put(step, blocks, size_bytes, detail)
