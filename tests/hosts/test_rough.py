@@ -209,7 +209,7 @@ def test_connections_that_are_reset_end_all_that_is_under_way_in_time_and_are_ma
         if cut != "7071-7199":
             assert status.startswith("NodeUnavailable: ")
         fresh = blocks()
-        until("a put", SPARE_S, lambda: client("put", fresh, 1) == ["WRITTEN"])  # noqa: B023
+        until("a put", 2 * CALL_S + SPARE_S, lambda: client("put", fresh, 1) == ["WRITTEN"])  # noqa: B023
         until("a get", SPARE_S, lambda: client("get", kept, 64) == ["exact"] * 64)
     client.close()
 
