@@ -218,7 +218,7 @@ def test_when_loads_fail_at_random_every_stored_page_is_a_clean_engines(
         layout = layout_of(clean.digests / "clean.txt")
         stored = read_pages(lossy_node.target, layout, lossy_keys)
         check_pages(stored, read_pages(clean_node.target, layout, clean_keys))
-    assert len(stored) > 200
+    assert len(stored) > 60  # of one a block
 
 
 def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
