@@ -162,7 +162,7 @@ class Expired(StorageError):
 
 
 class QuotaExceeded(StorageError):
-    """The tenant has as many bytes as his quota, and nothing of its own may go for the block."""
+    """The tenant has as many bytes as its quota, and nothing of its own may go for the block."""
 
 
 class KeyTaken(StorageError):

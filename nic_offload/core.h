@@ -461,8 +461,8 @@ struct tk_came {
 	uint64_t ack_generation, expires_unix_ms, landed_ns;
 	uint32_t ack_word, room, length, crc32c, metadata_bytes;
 	uint8_t durability, listed;
-	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and who wants to hear no
-			      more than that it landed has heard nothing yet */
+	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked for
+			      no more than `landed` has not been answered */
 	uint8_t zero;
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];

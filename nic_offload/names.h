@@ -1,5 +1,5 @@
 /*
- * Names that are stored, for who has to know whether there may be a block under one. Any thread.
+ * The set of stored names: may there be a block under this one? Any thread.
  */
 #ifndef TRIGGERKV_NAMES_H
 #define TRIGGERKV_NAMES_H

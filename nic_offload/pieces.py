@@ -1,7 +1,7 @@
 """Pieces of registered memory that are one block's bytes, in their order: an engine's pages (`pieces.c`).
 
 A put gathers them when it fires, into one run that its NIC sends; of a get they are scattered once it has come. Pieces
-are named in an array, so that who has thousands of them makes no object for each.
+are named in an array, so that thousands of them cost no Python object each.
 
 What always holds: each piece lies in one of the regions, and the pieces never change. While a put of them is queued
 their regions can't be closed.

@@ -384,7 +384,7 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	return is_other ? setup->taken_code : came->is_stored ? 0 : setup->landed_code;
 }
 
-/* Who is told `landed` and no more could not be told afterwards that it was too late. */
+/* A peer that asked for no more than `landed` could not be told afterwards that it was too late. */
 static int is_expired(const struct tk_receiver *receiver, const struct tk_put_head *head)
 {
 	if (!head->expires_unix_ms || head->durability != receiver->setup.landed_code)

@@ -118,7 +118,7 @@ void publish(struct tk_fabric *fabric)
 	if (!fabric->pending_count)
 		return;
 	pthread_mutex_lock(&fabric->event_lock);
-	while (make_room(fabric)) { /* not under the lock: who takes events may have what makes room */
+	while (make_room(fabric)) { /* not under the lock: to take events makes room */
 		pthread_mutex_unlock(&fabric->event_lock);
 		nap();
 		pthread_mutex_lock(&fabric->event_lock);

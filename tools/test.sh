@@ -6,7 +6,7 @@
 # speed. If it failed, it is run again alone when all parts have ended, and counts as passed if it passes then. Every
 # first failure is listed at the end, whatever became of it.
 #
-# What it doesn't do: choose tests, but for those that compare a neighbour's times with and without an attack beside him,
+# What it doesn't do: choose tests, but for those that compare a neighbour's times with and without an attack beside it,
 # which say nothing with other tests beside them: `make test-hostile`. With arguments it hands them to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -4,8 +4,8 @@ The blocks are asked for some at a time, and the next before the first have come
 the client's, each in one run, and are scattered from there: a message for each page costs more than a page's copy does
 (docs/performance.md). While one window is scattered the others come in.
 
-What always holds: whoever asked has his memory written to by his own thread alone, of blocks that have come whole, and
-not any more when the call has returned; what comes late comes into a slab, which nobody uses before it is over.
+What always holds: the caller's memory is written to by the calling thread alone, with blocks that have come whole, and
+not after the call has returned; bytes that come late land in a slab, which is not reused before that get is over.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Doorkeeper:
         self._expects_more = True
 
     def barred(self) -> list[str]:
-        """Who is, for now."""
+        """The sources that are barred now."""
         return list(self._barred)
 
     def _run(self) -> None:

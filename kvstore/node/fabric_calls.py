@@ -206,7 +206,7 @@ class FabricCalls:
         try:
             told = Told(metadata_of(served.metadata))
         except ProtocolError:
-            told = Told(())  # his call was answered all the same, and nobody else is to hear of it
+            told = Told(())  # the call was answered all the same, and its metadata is ignored
         looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
         looking.all_are(Outcome.MEMORY)
         looking.size_bytes = served.size_bytes

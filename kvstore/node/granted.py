@@ -158,8 +158,8 @@ class Granted:
     def open(self, connection: Connection) -> PutArea | None:
         """Let a connection's client put by grants; None if it is not to.
 
-        Who has a limit of requests asks for each slot, and so does who finds none of their tenant's share of slots
-        left; and the hot memory has to have room for a block.
+        A tenant with a rate limit reserves each slot instead, and so does a client whose tenant's share of slots is
+        used up, or whose blocks are larger than the hot memory.
         """
         layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
         if connection.owner.rate.is_limited or layout.slot_bytes > self._memory.size_bytes:

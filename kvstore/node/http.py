@@ -213,7 +213,7 @@ class HttpServer:
             task = asyncio.create_task(self._serve(caller))
             self._serving[task] = caller
             task.add_done_callback(self._over)
-            await asyncio.sleep(0)  # who is there goes on, however many come
+            await asyncio.sleep(0)  # requests that are being served go on, however many connections come
 
     def _make_room(self, source: str) -> bool:
         """Let somebody go if there are as many as may be, of this source or of all; False if nobody can."""

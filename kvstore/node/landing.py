@@ -101,7 +101,7 @@ class Lease:
     traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans
 
     def ended_in_vain(self, now_ns: int) -> bool:
-        """Whether its client, who gives up some time before the lease ends, had it for as long as it could."""
+        """Whether its client, which gives up some time before the lease ends, held it as long as it could."""
         granted_ns = self.deadline_ns - self.leased_ns
         margin_ns = min(LEASE_MARGIN_MS * 1_000_000, granted_ns // 2)
         return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the way there and back takes time too

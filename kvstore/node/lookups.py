@@ -1,7 +1,7 @@
 """What became of look-ups lately: a bounded history for those who ask why, in memory, and in a log beside the drives.
 
-What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the tenant who has most of these makes room,
-with its oldest. A tenant's look-ups are found under his own name only. A look-up is recorded once, when it is over, as
+What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the tenant that has most of these makes room,
+with its oldest. A tenant's look-ups are found under its own name only. A look-up is recorded once, when it is over, as
 one note whatever the number of its blocks; no key is in it. Nothing that a caller says here ends a call.
 What it doesn't do: wait for the disk (`lookup_log`), or decide anything.
 """

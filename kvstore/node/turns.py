@@ -1,7 +1,7 @@
 """Turns of the node's thread: calls that name many blocks do their work in steps, and tenants take turns by time spent.
 
 What always holds: one step at a time; of the tenants that wait, the one that has had least goes next, and its calls in
-the order in which they came; one that has not waited for long has saved nothing up. While tenants beside him call, as
+the order in which they came; one that has not waited for long has saved nothing up. While other tenants call, as
 much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
 What it doesn't do: interrupt a step; its caller makes it short.
 """

@@ -81,16 +81,8 @@ class Result:
         return self.usd_per_hour * self.duration_s / 3600
 
 
-def _made(
-    events: Events,
-    requests: Sequence[Request],
-    model: Model,
-    cluster: Cluster,
-    path: PathName,
-    terms: Terms,
-) -> Run:
-    kind = SteppedRun if terms.engine == "steps" else Run
-    return kind(events, requests, model, cluster, path, terms)
+def _kind_of(terms: Terms) -> type[Run]:
+    return SteppedRun if terms.engine == "steps" else Run
 
 
 def _start(run: Run, stored: Iterable[tuple[int, tuple[int, ...]]]) -> None:
@@ -111,7 +103,7 @@ def keeps(
 ) -> bool:
     """Whether a cluster keeps a deadline; it takes no longer than that is open."""
     with Events() as events:
-        run = _made(events, requests, model, cluster, path, terms)
+        run = _kind_of(terms)(events, requests, model, cluster, path, terms)
         run.deadline = deadline
         _start(run, stored)
         return run.go(lambda _: None)
@@ -127,9 +119,10 @@ def simulate(
     stored: Iterable[tuple[int, tuple[int, ...]]] = (),
 ) -> Result:
     """Send all requests through the cluster; users' sequences in `stored` are there from the beginning."""
+    terms = terms or Terms()
     bin_s = max(1e-6, requests[-1].arrival_s * 1.1 / _BINS)
     with Events(bin_s) as events:
-        run = _made(events, requests, model, cluster, path, terms or Terms())
+        run = _kind_of(terms)(events, requests, model, cluster, path, terms)
         _start(run, stored)
         run.go(progress)
         groups = {name: numbers for name, numbers in run.plant.groups.items() if numbers}

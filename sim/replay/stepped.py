@@ -212,7 +212,7 @@ class SteppedRun(Run):
             super().through(time_s, train)
 
     def _finish(self, one: int) -> None:
-        """A stretch has ended: first tokens, answers that are written, room for who waits, and the next stretch."""
+        """A stretch has ended: first tokens, written answers, room for waiting requests, and the next stretch."""
         engine = self.engines[one]
         prompted, written = engine.finish()
         for work in prompted:

@@ -101,7 +101,7 @@ class MachineProfile:
     def later_s(self, kind: str, clients: int) -> list[float]:
         """By how much single operations took longer than their median, as they came, with the next number of clients.
 
-        In seconds, not as a share: who waits for a core waits as long for a small operation as for a large one.
+        In seconds, not as a share: the wait for a core is as long for a small operation as for a large one.
         """
         near = min(self.clients(kind), key=lambda one: (abs(one - clients), -one))
         return self._later[kind, near]
