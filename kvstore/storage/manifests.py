@@ -76,7 +76,8 @@ class Listed(NamedTuple):
 class Changed(NamedTuple):
     """What a change has set free: records on the drive, and blocks that nothing names any more."""
 
-    freed: list[Place]
+    manifest: Place | None  # the one before
+    chunks: list[Place]
     unreferenced: list[Name]
 
 
@@ -219,14 +220,13 @@ class _Change:
         for chunk in old_chunks - new_chunks:
             self._drop_chunk(chunk)
         self._count(old_tail - new_tail, -1)
-        if old is not None:
-            self._freed.append(old.place)
         if new is not None:
             value = _PLACE.pack(*new.place) + pack_manifest(new.manifest)
             self._transaction.put(self._row_name, checked(self._row_name, value), db=self._index.sessions)
         elif old is not None:
             self._transaction.delete(self._row_name, db=self._index.sessions)
-        return Changed(self._freed, [(self._tenant, key) for key in self._unreferenced])
+        before = None if old is None else old.place
+        return Changed(before, self._freed, [(self._tenant, key) for key in self._unreferenced])
 
     def _name_chunk(self, chunk: bytes, written: tuple[Place, bytes] | None) -> None:
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)

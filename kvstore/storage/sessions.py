@@ -99,7 +99,7 @@ class Sessions:
         self._others = others
         self._doubtful: set[SessionName] = set()  # not in the index, but a record may be on the drive
         self._steps: dict[SessionName, deque[_Step]] = {}  # the first of each is under way
-        self._replaced: dict[SessionName, list[Place]] = {}  # to be wiped when what replaced them is synced
+        self._replaced: dict[SessionName, list[Place]] = {}  # older manifests, until newer ones are synced
         self.outbox: Outbox[SessionDone] = Outbox()
 
     def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
@@ -308,7 +308,7 @@ class Sessions:
             return
         self.deadlines.set(step.item.name, step.manifest.expires_ms)
         self._tell(step.item, step.manifest.blocks)
-        self._free_when_synced(step.item.name, changed.freed)
+        self._free_when_synced(step.item.name, changed)
         with suppress(StorageError):  # another drive's index: the step is done, and says less than it could
             step.changed = self._unreferenced(changed)
 
@@ -327,19 +327,27 @@ class Sessions:
     def _all_keeping(self) -> list[Keeping]:
         return [self._keeping, *(other.keeping for other in self._others)]
 
-    def _free_when_synced(self, name: SessionName, places: list[Place]) -> None:
-        if not places:
+    def _free_when_synced(self, name: SessionName, changed: Changed) -> None:
+        """Free what a change has replaced, when no power loss can bring back what names it.
+
+        That may be another session: one that shared a chunk and was cut, if only its older manifest survives.
+        """
+        due = list(changed.chunks)
+        if changed.manifest is not None:
+            self._replaced.setdefault(name, []).append(changed.manifest)
+        elif not due:
             return
-        self._replaced.setdefault(name, []).extend(places)
 
         def synced(error: StorageError | None) -> None:
-            held = self._replaced.get(name)
-            if error is None and held is not None:
-                due = [place for place in held if place in places]
-                self._replaced[name] = [place for place in held if place not in due]
-                if not self._replaced[name]:
+            if error is not None:
+                return
+            held = self._replaced.get(name, [])
+            if changed.manifest in held:  # it is not removed meanwhile
+                held.remove(changed.manifest)
+                due.append(changed.manifest)
+                if not held:
                     del self._replaced[name]
-                self._wipes.free((place.offset, place.length) for place in due)
+            self._wipes.free((place.offset, place.length) for place in due)
 
         self._writes.after_sync(synced, unhurried=True)
 
@@ -355,8 +363,11 @@ class Sessions:
             keeping.removed(name)
         self._doubtful.add(name)
         # Older manifests of this name must not outlive it, synced or not.
-        places = self._replaced.pop(name, []) + changed.freed
+        places = self._replaced.pop(name, [])
+        if changed.manifest is not None:
+            places.append(changed.manifest)
         self._wipes.free((place.offset, place.length) for place in places)
+        self._free_when_synced(name, changed._replace(manifest=None))
         step.changed = self._unreferenced(changed)
         if step.item.delete_blocks:
             self._keeping.drop(step.changed.unreferenced, Reason.DELETED)
@@ -401,7 +412,7 @@ class _Step:
         self.head: _Record | None = None
         self.left = 0
         self.error: StorageError | None = None
-        self.changed = Changed([], [])
+        self.changed = Changed(None, [], [])
 
 
 class _Record(RecordWrite):

@@ -257,6 +257,26 @@ def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: Rig
     assert filled.session(1) is None
 
 
+@pytest.mark.parametrize("is_cut_first", [False, True])
+def test_a_chunk_is_wiped_only_when_all_that_gave_it_up_is_synced(filled: Rig, *, is_cut_first: bool) -> None:
+    """The power goes, and the drive keeps each wipe and no record that it did not have to."""
+    filled.append(1, range(200))
+    filled.fork(2, 1, 200)
+    filled.put(0, b"x0", Durability.SYNCED)
+    filled.truncate(2, 10)
+    if is_cut_first:
+        filled.truncate(1, 20)
+    filled.remove(1)
+    assert filled.disk is not None
+    wipes = {page: content for page, content in filled.disk.unsynced if not any(content)}
+    assert wipes, "of the manifest of what was removed"
+    filled.kill()
+    filled.disk = FakeDisk(filled.disk.durable | wipes)
+    filled.boot_id = "1" * 36
+    filled.open()
+    assert filled.session(2) == list(range(200))
+
+
 def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: Rig) -> None:
     filled.append(1, range(100), Durability.SYNCED)
     filled.append(1, range(100, 140))
