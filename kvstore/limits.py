@@ -272,6 +272,14 @@ GRANTED_BYTES_MAX = 2 << 30  # of slots that clients of a node were granted
 GRANTED_PUTS = 4096  # of one client that have fired and are not over
 ROOMS_MIN = 64  # for blocks that come by grants, given to each client's receiver beforehand
 ROOMS_MAX = 4096
+LENT_MAX = (
+    4  # pieces of ground of a drive that a lane has, or had, and whose records are not all in the index
+)
+LENT_PAGES = 4096  # of one piece, at most
+LENT_SHARE = 64  # and this part of a drive
+LENT_RECORDS_MAX = 1024  # on one piece
+LANE_DEPTH = 128  # writes of a lane at a time
+LANE_BYTES_MAX = 8 << 20  # of them: what is more takes its turn among the tenants
 ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
 LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together

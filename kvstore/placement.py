@@ -50,6 +50,11 @@ class Placement:
             order = tuple(sorted(positions, key=scores.__getitem__))
             self._orders.append(known.setdefault(order, order))
 
+    @property
+    def homes(self) -> bytes:
+        """Give the home of each lot, which a name falls into by the upper bits of its CRC-32."""
+        return bytes(order[0] for order in self._orders)
+
     def order(self, tenant: bytes, name: bytes) -> tuple[int, ...]:
         """Give the drives for a name, its home first."""
         return self._orders[crc32(tenant + name) >> _LOT_SHIFT]

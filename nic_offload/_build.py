@@ -23,6 +23,7 @@ _HANDLES = (
     "desk",
     "sender",
     "receiver",
+    "lane",
     "pieces",
 )
 _PARTS = (
@@ -35,6 +36,7 @@ _PARTS = (
     "group",
     "handles",
     "inbox",
+    "lane",
     "library",
     "memory",
     "nic",
@@ -63,7 +65,7 @@ ffi.set_source(
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
     depends=[
         f"nic_offload/{name}.h"
-        for name in ("call", "core", "cxi", "fabric", "library", "nic", "parts", "shelf")
+        for name in ("call", "core", "cxi", "fabric", "lane", "library", "names", "nic", "parts", "shelf")
     ],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
@@ -79,5 +81,5 @@ ffi.set_source(
         "-U_FORTIFY_SOURCE",
         "-D_FORTIFY_SOURCE=3",
     ],
-    extra_link_args=["-Wl,-z,relro,-z,now"],
+    extra_link_args=["-l:liburing.a", "-Wl,-z,relro,-z,now"],
 )

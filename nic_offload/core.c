@@ -202,6 +202,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint))
 		nic_flush(fabric);
 	receivers_end(fabric, endpoint);
+	lanes_forget(fabric, endpoint);
 	withdraw_all(fabric, endpoint);
 	drain_endpoint(fabric, endpoint);
 	stop_streams(fabric, endpoint);
@@ -345,6 +346,7 @@ void *core_progress(void *argument)
 			break; /* it was given up meanwhile: what it was to do, its owner counts as lost */
 		moved |= poll_landings(fabric);
 		moved |= poll_receivers(fabric);
+		moved |= poll_lanes(fabric);
 		moved |= poll_acks(fabric);
 		if (moved && fabric->overslept)
 			rest_look_again(fabric);
@@ -365,6 +367,7 @@ void *core_progress(void *argument)
 	}
 	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
 		close_endpoint(fabric, endpoint);
+	lanes_end(fabric);
 	pthread_mutex_lock(&fabric->inbox_lock);
 	fabric->ended = 1;
 	pthread_cond_broadcast(&fabric->command_done);

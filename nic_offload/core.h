@@ -53,6 +53,7 @@ struct tk_shelf;
 struct tk_desk;
 struct tk_sender;
 struct tk_receiver;
+struct tk_lane;
 struct tk_pieces;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
@@ -139,6 +140,8 @@ struct tk_operation {
 #define TK_KEY_BYTES 32
 #define TK_FINGERPRINT_BYTES 16
 #define TK_OWNER_BYTES 16
+#define TK_DRIVES_MAX 32 /* of a store */
+#define TK_LOTS 8192 /* into which names fall; see kvstore/placement.py */
 #define TK_HEAD_PAGE 4096 /* the room for both */
 #define TK_PUT_HAS_CRC 1
 struct tk_put_head {
@@ -445,10 +448,47 @@ struct tk_receiver_setup {
 	uint32_t landed_code;  /* what a word says: it is here; */
 	uint32_t differs_code; /* other bytes came than were sent; */
 	uint32_t taken_code;   /* another block has the key; */
-	uint32_t expired_code; /* its life was over before it came */
-	uint32_t zero;
+	uint32_t expired_code; /* its life was over before it came; */
+	uint32_t written_code; /* it is on the drive, which a lane says */
 	uint8_t owner[TK_OWNER_BYTES];
 };
+/* How blocks that have landed get onto a drive without the application; see lane.c. */
+struct tk_lane_setup {
+	uint64_t tag; /* of its events */
+	int32_t fd;   /* the drive, open for direct I/O */
+	uint32_t depth; /* writes at a time */
+	uint8_t magic[8]; /* of a record's header, */
+	uint16_t version, kind; /* and what follows that */
+	uint32_t bytes_max; /* under way, and one block more: of others the application has to make turns */
+	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
+};
+/* Pages that lie one behind the other, and as many generations as records may stand there. */
+struct tk_ground {
+	uint64_t page, generation;
+	uint32_t pages, records;
+};
+/* A record that is on the drive, or never will be. */
+struct tk_written {
+	uint64_t id; /* as the receiver told of it, which has this tag: */
+	uint64_t tag;
+	uint64_t generation, offset, ended_ns;
+	int32_t result; /* 0, or an errno */
+	uint32_t is_answered; /* its peer hears of it from here, if it asked for that */
+};
+/* The lanes of a store's drives, and whose home a name is: that of its lot, CRC-32 of owner and key by its upper bits. */
+struct tk_lanes {
+	struct tk_lane *lanes[TK_DRIVES_MAX]; /* NULL: the drive has none */
+	uint8_t homes[TK_LOTS];
+};
+int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
+int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground); /* -EBUSY: it has some */
+uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; how many records stand on it */
+/* All that are not its own and have a lower generation are on the drive. */
+void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
+void tk_lane_fail(struct tk_lane *lane); /* it begins nothing more, and answers nobody */
+uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
+int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max);
+
 /* Memory for one block: pages, the first for a header. */
 struct tk_room {
 	uint64_t address;
@@ -463,7 +503,7 @@ struct tk_came {
 	uint8_t durability, listed;
 	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked for
 			      no more than `landed` has not been answered */
-	uint8_t zero;
+	uint8_t under_way; /* to a drive, by the lane of this number in `tk_lanes`, from 1 on; 0: by none */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
@@ -475,6 +515,7 @@ struct tk_receiver_state {
 	int32_t broken;	       /* the peer has put what is no put: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);
+void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes); /* for what comes from now on; NULL: none */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
 int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state);
 int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused ones back */

@@ -253,6 +253,7 @@ struct tk_fabric {
 	struct nic nic;
 	struct tk_sender *senders;
 	struct tk_receiver *receivers;
+	struct tk_lane *lanes;
 	struct watches landings, acks;
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;

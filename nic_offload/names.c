@@ -80,7 +80,6 @@ static void take_out(struct names *names, uint64_t hash)
 
 int names_init(struct names *names)
 {
-	pthread_mutex_init(&names->lock, NULL);
 	return getrandom(names->secret, sizeof names->secret, 0) == sizeof names->secret ? 0 : -EIO;
 }
 
@@ -88,28 +87,22 @@ void names_free(struct names *names)
 {
 	for (int i = 0; i < NAMES_PARTS; i++)
 		free(names->parts[i].hashes);
-	pthread_mutex_destroy(&names->lock);
 }
 
 int names_have(struct names *names, const uint8_t *name)
 {
 	uint64_t hash = hash_of(names, name);
-	pthread_mutex_lock(&names->lock);
 	const struct names_part *part = part_of(names, hash);
-	int is_there = names->is_blind || (part->slots && part->hashes[place(part, hash)]);
-	pthread_mutex_unlock(&names->lock);
-	return is_there;
+	return names->is_blind || (part->slots && part->hashes[place(part, hash)]);
 }
 
 void names_change(struct names *names, const uint8_t *all, size_t count, int are_stored)
 {
 	for (size_t i = 0; i < count; i++) {
 		uint64_t hash = hash_of(names, all + i * NAME_BYTES);
-		pthread_mutex_lock(&names->lock);
 		if (are_stored)
 			add(names, hash);
 		else
 			take_out(names, hash);
-		pthread_mutex_unlock(&names->lock);
 	}
 }

@@ -1,12 +1,10 @@
 /*
- * The set of stored names: may there be a block under this one? Any thread.
+ * The set of stored names: may there be a block under this one? Its owner holds a lock for it.
  */
 #ifndef TRIGGERKV_NAMES_H
 #define TRIGGERKV_NAMES_H
 
 #include "core.h"
-
-#include <pthread.h>
 
 #define NAME_BYTES (TK_OWNER_BYTES + TK_KEY_BYTES)
 #define NAMES_PARTS 256
@@ -18,7 +16,6 @@ struct names_part {
 
 struct names {
 	uint64_t secret[2];
-	pthread_mutex_t lock; /* for all that follows */
 	struct names_part parts[NAMES_PARTS];
 	int is_blind; /* there was no memory for one: any may be stored */
 };

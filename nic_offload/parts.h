@@ -5,6 +5,7 @@
 #define TRIGGERKV_PARTS_H
 
 #include "fabric.h"
+#include "lane.h"
 
 /* work.c: items, queues, reports */
 void queue_push(struct queue *queue, struct work *work);
@@ -94,6 +95,7 @@ void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 /* rest.c: how the thread rests. But for `rest`, any thread. */
 int rest_open(struct tk_fabric *fabric);
 int rest_hear(struct tk_fabric *fabric, int pipe_fd);
+int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
 void rest_look_again(struct tk_fabric *fabric);
 int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
 

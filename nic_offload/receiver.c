@@ -36,6 +36,7 @@ struct reading {
 	int is_open;
 	int is_whole; /* it has been read, and its peer is to be told `code`, if that is any */
 	uint32_t slot, code, copied;
+	struct record *record; /* with which a lane writes it; NULL: none does */
 	struct tk_room room;
 	struct tk_put_head head;
 	uint32_t crc;
@@ -57,6 +58,7 @@ struct tk_receiver {
 	struct reading reading;
 
 	pthread_mutex_t lock; /* for all that follows */
+	const struct tk_lanes *lanes;
 	struct tk_room *rooms;
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;
@@ -140,6 +142,13 @@ int tk_receiver_close(struct tk_receiver *receiver)
 }
 
 /* --- what the application gives and takes; any thread */
+
+void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes)
+{
+	pthread_mutex_lock(&receiver->lock);
+	receiver->lanes = lanes;
+	pthread_mutex_unlock(&receiver->lock);
+}
 
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count)
 {
@@ -225,7 +234,7 @@ static void tell(struct tk_receiver *receiver)
 static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 {
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
-	if (came->durability > receiver->setup.landed_code || came->is_stored)
+	if ((came->durability > receiver->setup.landed_code && !came->under_way) || came->is_stored)
 		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
 	if (at_ns <= now_ns || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
 		tell(receiver);
@@ -404,6 +413,35 @@ static uint32_t code_of(struct tk_receiver *receiver, struct tk_came *came)
 	return list(receiver, came);
 }
 
+/* To the lane of its drive, if that takes it. Under the lock. An application that is going to put a name itself notes it,
+ * under the shelf's lock, and then looks at what lanes have begun: so either that note is seen here, or this is seen there. */
+static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
+{
+	const struct tk_receiver_setup *setup = &receiver->setup;
+	uint8_t name[NAME_BYTES];
+	memcpy(name, setup->owner, TK_OWNER_BYTES);
+	memcpy(name + TK_OWNER_BYTES, came->key, TK_KEY_BYTES);
+	if (!receiver->lanes || came->durability > setup->written_code)
+		return;
+	uint32_t home = lanes_home(receiver->lanes, name);
+	struct tk_lane *lane = receiver->lanes->lanes[home];
+	if (!lane)
+		return;
+	struct lane_word word = {
+		.endpoint = receiver->endpoint,
+		.peer = setup->peer,
+		.target = setup->ack_base + (uint64_t)came->ack_word * 8,
+		.key = setup->ack_key,
+		.word = came->durability == setup->written_code ? came->ack_generation << ACK_CODE_BITS | setup->written_code : 0,
+		.tag = setup->tag,
+	};
+	pthread_mutex_lock(&receiver->shelf->lock);
+	if (!names_have(&receiver->shelf->stored, name))
+		receiver->reading.record = lane_begin(lane, came, setup->owner, &word);
+	pthread_mutex_unlock(&receiver->shelf->lock);
+	came->under_way = receiver->reading.record ? (uint8_t)(home + 1) : 0;
+}
+
 /* It has been read to its end: keep it, or the room. */
 static int settle(struct tk_receiver *receiver)
 {
@@ -430,6 +468,8 @@ static int settle(struct tk_receiver *receiver)
 		return status; /* once more in the next round */
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
+	if (came.listed)
+		hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came; /* nobody else adds to them */
 		tell_of(receiver, &came);
@@ -459,6 +499,13 @@ static int tell_peer(struct tk_receiver *receiver)
 	return status != -FI_EAGAIN;
 }
 
+static void over(struct reading *reading)
+{
+	reading->is_open = 0;
+	if (reading->record)
+		lane_landed(reading->record);
+}
+
 /* Is done with the slot, which is the peer's again when that has a word, now or from the application. */
 static int answer(struct tk_receiver *receiver)
 {
@@ -466,7 +513,7 @@ static int answer(struct tk_receiver *receiver)
 	receiver->generations[reading->slot] = receiver->due[reading->slot] = reading->head.generation + 1;
 	if (reading->code && !tell_peer(receiver))
 		return 0;
-	reading->is_open = 0;
+	over(reading);
 	receiver->fabric->statistics.landed++;
 	return 1;
 }
@@ -539,7 +586,7 @@ void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 			copy(receiver, &budget);
 			if (!reading->is_whole && settle(receiver))
 				break;
-			reading->is_open = 0;
+			over(reading);
 		}
 		receiver->endpoint = NULL;
 	}

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nic_offload.fabric import Endpoint, Fabric
+    from nic_offload.lane import Lanes
     from nic_offload.sender import Area
     from nic_offload.shelf import Shelf
 
 __all__ = ["Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
-_CAME = struct.Struct("=5Q5IBBBx32s16s")
+_CAME = struct.Struct("=5Q5I4B32s16s")
 _STATE = struct.Struct("=6Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
@@ -56,6 +57,7 @@ class Came(NamedTuple):
     durability: int
     listed: int
     is_stored: int  # or may be: not listed, and a client that wants to hear `landed` has not heard it
+    under_way: int  # to a drive, by the lane of this number, from 1 on; 0: by none
     key: bytes
     fingerprint: bytes
 
@@ -86,11 +88,11 @@ class Receiver:
         length_max: int,
         owner: bytes,
         acks: tuple[int, int, int],
-        codes: tuple[int, int, int, int],
+        codes: tuple[int, int, int, int, int],
     ) -> None:
         """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` what they say.
 
-        That is: landed; other bytes came than were sent; another block has the key; its life was over.
+        That is: landed; other bytes came than were sent; another block has the key; its life was over; written.
         """
         setup = ffi.new("struct tk_receiver_setup *")
         setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
@@ -98,7 +100,9 @@ class Receiver:
         setup.first_generation, setup.slots_count = area.first_generation, area.slots_count
         setup.length_max = length_max
         setup.ack_base, setup.ack_key, setup.ack_words = acks
-        setup.landed_code, setup.differs_code, setup.taken_code, setup.expired_code = codes
+        setup.landed_code, setup.differs_code, setup.taken_code, setup.expired_code, setup.written_code = (
+            codes
+        )
         ffi.memmove(setup.owner, owner, len(owner))
         out = ffi.new("struct tk_receiver **")
         code = lib.tk_receiver_open(shelf.handle, setup, out)
@@ -108,6 +112,11 @@ class Receiver:
         self._handle: Any = out[0]
         self._out = ffi.new("struct tk_came[]", _TAKEN_MAX)
         self._state = ffi.new("struct tk_receiver_state *")
+
+    def use(self, lanes: Lanes | None) -> None:
+        """Hand what comes from now on to lanes, or to none."""
+        self._lanes = lanes  # of which the core has the address
+        lib.tk_receiver_use(self._handle, ffi.NULL if lanes is None else lanes.handle)
 
     def feed(self, rooms: Sequence[Room]) -> None:
         """Give it rooms."""

@@ -45,7 +45,7 @@
 #define EVENTS_A_TIME 16
 #define BELL_BYTES 4096
 
-enum { WAKES_CALL, WAKES_SOCKET, WAKES_LISTENER, WAKES_BELL };
+enum { WAKES_CALL, WAKES_SOCKET, WAKES_LISTENER, WAKES_BELL, WAKES_WRITES };
 
 static uint64_t event_of(int kind, int fd)
 {
@@ -69,6 +69,11 @@ int rest_open(struct tk_fabric *fabric)
 int rest_hear(struct tk_fabric *fabric, int pipe_fd)
 {
 	return watch_fd(fabric, WAKES_BELL, pipe_fd, EPOLLIN | EPOLLET);
+}
+
+int rest_hear_writes(struct tk_fabric *fabric, int event_fd)
+{
+	return watch_fd(fabric, WAKES_WRITES, event_fd, EPOLLIN | EPOLLET); /* nobody reads it empty */
 }
 
 void rest_look_again(struct tk_fabric *fabric)

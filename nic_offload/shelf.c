@@ -205,7 +205,9 @@ int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
 
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored)
 {
+	pthread_mutex_lock(&shelf->lock);
 	names_change(&shelf->stored, names, count, are_stored);
+	pthread_mutex_unlock(&shelf->lock);
 }
 
 int tk_shelf_count(struct tk_shelf *shelf)

@@ -36,11 +36,11 @@ struct tk_shelf {
 	struct tk_shelf *next;
 	struct tk_region *region;
 	uint64_t secret[2];
-	struct names stored; /* or on their way there from here */
 	uint8_t *call;		/* the progress thread's copy of the one that it reads */
 	struct shelved **found; /* its blocks */
 
 	pthread_mutex_t lock; /* for all that follows */
+	struct names stored; /* or on their way there from here */
 	struct shelved **named, **known;
 	uint32_t chains, count;
 	uint64_t landed; /* ids that were given to what has just come */

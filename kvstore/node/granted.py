@@ -30,6 +30,7 @@ from kvstore.limits import (
     ROOMS_MAX,
     ROOMS_MIN,
 )
+from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
 from kvstore.node.told import Told
@@ -73,7 +74,18 @@ assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 class Landed:
     """A block that has landed and is not known to the store yet."""
 
-    __slots__ = ("area", "came", "connection", "is_awaited", "is_gone", "lease", "name", "piece")
+    __slots__ = (
+        "area",
+        "came",
+        "connection",
+        "ended_ns",
+        "is_answered",
+        "is_awaited",
+        "is_gone",
+        "lease",
+        "name",
+        "piece",
+    )
 
     def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
         self.area = area  # which holds the piece's memory
@@ -83,6 +95,8 @@ class Landed:
         self.lease = lease
         self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
         self.is_gone = False  # nobody is to read it any more
+        self.is_answered = False  # by the lane,
+        self.ended_ns = 0  # which was done with it then
         # Whether its client has not heard all that it asked for.
         self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
 
@@ -112,7 +126,7 @@ class PutArea:
             self.layout.block_bytes_max,
             connection.tenant,
             (acks.base, acks.key, acks.words),
-            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED),
+            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
         )
 
     def _area(self, base: int, first_generation: int = 0) -> Area:
@@ -151,6 +165,7 @@ class Granted:
         self._hungry: set[PutArea] = set()  # those that wait for room
         self._gathering: set[PutArea] = set()  # whose small blocks wait for each other
         self._store_at = 0  # as soon as so many writes have ended
+        self._lanes = DriveLanes(node.store, node.fabric)
 
     def __len__(self) -> int:
         return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
@@ -168,7 +183,18 @@ class Granted:
             return None
         area = self._areas[connection.number] = PutArea(connection, self._memory)
         self._slots.take(connection.tenant, layout.total_bytes)
+        self._choose_way(area)
         return area
+
+    def _choose_way(self, area: PutArea) -> None:
+        """Who has a quota has each block held against it."""
+        has_quota = self._node.store.quota(area.connection.tenant).bytes_max > 0
+        area.receiver.use(None if has_quota else self._lanes.handed)
+
+    def quotas_changed(self) -> None:
+        """Others may have one now."""
+        for area in self._areas.values():
+            self._choose_way(area)
 
     def close(self, connection: Connection) -> None:
         """The connection's endpoint is closed: keep what had come, and take the rest of the rooms back."""
@@ -230,6 +256,7 @@ class Granted:
                 area.target = ROOMS_MIN
                 self._hungry.discard(area)
                 self._empty(area)
+        self._lanes.tick()
         self.feed_hungry()
         self._node.fetches.pump()
 
@@ -241,7 +268,10 @@ class Granted:
     # --- what has come
 
     def told(self, number: int) -> None:
-        """A receiver has something. Small blocks that come while a drive is at work go to it together."""
+        """A receiver has something, or a lane. Small blocks that come while a drive is at work go to it together."""
+        if number == LANE_TAG:
+            self._take_written()
+            return
         area = self._areas.get(number)
         if area is None:
             return
@@ -284,6 +314,31 @@ class Granted:
         """Take note of all that has come, before somebody asks or changes it."""
         for number in list(self._areas):
             self.came(number)
+        self._take_written()
+
+    def before_others(self, names: Sequence[Name]) -> None:
+        """These are going to be put another way: lanes take none of them, and what they have is known."""
+        self._memory.stored(names)
+        if self._lanes.is_ahead:
+            self.take_all()
+
+    def free_names(self, names: Sequence[Name]) -> None:
+        """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
+        store = self._node.store
+        idle = [name for name in names if name not in self._landed and not store.is_putting(name)]
+        entries = store.lookup(idle)
+        self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
+
+    def _take_written(self) -> None:
+        """What lanes have written goes into the index."""
+        for drive, rows in self._lanes.take():
+            for number in {row.tag for row in rows}:
+                if (area := self._areas.get(number)) is not None:
+                    self._take(area)  # of which the store has to know first
+            for row in rows:
+                one = self._by_tag[row.id]
+                one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
+            drive.written((row.id, row.generation, row.offset, row.result) for row in rows)
 
     def _take(self, area: PutArea) -> State:
         while True:
@@ -304,8 +359,9 @@ class Granted:
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
         area.idle_ticks = 0
-        now_ns = node.clock.monotonic_ns()
+        landed_ns = came[-1].landed_ns
         leases: list[Lease] = []
+        on_lanes: dict[int, list[Landed]] = {}
         told: dict[bytes, list[Lease]] = {}
         for one in came:
             lease = Lease(
@@ -318,23 +374,27 @@ class Granted:
                 one.ack_word,
                 one.expires_unix_ms,
                 leased_ns=came[0].landed_ns,
-                landed_ns=now_ns,
+                landed_ns=landed_ns,
             )
             landed = Landed(area, one, area.rooms.pop(one.room), lease)
             self._landed[landed.name] = landed
-            area.unheard.append(landed)
+            (on_lanes.setdefault(one.under_way, []) if one.under_way else area.unheard).append(landed)
             leases.append(lease)
             if one.metadata_bytes:
                 end = one.address + METADATA_BYTES_MAX
                 data = ctypes.string_at(end - one.metadata_bytes, one.metadata_bytes)
                 told.setdefault(data, []).append(lease)
+        if on_lanes:
+            self._by_tag.update({one.came.id: one for some in on_lanes.values() for one in some})
+            items = {lane: [self._item(one) for one in some] for lane, some in on_lanes.items()}
+            self._lanes.heard(items, self._kept)
         node.counters.leased += len(came)
         node.counters.landed += len(came)
         for data, some in told.items():
             self._hear(connection, data, some)
         if node.spans is not None:
-            node.spans.landed(((lease, lease.leased_ns) for lease in leases), now_ns)
-        node.traces.saw(Step.LANDED, leases)
+            node.spans.landed(((lease, lease.leased_ns) for lease in leases), landed_ns)
+        node.traces.saw(Step.LANDED, leases, at_ns=landed_ns)
 
     def _hear(self, connection: Connection, data: bytes, leases: Sequence[Lease]) -> None:
         node = self._node
@@ -360,6 +420,7 @@ class Granted:
                 return
             del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
+            self._lanes.lend()
 
     @staticmethod
     def _item(one: Landed) -> PutItem:
@@ -380,8 +441,11 @@ class Granted:
 
     def _kept(self, batch: Sequence[PutDone]) -> None:
         node = self._node
-        now_ns = node.clock.monotonic_ns()
         landed = [self._by_tag.pop(done.tag) for done in batch]
+        if all(one.ended_ns for one in landed):  # by the lane, whose peers have heard of it before us
+            now_ns = max(max(one.ended_ns, one.lease.landed_ns) for one in landed)
+        else:
+            now_ns = node.clock.monotonic_ns()
         if node.spans is not None:
             ends = [End.FAILED if done.error else End.KEPT for done in batch]
             node.spans.ended(((one.lease, end) for one, end in zip(landed, ends, strict=True)), now_ns)
@@ -403,8 +467,8 @@ class Granted:
         self._settle(landed)
         for (tenant, number), leases in kept.items():
             durability = _DURABILITIES[number]
-            node.timings.leases_kept(tenant, durability, leases)
-            node.traces.saw(Step.KEPT, leases, durability.name.lower())
+            node.timings.leases_kept(tenant, durability, leases, now_ns)
+            node.traces.saw(Step.KEPT, leases, durability.name.lower(), now_ns)
 
     def _code(self, one: Landed, done: PutDone) -> AckCode | None:
         """What its client is to hear now; None if it has heard all that it asked for."""
@@ -413,6 +477,8 @@ class Granted:
             return code_of_error(done.error) if one.is_awaited else None
         if one.lease.durability is Durability.LANDED:
             return AckCode.LANDED if one.is_awaited else None
+        if one.is_answered:
+            return None
         return _ACKS[+done.durability]
 
     def _note_failure(self, one: Landed, error: StorageError) -> None:
@@ -442,10 +508,10 @@ class Granted:
                 pages.retire(piece, came.id)
             pages.release(piece)
             memory.shares.release(one.area.holder, piece.pages * PAGE_BYTES)
-            if entry is None and one.name not in self._landed:
+            if entry is None:
                 gone.append(one.name)
         memory.shelve(hot)
-        memory.gone(gone)
+        self.free_names(gone)
         self._node.note_freed()
         self.feed_hungry()
         if self._node.fetches.waiting:  # the memory was held against them
@@ -481,11 +547,15 @@ class Granted:
             one = self._landed.get(name)
             if one is not None:
                 one.is_gone = True
+                self._memory.stored(
+                    [name]
+                )  # until the store is done with it, the lane takes none of that name
                 self._memory.shelf.unlist(*name)
 
     def delete(self, names: Iterable[Name]) -> None:
         """These are being deleted. What the store has not heard of, it never will: it was put, and is gone again."""
         gone = set(names)
+        self._memory.stored(gone & self._landed.keys())  # as when it is forgotten
         for area in self._areas.values():
             over = [one for one in area.unheard if one.name in gone]
             if over:

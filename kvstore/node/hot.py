@@ -333,8 +333,6 @@ class HotMemory:
         for tenant, key in names:
             self.shelf.unlist(tenant, key)
         self.pages.drop_dead(names, lookup)
-        if not are_new:
-            self.gone([name for name, entry in zip(names, lookup(names), strict=True) if entry is None])
 
     def stored(self, names: Iterable[Name]) -> None:
         """Something is stored under these names: what comes under them is compared with that."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.fair import Holder
+    from kvstore.node.granted import Granted
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
@@ -52,6 +53,7 @@ class InlineBlocks:
         self,
         store: Store,
         memory: HotMemory,
+        granted: Granted,
         clock: Clock,
         counters: Counters,
         timings: Timings,
@@ -61,6 +63,7 @@ class InlineBlocks:
         self.timings = timings
         self._clock = clock
         self._store = store
+        self._granted = granted
         self.memory = memory
         self._shares = Shares(memory.size_bytes // 2, tenants_known)  # a reader here does not stop the fabric
 
@@ -114,12 +117,15 @@ class InlineBlocks:
 
             def finish(batch: Sequence[PutDone]) -> None:
                 self.give_back(who, piece)
+                if batch[0].error is not None:
+                    self._granted.free_names([(tenant, key)])
                 lengths = [length] if batch[0].error is None else []
                 self.counters.kept(lengths, [batch[0].error])
                 self.timings.inline_kept(tenant, batch[0].durability, began_ns, landed_ns, lengths)
                 if not kept.done():
                     kept.set_result(batch[0])
 
+            self._granted.before_others([item[:2]])
             self._store.put([item], finish)
         except BaseException:
             self.give_back(who, piece)

@@ -148,7 +148,9 @@ class Node:
             traced=spans is not None,
         )
         self.fabric_calls = FabricCalls(self, self._tags)
-        self.inline = InlineBlocks(store, self.hot, clock, self.counters, self.timings, tenants_known)
+        self.inline = InlineBlocks(
+            store, self.hot, self.granted, clock, self.counters, self.timings, tenants_known
+        )
         self.pins = Pins(store, clock)
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log, spans)
@@ -167,6 +169,8 @@ class Node:
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
         self.hot.changed(names, self.store.lookup, are_new=reason is None)
+        if reason is not None:
+            self.granted.free_names(names)
         for listener in self.block_listeners:
             listener(names, reason)
 
@@ -485,6 +489,7 @@ class Node:
             )
             for connection, lease, event in landed
         ]
+        self.granted.before_others([(item.tenant, item.key) for item in items])
         try:
             self.store.put(items, self._kept)
         except Overloaded:
@@ -494,6 +499,7 @@ class Node:
     def _kept(self, batch: Sequence[PutDone]) -> None:
         words: list[WordPut] = []
         lengths: list[int] = []
+        vain: list[tuple[bytes, bytes]] = []
         kept: dict[tuple[bytes, Durability], list[Lease]] = {}
         # Before anybody is told, so that no span outlasts its parent.
         ended = None if self.spans is None else self._ends(batch)
@@ -507,6 +513,7 @@ class Node:
                 code = AckCode(done.durability) if lease.durability > Durability.LANDED else None
             else:
                 code = self._not_kept(connection, lease, done.error)
+                vain.append((connection.tenant, lease.key))
             if connection.closed:
                 self._free_if_idle(connection)
             elif code is not None:
@@ -514,6 +521,7 @@ class Node:
         self.counters.kept(lengths, (done.error for done in batch))
         if words:
             put_words(self.fabric, words)
+        self.granted.free_names(vain)
         for (tenant, durability), leases in kept.items():
             self.timings.leases_kept(tenant, durability, leases)
             self.traces.saw(Step.KEPT, leases, durability.name.lower())

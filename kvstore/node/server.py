@@ -167,6 +167,7 @@ def _reload_tenants(node: Node, gate: Gate, path: Path) -> None:
     try:
         log.info("%d tenants", tenants.load(path))
         node.store.change_quotas(tenants.quotas())
+        node.granted.quotas_changed()
     except ConfigError as error:
         log.warning("%s The tenants stay as they were.", error)
         return

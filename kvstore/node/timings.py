@@ -101,12 +101,14 @@ class Timings:
     calls_failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # by call and status
     puts: OrderedDict[tuple[bytes, int, bool], PutSeen] = field(default_factory=OrderedDict)
 
-    def leases_kept(self, tenant: bytes, durability: Durability, leases: Iterable[Lease]) -> None:
-        """Blocks of one tenant that had landed are on the drive."""
+    def leases_kept(
+        self, tenant: bytes, durability: Durability, leases: Iterable[Lease], at_ns: int | None = None
+    ) -> None:
+        """Blocks of one tenant that had landed are on the drive, since now unless it is said when."""
         together: dict[tuple[int, int], list[Lease]] = {}
         for lease in leases:
             together.setdefault((lease.leased_ns, lease.landed_ns), []).append(lease)
-        now_ns = self.clock.monotonic_ns()
+        now_ns = self.clock.monotonic_ns() if at_ns is None else at_ns
         for (leased_ns, landed_ns), some in together.items():
             self._kept(durability).note(now_ns - landed_ns, len(some))
             put = self._put(tenant, leased_ns, durability, some[0].trace, inline=False)

@@ -67,17 +67,20 @@ class SessionTrace:
         at_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
         self._seen.append(Seen(step, at_ns, blocks, size_bytes, tokens, detail, by_node=True))
 
-    def saw_put(self, step: Step, blocks: int, size_bytes: int, detail: str = "") -> None:
+    def saw_put(
+        self, step: Step, blocks: int, size_bytes: int, detail: str = "", at_ns: int | None = None
+    ) -> None:
         """The node did something for blocks that come one by one; those of a moment are one row."""
-        now_ns = self._clock.monotonic_ns()
+        now_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
         for at, seen in enumerate(islice(reversed(self._seen), _STEPS_LOOKED_BACK), 1):
             is_like = seen.by_node and (seen.step, seen.detail) == (step, detail)
             if is_like and now_ns - seen.at_ns < _TOGETHER_NS:
                 blocks, size_bytes = blocks + seen.blocks, size_bytes + seen.size_bytes
-                at_ns = seen.at_ns if step is Step.LEASED else now_ns  # the first slot, and the last block
+                first, last = sorted((seen.at_ns, now_ns))
+                at_ns = first if step is Step.LEASED else last  # the first slot, and the last block
                 self._seen[-at] = Seen(step, at_ns, blocks, size_bytes, 0, detail, by_node=True)
                 return
-        self.saw(step, blocks, size_bytes, detail=detail)
+        self.saw(step, blocks, size_bytes, detail=detail, at_ns=now_ns)
 
     def reported(self, seen: Seen) -> None:
         """Somebody else saw something; its time is already the node's."""
@@ -211,8 +214,8 @@ class Traces:
         if given:
             trace.saw_put(Step.LEASED, len(given), sum(lease.length for lease in given))
 
-    def saw(self, step: Step, leases: Iterable[Lease], detail: str = "") -> None:
-        """Something happened to a batch of leased blocks, of whatever sessions."""
+    def saw(self, step: Step, leases: Iterable[Lease], detail: str = "", at_ns: int | None = None) -> None:
+        """Something happened to a batch of leased blocks, of whatever sessions, now unless it is said when."""
         if not self._count:
             return
         counts: dict[SessionTrace, list[int]] = {}
@@ -222,4 +225,4 @@ class Traces:
                 count[0] += 1
                 count[1] += lease.length
         for trace, (blocks, size_bytes) in counts.items():
-            trace.saw_put(step, blocks, size_bytes, detail)
+            trace.saw_put(step, blocks, size_bytes, detail, at_ns)

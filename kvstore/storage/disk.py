@@ -62,6 +62,11 @@ class Disk(Protocol):
         """How large the drive is."""
         ...
 
+    @property
+    def direct_fd(self) -> int | None:
+        """What a lane may write through, beside us; None if nothing can."""
+        ...
+
     def submit(self, ops: Sequence[DiskOp]) -> int:
         """Start operations, in one system call; tell how many, from the first, were accepted."""
         ...

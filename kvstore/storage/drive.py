@@ -27,6 +27,8 @@ from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
     HEADER_BYTES,
+    LENT_PAGES,
+    LENT_SHARE,
     PAGE_BYTES,
     SESSION_BLOCKS_MAX,
     SESSIONS_EXPIRED_AT_ONCE,
@@ -53,12 +55,13 @@ from kvstore.storage.sessions import Sessions
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.wipes import Wipes
 from kvstore.storage.writes import Writes
-from kvstore.wire.record import record_bytes
+from kvstore.wire.record import FORMAT_VERSION, RECORD_MAGIC, Kind, record_bytes
 from nic_offload.checksum import crc32c_at
 from nic_offload.handle import Handle
+from nic_offload.lane import RecordFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
     from kvstore.storage.outbox import Outbox
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
+    from kvstore.storage.writes import Lane
 
 __all__ = ["Drive", "check_batch", "check_steps"]
 
@@ -101,7 +105,9 @@ class Drive(Handle):
         self._extents = opened.extents
         self._traffic = Traffic(volume.disk)
         self._clock = clock
-        self._writes = Writes(volume, self._extents, self._traffic, opened.note_synced, opened.note_begun)
+        self._writes = Writes(
+            volume, self._extents, self._traffic, opened.note_synced, opened.note_begun, opened.note_lent
+        )
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
         self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
         self._doubts = opened.doubts
@@ -244,6 +250,48 @@ class Drive(Handle):
             raise Overloaded("The drive has as many puts to do as it accepts.")
         self._puts.accept(items, done)
         self._quota_queue.step()
+        self._set_off()
+
+    # A lane (`nic_offload.lane`), which writes blocks by itself.
+
+    @property
+    def direct_fd(self) -> int | None:
+        """Give the descriptor that a lane is to write through; None if it can't."""
+        return self._volume.disk.direct_fd
+
+    @property
+    def record_format(self) -> RecordFormat:
+        """What a lane makes headers of blocks with."""
+        superblock = self._volume.superblock
+        return RecordFormat(
+            RECORD_MAGIC, FORMAT_VERSION, Kind.BLOCK, superblock.secret, superblock.drive_uuid
+        )
+
+    def use_lane(self, lane: Lane) -> None:
+        """Let a lane write here, on ground that it is lent."""
+        self._writes.lane = lane
+
+    def lend(self) -> None:
+        """Let the lane have ground, if it has none and there is room for all who wait."""
+        pages = min(LENT_PAGES, self.capacity_bytes // PAGE_BYTES // LENT_SHARE)
+        if self.keeping.refusal(pages) is None and not self._traffic.queued:
+            self._writes.lend(pages)
+            self._set_off()
+
+    def seal(self) -> None:
+        """Take back what the lane has not used."""
+        self._writes.seal()
+        self._set_off()
+
+    def under_way(self, items: Sequence[PutItem], done: PutsDone) -> None:
+        """Note blocks that the lane writes; each is reported like any other put."""
+        self._puts.under_way(items, done)
+
+    def written(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
+        """Note their ends, in the order of generations: tag, generation, offset, result. They go into the index."""
+        for tag, generation, offset, result in rows:
+            self._puts.written(tag, generation, offset, result)
+        self._writes.settle_finished()
         self._set_off()
 
     def is_putting(self, name: Name) -> bool:
@@ -450,6 +498,8 @@ class Drive(Handle):
         if self._closed:
             return
         self._closed = True
+        self._writes.seal()
+        self._puts.lane_is_lost()
         self._room.close()
         self._quota_queue.close()
         self._scrubs.close()

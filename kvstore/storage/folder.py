@@ -16,7 +16,7 @@ import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import FolderLocked, StorageError
-from kvstore.limits import DRIVES_MAX, PAGE_BYTES
+from kvstore.limits import DRIVES_MAX, LENT_MAX, PAGE_BYTES
 from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "BegunNote",
     "CommitNote",
     "FolderLock",
+    "LentNote",
     "NotePlace",
     "SyncNote",
     "drive_path",
@@ -39,11 +40,15 @@ _NOTE_BYTES: Final = _NOTE.size + 8  # with its check, and in whole words
 _NO_NOTE: Final = (bytes(16), 0, 0)
 _SYNCED_AT: Final = PAGE_BYTES // 2  # behind all notes of commits
 _BEGUN_AT: Final = PAGE_BYTES  # behind those of syncs
-_LOCK_BYTES: Final = 2 * PAGE_BYTES
+_LENT: Final = struct.Struct("<16sQQQII")
+_LENT_BYTES: Final = _LENT.size + 8
+_LENT_AT: Final = 2 * PAGE_BYTES
+_LOCK_BYTES: Final = 4 * PAGE_BYTES
 
 assert _NOTE_BYTES * DRIVES_MAX <= _SYNCED_AT
 assert _SYNCED_AT + _NOTE_BYTES * DRIVES_MAX <= _BEGUN_AT
-assert _BEGUN_AT + _NOTE_BYTES * DRIVES_MAX <= _LOCK_BYTES
+assert _BEGUN_AT + _NOTE_BYTES * DRIVES_MAX <= _LENT_AT
+assert _LENT_AT + _LENT_BYTES * LENT_MAX * DRIVES_MAX <= _LOCK_BYTES
 
 
 def drive_path(data: Path, number: int) -> Path:
@@ -78,6 +83,17 @@ class BegunNote(NamedTuple):
     drive_uuid: bytes
     epoch: int
     generation: int
+
+
+class LentNote(NamedTuple):
+    """Ground that a lane was lent: records stand there, one behind the other, that no index may have yet."""
+
+    drive_uuid: bytes
+    epoch: int
+    page: int
+    generation: int
+    pages: int
+    records: int
 
 
 class FolderLock:
@@ -117,6 +133,7 @@ class NotePlace:
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
         self._at = number * _NOTE_BYTES
+        self._lent_at = _LENT_AT + number * LENT_MAX * _LENT_BYTES
 
     @property
     def note(self) -> CommitNote:
@@ -144,6 +161,19 @@ class NotePlace:
     def write_begun(self, note: BegunNote) -> None:
         """Note that a generation was given, before anything is written under it."""
         self._write(b"begun", _BEGUN_AT + self._at, note)
+
+    @property
+    def lent(self) -> list[LentNote]:
+        """All ground whose records may not all be in the index; what is damaged is left out."""
+        starts = range(self._lent_at, self._lent_at + LENT_MAX * _LENT_BYTES, _LENT_BYTES)
+        rows = [self._page[at : at + _LENT.size + CHECK_BYTES] for at in starts]
+        return [LentNote._make(_LENT.unpack_from(row)) for row in rows if is_whole(b"lent", row)]
+
+    def write_lent(self, place: int, note: LentNote | None) -> None:
+        """Note ground before a lane has it; None: all that stands there is in the index."""
+        at = self._lent_at + place * _LENT_BYTES
+        row = bytes(_LENT.size + CHECK_BYTES) if note is None else checked(b"lent", _LENT.pack(*note))
+        self._page[at : at + len(row)] = row
 
     def _read(self, kind: bytes, at: int) -> tuple[bytes, int, int]:
         row = self._page[at : at + _NOTE.size + CHECK_BYTES]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import StorageError
 from kvstore.storage.doubts import Doubts
-from kvstore.storage.folder import BegunNote, SyncNote
+from kvstore.storage.folder import BegunNote, LentNote, SyncNote
 from kvstore.storage.index import Index
 from kvstore.storage.index_check import check_free, check_index
-from kvstore.storage.recovery import check_manifests, extents_around, rebuild
+from kvstore.storage.recovery import add_lent, check_manifests, extents_around, rebuild
 from kvstore.storage.superblock import EPOCH_FORMATTED
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.storage.extents import Extents
     from kvstore.storage.folder import NotePlace
     from kvstore.storage.volume import Volume
+    from nic_offload.lane import Ground
 
 __all__ = ["OpenedIndex", "open_index"]
 
@@ -52,6 +53,7 @@ class OpenedIndex:
     doubts: Doubts
     note_synced: Callable[[int], None]
     note_begun: Callable[[int], None]
+    note_lent: Callable[[int, Ground | None], None]
 
 
 def _check(index: Index, extents: Extents, volume: Volume, notes: NotePlace, synced_generation: int) -> None:
@@ -84,6 +86,7 @@ def open_index(
         try:
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
+            add_lent(volume.disk, superblock, index, notes.lent)
             live, extents = extents_around(index, superblock)
             _check(index, extents, volume, notes, synced_generation)
         except StorageError as doubt:
@@ -117,4 +120,8 @@ def open_index(
     def note_begun(generation: int) -> None:
         notes.write_begun(BegunNote(drive_uuid, epoch, generation))
 
-    return OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced, note_begun)
+    def note_lent(place: int, ground: Ground | None) -> None:
+        note = None if ground is None else LentNote(drive_uuid, epoch, *ground)
+        notes.write_lent(place, note)
+
+    return OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced, note_begun, note_lent)

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, KeyTaken, StorageError
+from kvstore.errors import Expired, KeyTaken, ReadOnly, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -85,6 +85,7 @@ class Puts:
         self._keeping = keeping
         self._clock = clock
         self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
+        self._on_lane: dict[int, _Write] = {}  # those that a lane writes, by tag
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
@@ -111,6 +112,28 @@ class Puts:
             else:
                 self._keeping.used([entry.generation])
                 self._settle(item, done, entry)
+
+    def under_way(self, items: Sequence[PutItem], done: PutsDone) -> None:
+        """Note blocks that a lane writes; `written` says how each ended, and it is reported like any other."""
+        self.outbox.promised += len(items)
+        for item in items:
+            write = _Write(self._writes, self, item, done, replaces=None)
+            assert write.name not in self._by_name, "a lane has no block whose name is being put"
+            self._by_name[write.name] = self._on_lane[item.tag] = write
+
+    def written(self, tag: int, generation: int, offset: int, result: int) -> None:
+        """Note the end of a block that a lane wrote, in the order of generations."""
+        self._writes.ended_on_lane(self._on_lane.pop(tag), generation, offset, result)
+
+    def lane_is_lost(self) -> None:
+        """The lane will say no more of what it has, if it has anything: it may be on the drive, or not."""
+        if not self._on_lane:
+            return
+        error = ReadOnly("The fabric's thread hangs, and nobody knows what it has written.")
+        lost, self._on_lane = self._on_lane, {}
+        self._writes.lane_is_lost(error)
+        for write in lost.values():
+            self._ended(write, list(write.items()), None, error)
 
     def _write(self, item: PutItem, done: PutsDone, replaces: Entry | None) -> None:
         write = _Write(self._writes, self, item, done, replaces=replaces)

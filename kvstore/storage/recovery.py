@@ -26,13 +26,14 @@ from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, r
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from kvstore.storage.disk import Disk, Progress
+    from kvstore.storage.folder import LentNote
     from kvstore.storage.index import Index
     from kvstore.wire.record import Superblock
 
-__all__ = ["Found", "check_manifests", "extents_around", "rebuild", "scan"]
+__all__ = ["Found", "add_lent", "check_manifests", "extents_around", "rebuild", "scan"]
 
 _WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
 _JUMPED_OVER_BYTES: Final = (
@@ -101,6 +102,47 @@ def extents_around(index: Index, superblock: Superblock) -> tuple[array[int], Ex
 
     first = records_begin(superblock.capacity_bytes)
     return pages, Extents.around(noted(), first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+
+
+def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[LentNote]) -> None:
+    """Put blocks into a trusted index that a lane had written, and told of, when the process died.
+
+    All of them stand on ground that was noted; what was deleted there has no header any more. One that nobody had
+    been told of may be among them.
+    """
+    if index.was_clean:
+        return
+    codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+    found: list[tuple[tuple[bytes, bytes], Entry]] = []
+    for note in lent:
+        if (note.drive_uuid, note.epoch) != (superblock.drive_uuid, superblock.epoch):
+            continue
+        page, until = note.page, note.page + note.pages
+        data = disk.read_at(page * PAGE_BYTES, note.pages * PAGE_BYTES)
+        while page < until:
+            offset = page * PAGE_BYTES
+            header = codec.parse(data, (page - note.page) * PAGE_BYTES, offset)
+            is_its = (
+                isinstance(header, Header)
+                and header.kind == Kind.BLOCK
+                and 0 <= header.generation - note.generation < note.records
+            )
+            if not is_its or not isinstance(header, Header):
+                page += 1
+                continue
+            entry = Entry(
+                offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
+            )
+            found.append(((header.tenant, header.key), entry))
+            page += record_bytes(header.length) // PAGE_BYTES
+    known = index.lookup([name for name, _ in found])
+    new = [
+        (name, entry)
+        for (name, entry), there in zip(found, known, strict=True)
+        if there is None or there.generation < entry.generation
+    ]
+    if new:
+        index.publish_newest(sorted(new, key=lambda one: one[1].generation))
 
 
 def check_manifests(disk: Disk, superblock: Superblock, index: Index, synced_generation: int) -> None:

@@ -139,6 +139,15 @@ class Store(Handle):
         return store
 
     @property
+    def homes(self) -> bytes:
+        """Give the position of the drive that is home to each lot of names."""
+        return self._placement.homes
+
+    def is_putting(self, name: Name) -> bool:
+        """Tell whether a put of this name is under way."""
+        return any(drive.is_putting(name) for drive in self.drives)
+
+    @property
     def name(self) -> str:
         """Tell the store's own name: the beginning of its uuid."""
         return self.drives[0].store_uuid.hex()[:12]

@@ -70,6 +70,11 @@ class UringDisk:
         """How large the file or the device is, in whole pages."""
         return self._capacity_bytes
 
+    @property
+    def direct_fd(self) -> int | None:
+        """Open for direct I/O."""
+        return self._fd
+
     def submit(self, ops: Sequence[DiskOp]) -> int:
         """Start operations in one system call; tell how many were accepted."""
         count = min(len(ops), self._depth)

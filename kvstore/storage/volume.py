@@ -70,6 +70,14 @@ class Volume:
         self._next_generation = generation + 1
         return generation
 
+    def take_generations(self, count: int) -> int:
+        """Give the first of so many generations, one after the other."""
+        first = self._next_generation
+        if first + count > self.superblock.generation_ceiling:
+            self._reserve(first + count - 1)
+        self._next_generation = first + count
+        return first
+
     def _reserve(self, generation: int) -> None:
         ceiling = self._ceiling_above(generation)
         if generation >= ceiling:

@@ -10,6 +10,8 @@ Always holds:
 - A sync stands for what had ended when it began, and for nothing else.
 - A record that finds no room waits, and all that come after it wait behind it, until `resume` finds room or
   `refuse_first` says that there will be none. So what comes free meanwhile is not taken bit by bit by smaller ones.
+- A lane (`nic_offload.lane`) writes records by itself on ground that it was lent, pages and generations. Its ground
+  stands among the records in the order of generations, and is taken back before the next one of ours begins.
 
 It doesn't know what records are for: their owners publish and report them.
 """
@@ -22,8 +24,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.errors import NoSpace, ReadOnly, StorageError
-from kvstore.limits import GENERATION_MAX, PAGE_BYTES, UNSYNCED_FREES_MAX
+from kvstore.limits import GENERATION_MAX, LENT_MAX, LENT_RECORDS_MAX, PAGE_BYTES, UNSYNCED_FREES_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
+from nic_offload.lane import Ground
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     AfterSync = Callable[[StorageError | None], None]
 
-__all__ = ["Owner", "RecordWrite", "Writes", "write_error"]
+__all__ = ["Lane", "Owner", "RecordWrite", "Writes", "write_error"]
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -49,6 +52,26 @@ class Owner(Protocol):
 
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a record that was published, or one that never will be."""
+        ...
+
+
+class Lane(Protocol):
+    """What writes by itself on ground that it was lent."""
+
+    def lend(self, ground: Ground) -> bool:
+        """Take ground; False if it has some, or has failed."""
+        ...
+
+    def seal(self) -> tuple[int, Ground]:
+        """Give it back: how many records stand on it, and what is left."""
+        ...
+
+    def fail(self) -> None:
+        """Begin no more, and answer nobody."""
+        ...
+
+    def clear(self, generation: int) -> None:
+        """Tell of its records below this generation, each when it and all that come before it have ended."""
         ...
 
 
@@ -94,19 +117,25 @@ class Writes:
         traffic: Traffic,
         note_synced: Callable[[int], object],
         note_begun: Callable[[int], object],
+        note_lent: Callable[[int, Ground | None], object] = lambda *_: None,
     ) -> None:
         """`note_synced` is told up to which generation all that was written survives power loss.
 
-        `note_begun` is told of the last generation that was given before a record with it can be on the drive.
+        `note_begun` is told of the last generation that was given before a record with it can be on the drive, and
+        `note_lent` of ground before a lane has it, with a number for it, until all that stands there is published.
         """
         self._volume = volume
         self._note_synced = note_synced
         self._note_begun = note_begun
+        self._note_lent = note_lent
         self._extents = extents
         self._traffic = traffic
         traffic.about_to_start = self._fill_in
         self._bare: list[RecordWrite] = []  # begun, and without headers so far
-        self._begun: deque[RecordWrite] = deque()  # given to the drive and not retired, by generation
+        self._begun: deque[RecordWrite | _Lent] = deque()  # given to the drive and not retired, by generation
+        self.lane: Lane | None = None
+        self._lent: _Lent | None = None  # what the lane has now
+        self._on_lanes: deque[_Lent] = deque()  # all that is not over
         self._awaiting: list[AfterSync] = []
         self._unhurried: list[AfterSync] = []
         self._sync: _Sync | None = None
@@ -160,16 +189,92 @@ class Writes:
 
     def settle_finished(self) -> None:
         """Publish and report what the drive has finished."""
-        retired = []
-        while self._begun and self._begun[0].result is not None:
-            retired.append(self._begun.popleft())
-        self.ended += len(retired)
+        retired: list[RecordWrite] = []
+        while self._begun:
+            first = self._begun[0]
+            if isinstance(first, _Lent):
+                retired += self._take_from(first)
+                if not first.is_over:
+                    break
+            elif first.result is None:
+                break
+            else:
+                retired.append(first)
+                self.ended += 1
+            self._begun.popleft()
         self._publish([record for record in retired if record.generation < self._failed_generation])
+        while self._on_lanes and self._on_lanes[0].is_over:
+            self._note_lent(self._on_lanes.popleft().place, None)
         for record in retired:
             record.owner.finish(
                 record, self.stopped if record.generation >= self._failed_generation else None
             )
         self.sync_if_awaited()
+
+    def lend(self, pages: int) -> None:
+        """Let the lane have ground, so many pages or as many as lie in one piece, if nobody waits for room."""
+        pages = min(pages, self._extents.longest)
+        records = min(pages // 2, LENT_RECORDS_MAX)
+        free = LENT_MAX - len(self._on_lanes)
+        if self.lane is None or self._lent is not None or self.stopped is not None or self._waiting:
+            return
+        if not records or not free:
+            return
+        try:
+            generation = self._volume.take_generations(records)
+        except StorageError as error:
+            self.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            return
+        page = self._extents.allocate(pages)
+        assert page is not None
+        taken = {lent.place for lent in self._on_lanes}
+        place = next(place for place in range(LENT_MAX) if place not in taken)
+        ground = Ground(page, generation, pages, records)
+        self._note_begun(generation + records - 1)
+        self._note_lent(place, ground)
+        self._lent = _Lent(generation, records, place)
+        self._begun.append(self._lent)
+        self._on_lanes.append(self._lent)
+        if not self.lane.lend(ground):
+            self._lent.left = 0
+            self._lent = None
+            self._extents.release(page, pages)
+        self.settle_finished()
+
+    def seal(self) -> None:
+        """Take back what the lane has not used."""
+        lent, self._lent = self._lent, None
+        if lent is None or self.lane is None:
+            return
+        used, left = self.lane.seal()
+        lent.left = used - lent.told
+        if left.pages:
+            self._extents.release(left.page, left.pages)
+
+    def ended_on_lane(self, record: RecordWrite, generation: int, offset: int, result: int) -> None:
+        """Take note of a record of the lane's, each in the order of generations; `settle_finished` does the rest."""
+        lent = next(lent for lent in self._on_lanes if generation < lent.until)
+        record.generation, record.offset = generation, offset
+        lent.told += 1
+        if lent.left is not None:
+            lent.left -= 1
+        lent.ended.append(record)
+        record.end(result or record.size_bytes)
+
+    def lane_is_lost(self, error: StorageError) -> None:
+        """Wait no more for what stands on a lane's ground."""
+        self.stop(error, 0)
+        for lent in self._on_lanes:
+            lent.left = 0
+
+    def _take_from(self, lent: _Lent) -> Sequence[RecordWrite]:
+        """What has ended on ground that is the first of all that is under way."""
+        if not lent.is_clear:
+            lent.is_clear = True
+            if self.lane is not None:
+                self.lane.clear(lent.until)
+        ended, lent.ended = lent.ended, []
+        return ended
 
     def after_sync(self, then: AfterSync, *, unhurried: bool = False) -> None:
         """Call back when all that has ended by now is synced, or never will be.
@@ -199,6 +304,7 @@ class Writes:
             if self._waiting and not was_resumed:
                 self._waiting.append(record)
                 return None
+            self.seal()
             page = self._extents.allocate(record.size_bytes // PAGE_BYTES)
             if page is None:
                 self._waiting.appendleft(record)
@@ -255,6 +361,9 @@ class Writes:
         self._failed_generation = min(self._failed_generation, generation)
         if self.stopped is None or isinstance(self.stopped, NoSpace):
             self.stopped = error
+        if self.lane is not None:
+            self.lane.fail()
+            self.seal()
 
     def stopped_again(self) -> StorageError:
         """Say to a later one why nothing is taken any more."""
@@ -285,6 +394,26 @@ class Writes:
     def _fail(self, record: RecordWrite, error: StorageError) -> None:
         self.queued_pages -= record.size_bytes // PAGE_BYTES
         record.owner.finish(record, error)
+
+
+class _Lent:
+    """Ground that a lane has, or had, until all that stands on it is published."""
+
+    __slots__ = ("ended", "generation", "is_clear", "left", "place", "told", "until")
+
+    def __init__(self, generation: int, records: int, place: int) -> None:
+        self.generation = generation
+        self.until = generation + records
+        self.place = place  # of its note
+        self.ended: list[RecordWrite] = []  # and not retired
+        self.told = 0  # how many have ended
+        self.left: int | None = None  # how many have not, once no more begin
+        self.is_clear = False  # all before it have ended, and the lane knows
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will end on it, and all that has is retired."""
+        return self.left == 0 and not self.ended
 
 
 class _Sync:

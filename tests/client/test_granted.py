@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,6 +61,63 @@ def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: 
         assert rig.is_exact(block)
     wait_until(lambda: is_settled(node), "all of it is on the drive")
     assert rig.client.calls <= 4 + 75, "puts and gets need no call"
+
+
+@pytest.mark.parametrize("drives", [1, 3])
+def test_blocks_are_written_and_read_back_while_the_nodes_python_stands_still(
+    tmp_path: Path, drives: int
+) -> None:
+    """Between the flag and `written` there is not one Python frame at the node: its thread is held meanwhile."""
+    with NodeInProcess(tmp_path / "node", drives=drives) as node, closing(Rig(node)) as rig:
+        while_python_stands_still(node, rig)
+
+
+def test_what_a_lane_has_is_known_before_its_name_is_put_another_way(node: NodeInProcess, rig: Rig) -> None:
+    rig.client.put([rig.block(0, 5000)])
+    wait_until(lambda: is_settled(node), "the lane has ground")
+    held, go_on = threading.Event(), threading.Event()
+    block, seen = rig.block(1, 5000), []
+
+    def look(inside: Node) -> None:
+        held.set()
+        go_on.wait(WAIT_S)
+        (area,) = inside.granted._areas.values()
+        name = area.connection.tenant, block.key
+        inside.granted.before_others([name])
+        seen.append(inside.store.is_putting(name) or inside.store.lookup([name])[0] is not None)
+
+    node._loop.call_soon_threadsafe(look, node.node)
+    assert held.wait(WAIT_S)
+    try:
+        assert rig.client.put([block], timeout_s=WAIT_S / 2)[0].error is None
+    finally:
+        go_on.set()
+    assert rig.client.status(wait_s=WAIT_S).blocks == 2
+    assert seen == [True]
+
+
+def while_python_stands_still(node: NodeInProcess, rig: Rig) -> None:
+    rig.client.put([rig.block(0, 5000)])  # with which each drive lends its lane ground
+    wait_until(lambda: is_settled(node), "the first is on the drive")
+    held, go_on = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        held.set()
+        go_on.wait(WAIT_S)
+
+    node._loop.call_soon_threadsafe(stand_still)
+    assert held.wait(WAIT_S)
+    blocks = [rig.block(number, 5000, offset=number * 8000) for number in range(1, 41)]
+    try:
+        puts = [rig.client.put([block], timeout_s=WAIT_S / 2)[0] for block in blocks]
+        gets = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S / 2)
+    finally:
+        go_on.set()
+    assert {(put.error, put.durability) for put in puts} == {(None, Durability.WRITTEN)}
+    assert gets == [Hit(block.key) for block in blocks]
+    assert all(rig.is_exact(block) for block in blocks)
+    wait_until(lambda: is_settled(node), "the index has them")
+    assert rig.client.status(wait_s=WAIT_S).blocks == 41
 
 
 def test_any_number_is_armed_over_a_few_slots_and_with_one_flag(node: NodeInProcess) -> None:

@@ -64,7 +64,7 @@ class Rig:
             LENGTH_MAX,
             OWNER,
             (pair.back.word_target(0), pair.back.key, WORDS),
-            (LANDED, DIFFERS, TAKEN, EXPIRED),
+            (LANDED, DIFFERS, TAKEN, EXPIRED, WRITTEN),
         )
         there = pair.there
         self.sender = Sender(

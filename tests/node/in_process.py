@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc.aio
 
 from kvstore.clock import SystemClock
+from kvstore.config import DriveSpec
 from kvstore.node.audit import Audit
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
@@ -43,9 +44,15 @@ class NodeInProcess:
         hot_bytes: int = HOT_BYTES,
         options: Sequence[tuple[str, int]] = (),
         host: str = "127.0.0.1",
+        drives: int = 1,
     ) -> None:
         self._options, self._host = tuple(options), host
         self._data, self._capacity_bytes, self._hot_bytes = data, capacity_bytes, hot_bytes
+        self._specs = (
+            [DriveSpec(data.parent / f"{data.name}-{number}.kv", capacity_bytes) for number in range(drives)]
+            if drives > 1
+            else []
+        )
         self._provider = tracer_provider
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="node")
@@ -56,7 +63,12 @@ class NodeInProcess:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         clock = SystemClock()
         with (
-            Store.open(self._data, capacity_bytes=self._capacity_bytes, clock=clock) as store,
+            Store.open(
+                self._data,
+                capacity_bytes=None if self._specs else self._capacity_bytes,
+                clock=clock,
+                drives=self._specs,
+            ) as store,
             Fabric("net", address=self._host) as fabric,
         ):
             spans = None if self._provider is None else NodeSpans(self._provider, clock)

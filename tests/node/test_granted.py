@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.durability import Durability
+from kvstore.storage.uring import UringDisk
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -22,7 +23,8 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInProcess]:
+    monkeypatch.setattr(UringDisk, "direct_fd", None)  # as with several drives: no lane
     with NodeInProcess(tmp_path / "node") as process:
         yield process
 

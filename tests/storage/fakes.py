@@ -62,6 +62,10 @@ class FakeDisk:
         self.closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
+    @property
+    def direct_fd(self) -> int | None:
+        return None
+
     def submit(self, ops: Sequence[DiskOp]) -> int:
         accepted = max(1, self.rng.randrange(len(ops) + 1))  # back-pressure happens
         self.in_flight.extend(ops[:accepted])

@@ -25,6 +25,7 @@ from kvstore.storage.items import (
 from kvstore.storage.manifests import SessionName
 from kvstore.storage.store import Store
 from kvstore.wire.record import record_bytes
+from tests.storage.fake_lane import FakeLane
 from tests.storage.fakes import FakeBay, FakeClock
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ TENANT = b"tenant-of-tests!"
 USER = b"a-user-of-tests!"
 FINGERPRINT = b"layout-of-tests!"
 _ANSWER_MS_MAX = 10_000
+_LANE_TURNS_MAX = 10_000
 
 
 def key(number: int) -> bytes:
@@ -90,6 +92,7 @@ class Rig:
         self._slot_of: dict[int, int] = {}
         self._next_tag = 0
         self.store: Store
+        self.lanes: list[FakeLane] = []  # of this life, one for each drive or none
 
     def open(self, *, without: Sequence[int] = ()) -> Store:
         self.store = Store.open(
@@ -123,6 +126,7 @@ class Rig:
 
     def kill(self) -> None:
         """What SIGKILL does to everything but the drives."""
+        self.lanes = []
         for drive in self.store.drives:
             drive._index.abandon()
             if not self.disks:
@@ -130,6 +134,14 @@ class Rig:
         self.store._ready.close()
         self.store._lock.release()
         self._slot_of.clear()
+
+    def close(self) -> None:
+        """As a node does it: what the lanes have comes to an end before the store."""
+        for lane in self.lanes:
+            lane.drain()
+        self.take_note()
+        self.lanes = []
+        self.store.close()
 
     def power_loss(self, seed: int) -> None:
         assert self.disks
@@ -166,7 +178,10 @@ class Rig:
             durability,
             tag,
         )
-        self.store.put([item], self._puts_done)
+        self.take_note()
+        if not any(lane.takes(item, self._puts_done) for lane in self.lanes):
+            self.store.put([item], self._puts_done)
+            self._lend()
         return tag
 
     def put(
@@ -179,6 +194,7 @@ class Rig:
     def start_delete(
         self, number: int, durability: Durability = Durability.WRITTEN, *, tenant: bytes = TENANT
     ) -> int:
+        self.take_note()
         tag = self._take_tag()
         self.store.delete([DeleteItem(tenant, key(number), durability, tag)], self._deletes_done)
         return tag
@@ -224,6 +240,7 @@ class Rig:
             label.encode(),
             expires_ms,
         )
+        self.take_note()
         self.store.change_sessions([item], self._sessions_done)
         return tag
 
@@ -272,14 +289,20 @@ class Rig:
     ) -> GetItem:
         tag = self._take_slot()
         address = self._slot_of[tag]
+        self.take_note()
         item = GetItem(tenant, key(number), fingerprint, length, address, self.slots.slot_bytes, tag)
         self.store.get([item], self._gets_done)
         return item
 
     def settle(self) -> None:
         """Poll until everything is answered."""
-        waited_ms = 0
+        waited_ms = turns = 0
         while self.is_busy():
+            self.step_lanes()
+            if self.lanes and not self.is_ready(0):
+                turns += 1
+                assert turns <= _LANE_TURNS_MAX, "the lane and the store wait for each other"
+                continue
             if self.patience_ms and not self.is_ready(0):
                 waited_ms += TIMER_TICK_MS
                 assert waited_ms <= self.patience_ms, "the store does not answer in its own time"
@@ -315,7 +338,40 @@ class Rig:
 
     def poll_once(self) -> None:
         """Poll, whether anything is ready or not."""
+        self.step_lanes()
         self.store.poll()
+
+    def use_lanes(self, seed: int) -> None:
+        """Let blocks be written by lanes, as far as these take them."""
+        self.lanes = [
+            FakeLane(self.store, drive, self.disks[drive.number], seed + drive.number)
+            for drive in self.store.drives
+        ]
+        self._lend()
+
+    def _lend(self) -> None:
+        for lane in self.lanes:
+            lane.drive.lend()
+
+    def step_lanes(self) -> None:
+        for lane in self.lanes:
+            lane.step()
+        if any(lane.dice.random() < 0.3 for lane in self.lanes):
+            self.take_note()
+            self._lend()
+        self._hear_lanes()
+
+    def take_note(self) -> None:
+        """What a node does before anybody asks its store for anything."""
+        for lane in self.lanes:
+            lane.take_note()
+        self._hear_lanes()
+
+    def _hear_lanes(self) -> None:
+        """Peers hear of it before the store does."""
+        for lane in self.lanes:
+            self.put_done.update(lane.told)
+            lane.told.clear()
 
     def record_at(self, number: int) -> tuple[int, int]:
         """Offset and bytes on the drive."""
@@ -340,7 +396,10 @@ class Rig:
         return tag
 
     def _puts_done(self, done: Sequence[PutDone]) -> None:
-        self.put_done.update((one.tag, one) for one in done)
+        for one in done:
+            said = self.put_done.get(one.tag)
+            assert said is None or one.error is None, "a peer heard that it was written"
+            self.put_done[one.tag] = one
         self.reported.extend(one.tag for one in done)
 
     def _gets_done(self, done: Sequence[GetDone]) -> None:

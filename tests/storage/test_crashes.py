@@ -117,6 +117,7 @@ class Life:
 
     def note_evictions(self) -> None:
         """What went for room need not be there any more, and nothing else may go by itself."""
+        self.rig.take_note()
         numbers = list(self.expected.acknowledged)
         stored = self.rig.store.lookup([(TENANT, key(number)) for number in numbers])
         for number, entry in zip(numbers, stored, strict=True):
@@ -313,6 +314,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("first_seed", range(FIRST, FIRST + SEEDS, BATCH))
 def test_crashes(data: Path, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
+    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 3)
     for seed in range(first_seed, first_seed + BATCH):
         run(data / str(seed), seed)
         shutil.rmtree(data / str(seed))
@@ -337,6 +339,8 @@ def run(data: Path, seed: int, drives: int = 1) -> None:
     for number in range(LIVES):
         rig.open(without=without)
         life = Life(rig, rng, expected)
+        if seed % 4 >= 2:
+            rig.use_lanes(seed)
         life.live()
         places = drives_of(rig, range(NAMES))
         survives = end(rig, rng, life, (seed * LIVES + number) * drives)
@@ -378,7 +382,7 @@ def lose(expected: Expected, life: Life, places: dict[int, set[int]], away: int)
 def end(rig: Rig, rng: random.Random, life: Life, seed: int) -> Durability:
     """Close, kill or cut the power; tell what survives that."""
     if rng.random() < 0.2:
-        rig.store.close()
+        rig.close()
         life.hear()
         life.closed = True
         rig.disks = [

@@ -55,15 +55,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.seed = 0
 
-    @initialize(policy=st.sampled_from(["lru", "s3fifo"]))
-    def begin(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(["lru", "s3fifo"]), has_lanes=st.booleans())
+    def begin(self, policy: str, has_lanes: bool) -> None:  # noqa: FBT001 - Hypothesis passes by name
         self.rig.policy = policy
+        self.has_lanes = has_lanes
         self.rig.patience_ms = ROOM_WAIT_MS_MAX + TIMER_TICK_MS  # a put may wait for what is held
+        self.open()
+
+    def open(self) -> None:
         self.rig.open()
+        if self.has_lanes:
+            self.rig.use_lanes(self.seed)
 
     def teardown(self) -> None:
         if hasattr(self.rig, "store"):
-            self.rig.store.close()
+            self.rig.close()
             disk = FakeDisk(self.disk.pages, capacity=PAGES * PAGE_BYTES)
             self.rig.disks = [disk]
             report = check(self.folder / "data", bay=self.rig.bay(), boot_id=self.rig.boot_id)
@@ -220,7 +226,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def close(self) -> None:
         self.note_what_went()
-        self.rig.store.close()
+        self.rig.close()
         self.reopen(FakeDisk(self.disk.pages, capacity=PAGES * PAGE_BYTES))
 
     @rule(loses_index=st.booleans())
@@ -242,7 +248,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def reopen(self, disk: FakeDisk) -> None:
         self.rig.disk = disk
-        self.rig.open()
+        self.open()
         self.held = []
         for number in range(25):
             assert self.rig.store.explain(TENANT, key(number)).stored == (number in self.blocks)
@@ -255,13 +261,15 @@ class StoreMachine(RuleBasedStateMachine):
             statistics = self.rig.store.statistics()
             assert statistics.eviction.blocks == statistics.blocks
             pages = sum(pages for _, pages in self.rig.drive._index.extents())
+            lent = sum(lane.ground.pages for lane in self.rig.lanes)
             on_their_way = statistics.wipes_pending or self.rig.drive._writes.waiting_for_sync
-            assert statistics.free_bytes == (PAGES - 4 - pages) * PAGE_BYTES or on_their_way
+            assert statistics.free_bytes == (PAGES - 4 - pages - lent) * PAGE_BYTES or on_their_way
 
 
 @pytest.fixture(autouse=True)
 def small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
+    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 5)
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -1,0 +1,92 @@
+"""The lanes of a node's drives: what writes landed blocks with no call of ours (`nic_offload.lane`).
+
+A block that a lane takes goes to the drive that is its name's home. We lend each lane ground when its drive was given
+something else to do, for that took the ground back, and take it back from one that is idle.
+
+What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record of which
+nobody here has heard.
+
+It doesn't know what the blocks are: `granted` does, and tells the drives.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import LANE_BYTES_MAX, LANE_DEPTH, ROOMS_IDLE_TICKS
+from nic_offload.errors import FabricError
+from nic_offload.lane import Lane, Lanes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.items import PutItem, PutsDone
+    from kvstore.storage.store import Store
+    from nic_offload.fabric import Fabric
+    from nic_offload.lane import Written
+
+__all__ = ["LANE_TAG", "DriveLanes"]
+
+log = logging.getLogger(__name__)
+
+LANE_TAG: Final = 1 << 63  # of the lanes' events; connections have smaller ones
+
+
+class DriveLanes:
+    """Of one node. `handed` is what receivers are to use; None if no drive has a lane."""
+
+    def __init__(self, store: Store, fabric: Fabric) -> None:
+        """Open them."""
+        lanes = [_open(drive, fabric) for drive in store.drives]
+        self._drives = store.drives
+        self._pairs = [
+            (drive, lane) for drive, lane in zip(store.drives, lanes, strict=True) if lane is not None
+        ]
+        self.handed = Lanes(lanes, store.homes) if self._pairs else None
+        self._known = 0  # records that were heard of
+        self._idle_ticks = 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Tell whether a lane has begun records that nobody has heard of."""
+        return sum(lane.begun for _, lane in self._pairs) != self._known
+
+    def heard(self, by_lane: Mapping[int, Sequence[PutItem]], done: PutsDone) -> None:
+        """Tell the drives what their lanes write, by the lanes' numbers; each block is reported like any other put."""
+        self._idle_ticks = 0
+        for number, items in by_lane.items():
+            self._known += len(items)
+            self._drives[number - 1].under_way(items, done)
+
+    def take(self) -> Iterator[tuple[Drive, list[Written]]]:
+        """Take what has ended, each drive's in the order of generations."""
+        for drive, lane in self._pairs:
+            while rows := lane.take():
+                yield drive, rows
+
+    def lend(self) -> None:
+        """Let the lanes have ground, as far as they have none."""
+        for drive, _ in self._pairs:
+            drive.lend()
+
+    def tick(self) -> None:
+        """Take back what nobody has used for a while."""
+        self._idle_ticks += 1
+        if self._idle_ticks == ROOMS_IDLE_TICKS:
+            for drive, _ in self._pairs:
+                drive.seal()
+
+
+def _open(drive: Drive, fabric: Fabric) -> Lane | None:
+    """Open a lane, if there may be another ring; otherwise all that comes to the drive is written by Python."""
+    if drive.direct_fd is None:
+        return None
+    try:
+        lane = Lane(fabric, LANE_TAG, drive.direct_fd, LANE_DEPTH, LANE_BYTES_MAX, drive.record_format)
+    except FabricError as error:
+        log.warning("What lands for drive %d is written by Python: %s", drive.number, error)
+        return None
+    drive.use_lane(lane)
+    return lane

@@ -1,0 +1,29 @@
+/*
+ * What receivers and the progress thread ask of lanes.
+ */
+#ifndef TRIGGERKV_LANE_H
+#define TRIGGERKV_LANE_H
+
+#include "fabric.h"
+
+/* What a peer is told when its record is on the drive. */
+struct lane_word {
+	struct tk_endpoint *endpoint;
+	uint64_t peer, target, key;
+	uint64_t word; /* 0: nothing */
+	uint64_t tag;  /* of its receiver */
+};
+
+/* Which drive a name belongs to. */
+uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name);
+/* Begins to write a block, whose room stays as it is until the record was told; NULL: there is no ground for it. The record
+ * is told of when the peer has heard that it landed, or never will. */
+struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
+			  const struct lane_word *word);
+void lane_landed(struct record *record);
+int poll_lanes(struct tk_fabric *fabric);
+void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
+void lanes_end(struct tk_fabric *fabric);
+void free_lanes(struct tk_fabric *fabric); /* with the fabric */
+
+#endif

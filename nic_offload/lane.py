@@ -1,0 +1,128 @@
+"""A lane: how blocks that have landed get onto a drive with no call of the application (`lane.c`).
+
+The application lends a lane ground: pages, and generations for the records on them. Receivers that use the lane hand it
+what comes to them; it writes each block as a record, tells its peer, and then the application, which puts it into its
+index.
+
+What always holds: records are told of in the order of their generations, and only when all before them are on the
+drive.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.fabric import Fabric
+
+__all__ = ["Ground", "Lane", "Lanes", "RecordFormat", "Written"]
+
+_WRITTEN = struct.Struct("=5QiI")
+_TAKEN_MAX = 256
+assert _WRITTEN.size == ffi.sizeof("struct tk_written")
+
+
+class RecordFormat(NamedTuple):
+    """What begins a record's header, and what its tag is made with."""
+
+    magic: bytes
+    version: int
+    kind: int
+    secret: bytes
+    name: bytes
+
+
+class Ground(NamedTuple):
+    """Pages that lie one behind the other, and as many generations as records may stand there."""
+
+    page: int
+    generation: int
+    pages: int
+    records: int
+
+
+class Written(NamedTuple):
+    """A record that is on the drive, or never will be."""
+
+    id: int  # as its receiver told of it
+    tag: int  # of that receiver
+    generation: int
+    offset: int
+    ended_ns: int
+    result: int  # 0, or a negative errno
+    is_answered: int  # its peer hears of it from the lane, if it asked for that
+
+
+class Lane:
+    """Of one fabric and one drive, and closed with the fabric."""
+
+    def __init__(
+        self, fabric: Fabric, tag: int, drive_fd: int, depth: int, bytes_max: int, record: RecordFormat
+    ) -> None:
+        """`tag` is that of its events; so many writes are under way at a time, and so many bytes."""
+        setup = ffi.new("struct tk_lane_setup *")
+        setup.tag, setup.fd, setup.depth, setup.bytes_max = tag, drive_fd, depth, bytes_max
+        setup.version, setup.kind = record.version, record.kind
+        ffi.memmove(setup.magic, record.magic, len(record.magic))
+        ffi.memmove(setup.secret, record.secret, len(record.secret))
+        ffi.memmove(setup.name, record.name, len(record.name))
+        out = ffi.new("struct tk_lane **")
+        code = lib.tk_lane_open(fabric.handle, setup, out)
+        if code:
+            raise FabricError.from_code("Opening a lane to a drive", code)
+        self._fabric = fabric
+        self.handle: Any = out[0]
+        self._out = ffi.new("struct tk_written[]", _TAKEN_MAX)
+
+    @property
+    def begun(self) -> int:
+        """How many records it has begun."""
+        return 0 if self._fabric.closed else int(lib.tk_lane_begun(self.handle))
+
+    def lend(self, ground: Ground) -> bool:
+        """Give it ground, unless it has some or has failed."""
+        lent = ffi.new("struct tk_ground *", tuple(ground))
+        return not self._fabric.closed and not lib.tk_lane_lend(self.handle, lent)
+
+    def clear(self, generation: int) -> None:
+        """Let it tell of its records below this generation: all lower ones that are not its own are on the drive."""
+        if not self._fabric.closed:
+            lib.tk_lane_clear(self.handle, generation)
+
+    def seal(self) -> tuple[int, Ground]:
+        """Take its ground back: how many records stand, or are to stand, on it, and what is left of it."""
+        left = ffi.new("struct tk_ground *")
+        used = 0 if self._fabric.closed else int(lib.tk_lane_seal(self.handle, left))
+        return used, Ground(left.page, left.generation, left.pages, left.records)
+
+    def fail(self) -> None:
+        """Begin nothing more, and answer nobody: what comes next is not kept."""
+        if not self._fabric.closed:
+            lib.tk_lane_fail(self.handle)
+
+    def take(self) -> list[Written]:
+        """Take some of what has ended; of a full list there may be more."""
+        if self._fabric.closed:
+            return []
+        count = lib.tk_lane_take(self.handle, self._out, _TAKEN_MAX)
+        rows = _WRITTEN.iter_unpack(ffi.buffer(self._out, count * _WRITTEN.size))
+        return list(map(Written._make, rows))
+
+
+class Lanes:
+    """Those of a store's drives, in their order; None: the drive has none."""
+
+    def __init__(self, lanes: Sequence[Lane | None], homes: bytes) -> None:
+        """`homes` has the position of each lot's drive."""
+        assert len(homes) == lib.TK_LOTS, "a home for each lot"
+        assert max(homes) < len(lanes) <= lib.TK_DRIVES_MAX, "homes are drives"
+        self.handle: Any = ffi.new("struct tk_lanes *")
+        for at, lane in enumerate(lanes):
+            self.handle.lanes[at] = ffi.NULL if lane is None else lane.handle
+        ffi.memmove(self.handle.homes, homes, len(homes))

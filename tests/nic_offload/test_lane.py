@@ -1,0 +1,212 @@
+"""Lanes: from a slot to the drive, and the word `written`, with no call of the application."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import pytest
+
+from nic_offload.lane import Ground, Lane, Lanes, RecordFormat, Written
+from tests.nic_offload.rig import PAGE, wait_until
+from tests.nic_offload.test_granted import FINGERPRINT, LANDED, OWNER, ROOMS, WRITTEN, Rig, key_of, open_rig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MIB = 1 << 20
+TAG = 1 << 63
+DEPTH = 16
+LOTS = 8192
+BYTES_MAX = 1 << 30
+FORMAT = RecordFormat(b"TKVRECRD", 3, 1, bytes(range(32)), b"n" * 16)
+FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")
+LENGTH = 5000
+PAGES = 3  # of a record
+
+
+class Drive:
+    """A file, and the lane to it of a rig's receiver."""
+
+    def __init__(self, rig: Rig, path: Path, flags: int = os.O_RDWR) -> None:
+        path.write_bytes(b"\xaa" * (4 * MIB))
+        self.rig = rig
+        self.path = path
+        self._fd = os.open(path, flags | os.O_DIRECT)
+        self.lane = Lane(rig.pair.far.fabric, TAG, self._fd, DEPTH, BYTES_MAX, FORMAT)
+        rig.receiver.use(Lanes([self.lane], bytes(LOTS)))
+        self.written: list[Written] = []
+
+    def lend(
+        self,
+        page: int = 0,
+        generation: int = 100,
+        pages: int = 100,
+        records: int = 64,
+        *,
+        is_clear: bool = True,
+    ) -> None:
+        assert self.lane.lend(Ground(page, generation, pages, records))
+        if is_clear:
+            self.lane.clear(generation + records)
+
+    def wait_written(self, count: int) -> list[Written]:
+        def enough() -> bool:
+            self.written += self.lane.take()
+            return len(self.written) >= count
+
+        wait_until(enough, f"{count} records")
+        return self.written
+
+    def record(self, one: Written) -> tuple[tuple[Any, ...], bytes]:
+        """What its header says, whose tag is right, and the payload with what is behind it."""
+        with self.path.open("rb") as file:
+            file.seek(one.offset)
+            data = file.read(PAGES * PAGE)
+        fixed, tag = data[: FIXED.size], data[FIXED.size : FIXED.size + 16]
+        message = FORMAT.name + one.offset.to_bytes(8, "little") + fixed
+        assert blake2b(message, key=FORMAT.secret, digest_size=16).digest() == tag
+        assert not any(data[FIXED.size + 16 : PAGE])
+        return FIXED.unpack(fixed), data[PAGE:]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Drive]:
+    for rig in open_rig("net"):
+        drive = Drive(rig, tmp_path / "drive")
+        yield drive
+        drive.close()
+
+
+def test_a_block_is_written_and_told_of_without_the_application(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(8, pages=PAGES)
+    rig.pair.far.fill(ROOMS, b"\xff" * (8 * PAGES * PAGE))
+    drive.lend()
+    _, group = rig.put([1, 2, 3], LENGTH, durability=WRITTEN, metadata=b"m" * 16)
+    assert rig.codes(group, 3) == [WRITTEN] * 3
+    rig.wait_came(3)
+    ended = {one.id: one for one in drive.wait_written(3)}
+    assert [one.generation for one in drive.written] == [100, 101, 102]
+    assert all(came.under_way and came.listed for came in rig.came)
+    for came in rig.came:
+        one = ended[came.id]
+        said, payload = drive.record(one)
+        magic, version, kind, length, key, owner, fingerprint, generation, expires_ms, crc = said
+        assert (magic, version, kind, length) == (b"TKVRECRD", 3, 1, LENGTH)
+        assert (key, owner, fingerprint, expires_ms) == (came.key, OWNER, FINGERPRINT, 0)
+        assert (generation, crc, one.result) == (one.generation, came.crc32c, 0)
+        assert payload[:LENGTH] == rig.payload(came)
+        assert not any(payload[LENGTH:]), "what lay in the room before does not reach the drive"
+    assert (
+        bytes(rig.pair.far.bytes_at(rig.came[0].address + PAGE - 128 - 16 - rig.pair.far.region.address, 16))
+        == b"m" * 16
+    )
+
+
+def test_a_block_goes_to_the_lane_of_its_names_home(tmp_path: Path) -> None:
+    for rig in open_rig("net"):
+        first, last = Drive(rig, tmp_path / "first"), Drive(rig, tmp_path / "last")
+        rig.receiver.use(Lanes([first.lane, None, last.lane], bytes(lot % 3 for lot in range(LOTS))))
+        first.lend()
+        last.lend()
+        rig.feed(30, pages=PAGES)
+        _, group = rig.put(list(range(30)), LENGTH)
+        assert rig.codes(group, 30) == [LANDED] * 30
+        rig.wait_came(30)
+        homes = [(crc32(OWNER + came.key) * LOTS >> 32) % 3 for came in rig.came]
+        assert set(homes) == {0, 1, 2}
+        assert [came.under_way for came in rig.came] == [(1, 0, 3)[home] for home in homes]
+        for drive, home in ((first, 0), (last, 2)):
+            ids = [came.id for came, at in zip(rig.came, homes, strict=True) if at == home]
+            assert [one.id for one in drive.wait_written(len(ids))] == ids
+            drive.close()
+
+
+def test_who_asked_for_no_more_hears_no_more(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(2, pages=PAGES)
+    drive.lend()
+    assert rig.codes(rig.put([1], LENGTH)[1], 1) == [LANDED]
+    assert drive.wait_written(1)[0].result == 0
+    rig.wait_came(1)
+    assert rig.came[0].under_way
+
+
+def test_without_ground_the_application_has_the_block(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(6, pages=PAGES)
+    drive.lend(pages=2 * PAGES, records=64)
+    for number in range(3):
+        assert rig.put([number], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+    rig.wait_came(3)
+    assert [came.under_way for came in rig.came] == [1, 1, 0]
+    drive.wait_written(2)
+    assert drive.lane.seal() == (2, Ground(2 * PAGES, 102, 0, 62))
+    drive.lend(page=50, generation=200, records=1)
+    for number in range(3, 5):
+        assert rig.put([number], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+    rig.wait_came(5)
+    assert [came.under_way for came in rig.came[3:]] == [1, 0]
+    assert drive.wait_written(3)[2][2:4] == (200, 50 * PAGE)
+
+
+def test_nobody_is_told_before_all_that_came_before_is_on_the_drive(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(4, pages=PAGES)
+    drive.lend(is_clear=False)
+    _, group = rig.put([1, 2], LENGTH, durability=WRITTEN)
+    assert group.wait_landed(20)
+    assert not group.wait(2, 0.1)
+    assert not drive.lane.take()
+    drive.lane.clear(101)
+    assert group.wait(1, 20)
+    assert not group.wait(2, 0.1)
+    drive.lane.clear(102)
+    assert rig.codes(group, 2) == [WRITTEN] * 2
+    drive.wait_written(2)
+
+
+def test_a_write_that_fails_is_the_last(tmp_path: Path) -> None:
+    for rig in open_rig("net"):
+        drive = Drive(rig, tmp_path / "drive", os.O_RDONLY)
+        rig.feed(4, pages=PAGES)
+        drive.lend()
+        _, group = rig.put([1, 2], LENGTH, durability=WRITTEN)
+        assert group.wait_landed(20)
+        assert [one.result for one in drive.wait_written(2)] == [-errno.EBADF] * 2
+        assert not group.wait(1, 0.05), "no word says that it was written"
+        rig.put([3], LENGTH, durability=WRITTEN)
+        rig.wait_came(3)
+        assert rig.came[2].under_way == 0
+        assert not drive.lane.lend(Ground(0, 900, 10, 10))
+        drive.close()
+
+
+def test_many_go_in_order_whatever_their_number(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(120, pages=PAGES)
+    drive.lend(pages=120 * PAGES, records=120)
+    numbers = list(range(1, 121))
+    _, group = rig.put(numbers, LENGTH, durability=WRITTEN)
+    assert group.wait_landed(20)
+    rig.wait_came(120)
+    taken = [came for came in rig.came if came.under_way]
+    drive.wait_written(len(taken))
+    assert [one.id for one in drive.written] == [came.id for came in taken]
+    generations = [one.generation for one in drive.written]
+    assert generations == list(range(100, 100 + len(taken)))
+    for came, one in zip(taken, drive.written, strict=True):
+        said, payload = drive.record(one)
+        assert said[4] == came.key
+        assert payload[:LENGTH] == rig.payload(came)
+    assert len(taken) >= DEPTH
+    assert {came.key for came in rig.came} == {key_of(number) for number in numbers}

@@ -1,0 +1,164 @@
+"""A lane over a fake drive: it does what `nic_offload/lane.c` does, when a seed says so."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.limits import GENERATION_MAX, PAGE_BYTES
+from kvstore.storage.disk import DiskDone, DiskOp, DiskOpKind
+from kvstore.storage.items import PutDone
+from kvstore.wire.record import Header, Kind, record_bytes
+from nic_offload.lane import Ground
+
+if TYPE_CHECKING:
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.items import PutItem, PutsDone
+    from kvstore.storage.store import Store
+    from tests.storage.fakes import FakeDisk
+
+__all__ = ["FakeLane"]
+
+_TAGS_BEGIN = 1 << 40  # of its own operations
+
+
+@dataclass
+class Record:
+    item: PutItem
+    generation: int
+    offset: int
+    result: int | None = None
+
+
+class FakeLane:
+    """Of one drive. Its peers hear `written` from it, in `told`, before the store does."""
+
+    def __init__(self, store: Store, drive: Drive, disk: FakeDisk, seed: int) -> None:
+        self.told: dict[int, PutDone] = {}  # what peers have heard, by tag
+        self.failed = False
+        self.refused: set[int] = set()  # that no peer heard of
+        self._store, self.drive = store, drive
+        self._disk = disk
+        self.dice = random.Random(seed)
+        self.ground = Ground(0, 0, 0, 0)
+        self._used = 0
+        self._clear_until = 0
+        self.records: deque[Record] = deque()
+        self._by_tag: dict[int, Record] = {}
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._next_tag = _TAGS_BEGIN
+        self._reap = disk.reap
+        disk.reap = self._reap_others  # type: ignore[method-assign]
+        drive.use_lane(self)
+
+    # --- what the store asks of it
+
+    def lend(self, ground: Ground) -> bool:
+        assert not self.ground.records
+        if self.failed:
+            return False
+        self.ground, self._used = ground, 0
+        return True
+
+    def seal(self) -> tuple[int, Ground]:
+        used, left = self._used, self.ground
+        self.ground, self._used = Ground(0, 0, 0, 0), 0
+        return used, left
+
+    def clear(self, generation: int) -> None:
+        self._clear_until = generation
+
+    def fail(self) -> None:
+        self.failed = True
+        self._clear_until = GENERATION_MAX
+
+    # --- what peers and time do
+
+    def takes(self, item: PutItem, done: PutsDone) -> bool:
+        """A block has landed: whether it writes it."""
+        size = record_bytes(item.length)
+        ground = self.ground
+        name = item[:2]
+        if self._store.drives[self._store._placement.order(*name)[0]] is not self.drive:
+            return False
+        known = self._store.lookup([name])[0] is not None or self._store.is_putting(name)
+        if known or item.expires_ms or item.durability > Durability.WRITTEN or self.failed:
+            return False
+        if not ground.records or ground.pages < size // PAGE_BYTES:
+            return False
+        record = Record(item, ground.generation, ground.page * PAGE_BYTES)
+        pages = size // PAGE_BYTES
+        self.ground = Ground(
+            ground.page + pages, ground.generation + 1, ground.pages - pages, ground.records - 1
+        )
+        self._used += 1
+        header = Header(
+            Kind.BLOCK,
+            item.key,
+            item.tenant,
+            item.fingerprint,
+            record.generation,
+            item.length,
+            item.crc32c,
+            0,
+        )
+        self.drive._volume.codec.pack([(item.slot_address, size, record.offset, header)])
+        self.records.append(record)
+        self._by_tag[self._next_tag] = record
+        op = DiskOp(DiskOpKind.WRITE, item.slot_address, size, record.offset, self._next_tag)
+        self._next_tag += 1
+        self._disk.in_flight.append(op)
+        self.drive.under_way([item], done)
+        return True
+
+    def step(self) -> None:
+        """Let some writes end, and tell of some."""
+        if self.dice.random() < 0.7:
+            self._end_some()
+        while self.records and self.records[0].result is not None and self.dice.random() < 0.8:
+            if self.records[0].generation >= self._clear_until:
+                break
+            self._tell(self.records.popleft())
+
+    def take_note(self) -> None:
+        """What has been told of goes into the store."""
+        rows, self._rows = self._rows, []
+        if rows:
+            self.drive.written(rows)
+
+    def drain(self) -> None:
+        """As a node does before it closes the store."""
+        for _ in range(10_000):
+            if not self.records and not self._rows:
+                return
+            self.step()
+            self.take_note()
+            self.drive.poll()
+        raise AssertionError("the lane does not come to an end")
+
+    def _tell(self, record: Record) -> None:
+        item, result = record.item, record.result or 0
+        self.failed = self.failed or result < 0
+        if not self.failed:
+            self.told[item.tag] = PutDone(item.tag, None, Durability.WRITTEN)
+        else:
+            self.refused.add(item.tag)
+        self._rows.append((item.tag, record.generation, record.offset, min(result, 0)))
+
+    def _end_some(self) -> None:
+        mine = [op for op in self._disk.in_flight if op.tag >= _TAGS_BEGIN]
+        self.dice.shuffle(mine)
+        for op in mine[: self.dice.randrange(1, len(mine) + 1)] if mine else []:
+            self._disk.in_flight.remove(op)
+            result = self._disk._execute(op)
+            self._by_tag.pop(op.tag).result = result if result < 0 or result == op.length else -5
+
+    def _reap_others(self) -> list[DiskDone]:
+        mine = [op for op in self._disk.in_flight if op.tag >= _TAGS_BEGIN]
+        self._disk.in_flight = [op for op in self._disk.in_flight if op.tag < _TAGS_BEGIN]
+        done = self._reap()
+        self._disk.in_flight += mine
+        return done

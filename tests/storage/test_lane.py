@@ -1,0 +1,248 @@
+"""A lane among a store's own writes: in order, told of once, and found again after SIGKILL."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.durability import Durability
+from kvstore.errors import ReadOnly
+from kvstore.limits import PAGE_BYTES
+from kvstore.storage.disk import DiskOpKind
+from kvstore.storage.items import SessionStep
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import TENANT, Rig, key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.storage.fake_lane import FakeLane
+
+SEEDS = 150
+LENGTH = 5000
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 16)
+    rig = Rig(tmp_path, FakeDisk(seed=1))
+    rig.open()
+    rig.use_lanes(1)
+    yield rig
+    if rig.disk is not None:
+        rig.disk.let_go()
+    rig.close()
+
+
+def lane_of(rig: Rig) -> FakeLane:
+    return rig.lanes[0]
+
+
+def payload(number: int) -> bytes:
+    return random.Random(number).randbytes(LENGTH)
+
+
+def land(rig: Rig, number: int) -> int:
+    """A block comes that the lane takes."""
+    before = len(lane_of(rig).records)
+    tag = rig.start_put(number, payload(number))
+    assert len(lane_of(rig).records) == before + 1
+    return tag
+
+
+def end_all(rig: Rig) -> None:
+    """The lane's writes end, and it tells of what it may."""
+    for _ in range(200):
+        lane_of(rig).step()
+
+
+def is_stored(rig: Rig, number: int) -> bool:
+    return rig.store.lookup([(TENANT, key(number))])[0] is not None
+
+
+def kill_and_open(rig: Rig, seed: int = 0) -> None:
+    rig.kill()
+    rig.disks = [disk.after_kill(seed) for disk in rig.disks]
+    rig.open()
+
+
+def test_what_was_told_and_not_noted_is_found_after_sigkill(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.put(100, payload(100))
+    tags = [land(rig, number) for number in range(8)]
+    end_all(rig)
+    assert lane_of(rig).told.keys() == set(tags)
+    assert not is_stored(rig, 0)
+    caplog.set_level(logging.WARNING)
+    kill_and_open(rig)
+    assert not caplog.messages, "nothing was built anew"
+    for number in [100, *range(8)]:
+        assert rig.get(number)[1] == payload(number)
+
+
+def test_ground_is_given_back_with_all_that_was_not_used(rig: Rig) -> None:
+    free = rig.drive._extents.free_pages
+    ground = lane_of(rig).ground.pages
+    assert ground > 100
+    for number in range(3):
+        land(rig, number)
+    end_all(rig)
+    rig.drive.seal()
+    rig.take_note()
+    rig.settle()
+    assert rig.drive._extents.free_pages == free + ground - 3 * 3
+    assert all(is_stored(rig, number) for number in range(3))
+    assert not any(rig.drive._writes._on_lanes)
+
+
+def test_what_is_written_by_both_is_told_in_one_order(rig: Rig) -> None:
+    """The lane tells of nothing while one of ours with a lower generation is under way."""
+    land(rig, 0)
+    disk = rig.disk
+    assert disk is not None
+    ours = rig.start_put(1, payload(1), Durability.SYNCED)
+    disk.held = {op.tag for op in disk.in_flight if op.tag < 1 << 40}
+    rig.drive.lend()
+    late = land(rig, 2)
+    end_all(rig)
+    rig.take_note()
+    rig.store.poll()
+    assert is_stored(rig, 0), "it came before"
+    end_all(rig)
+    assert late not in rig.put_done
+    assert not lane_of(rig).told
+    disk.let_go()
+    rig.settle()
+    assert ours in rig.put_done
+    end_all(rig)
+    rig.take_note()
+    assert rig.put_done[late].error is None
+    generations = [
+        entry.generation for entry in rig.store.lookup([(TENANT, key(one)) for one in range(3)]) if entry
+    ]
+    assert generations == sorted(generations)
+
+
+def test_after_a_write_of_ours_has_failed_the_lane_tells_nobody(rig: Rig) -> None:
+    disk = rig.disk
+    assert disk is not None
+    rig.start_put(1, payload(1), Durability.SYNCED)
+    rig.drive.lend()
+    late = land(rig, 2)
+    disk.faults = {disk.operations: -errno.EIO}
+    rig.store.poll()
+    assert rig.drive.failure is not None
+    rig.settle()
+    assert isinstance(rig.put_done[late].error, ReadOnly)
+    assert late not in lane_of(rig).told
+    assert not is_stored(rig, 2)
+    tag = rig.start_put(3, payload(3))
+    rig.settle()
+    assert isinstance(rig.put_done[tag].error, ReadOnly)
+
+
+def test_a_write_of_the_lanes_that_fails_stops_the_drive(rig: Rig) -> None:
+    disk = rig.disk
+    assert disk is not None
+    first = land(rig, 0)
+    end_all(rig)
+    disk.fault_from = (disk.operations, -errno.EIO)
+    second = land(rig, 1)
+    rig.settle()
+    assert rig.put_done[first].error is None
+    assert isinstance(rig.put_done[second].error, ReadOnly)
+    assert rig.drive.failure is not None
+
+
+def test_a_deletion_waits_for_what_the_lane_has(rig: Rig) -> None:
+    land(rig, 0)
+    tag = rig.start_delete(0)
+    rig.store.poll()
+    assert tag not in rig.delete_done
+    rig.settle()
+    assert rig.delete_done[tag].error is None
+    assert not is_stored(rig, 0)
+    kill_and_open(rig)
+    assert not is_stored(rig, 0)
+
+
+def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: Rig) -> None:
+    land(rig, 0)
+    writes = rig.disk.kinds.count(DiskOpKind.WRITE) if rig.disk else 0
+    tag = rig.start_put(0, payload(0), Durability.SYNCED)
+    rig.settle()
+    assert rig.put_done[tag].error is None
+    assert rig.disk is not None
+    assert rig.disk.kinds.count(DiskOpKind.WRITE) == writes + 1
+
+
+def test_a_lane_that_says_no_more_fails_what_it_has_and_nothing_waits(rig: Rig) -> None:
+    tag = land(rig, 0)
+    rig.lanes = []
+    rig.store.close()
+    assert isinstance(rig.put_done[tag].error, ReadOnly)
+    rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
+    rig.open()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 25))
+def test_crashes_of_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 64)
+    for seed in range(first, first + 25):
+        crashes(tmp_path / str(seed), seed)
+
+
+def crashes(data: Path, seed: int) -> None:
+    """Lives of fresh names: what a peer was told is there after any kill, what was deleted is not."""
+    dice = random.Random(seed)
+    rig = Rig(data, FakeDisk(seed=seed))
+    there: set[int] = set()
+    gone: set[int] = set()
+    numbers = iter(range(10_000))
+    for life in range(4):
+        rig.open()
+        for number in there:
+            assert rig.get(number)[1] == payload(number), f"seed {seed}, life {life}: {number}"
+        assert not any(is_stored(rig, number) for number in gone), f"seed {seed}, life {life}"
+        rig.use_lanes(seed * 10 + life)
+        puts: dict[int, int] = {}
+        deletes: dict[int, int] = {}
+        for _ in range(dice.randrange(60)):
+            match dice.randrange(10):
+                case 0 if there:
+                    number = dice.choice(sorted(there))
+                    there.discard(number)
+                    deletes[rig.start_delete(number)] = number
+                case 1:
+                    rig.start_step(1, SessionStep.APPEND, keys=sorted(there)[:3]) if there else None
+                case 2:
+                    number = next(numbers)
+                    puts[rig.start_put(number, payload(number), Durability.SYNCED)] = number
+                case 3 | 4:
+                    rig.poll_once()
+                case 5:
+                    rig.drive.lend()
+                case _:
+                    number = next(numbers)
+                    puts[rig.start_put(number, payload(number))] = number
+            lane_of(rig).step()
+            rig._hear_lanes()
+            there |= {puts.pop(tag) for tag in list(puts) if tag in rig.put_done}
+            gone |= {deletes.pop(tag) for tag in list(deletes) if tag in rig.delete_done}
+        rig.kill()
+        rig.disks = [disk.after_kill(seed + life) for disk in rig.disks]
+    for disk in rig.disks:
+        disk.close()
+
+
+def test_pages_of_a_lane_count_as_pages(rig: Rig) -> None:
+    land(rig, 0)
+    rig.settle()
+    offset, size = rig.record_at(0)
+    assert (offset % PAGE_BYTES, size) == (0, 3 * PAGE_BYTES)
