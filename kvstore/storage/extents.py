@@ -13,10 +13,12 @@ from bisect import bisect_left, insort
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore.errors import Corrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from numpy.typing import ArrayLike
 
 __all__ = ["Extents"]
 
@@ -49,19 +51,20 @@ class Extents:
         self._add(first_page, until_page - first_page)
 
     @classmethod
-    def around(cls, live: Iterable[tuple[int, int]], first_page: int, until_page: int) -> Extents:
-        """Give what live extents `(start, length)`, in order, leave; Corrupt if they overlap or lie outside."""
+    def around(cls, live: ArrayLike, first_page: int, until_page: int) -> Extents:
+        """Give what live extents leave, rows `(start, length)` in order; Corrupt if they overlap or lie outside."""
         extents = cls(first_page, first_page)
         extents._until = until_page
-        position = first_page
-        for start, length in live:
-            if start < position or length <= 0:
-                raise Corrupt(f"Two records claim page {start} of the drive.")
-            extents._add(position, start - position)
-            position = start + length
-        if position > until_page:
-            raise Corrupt(f"A record claims page {position - 1}, which lies beyond the drive.")
-        extents._add(position, until_page - position)
+        starts, lengths = np.asarray(live, np.int64).reshape(-1, 2).T
+        begins = np.concatenate([[first_page], starts + lengths])
+        gaps = np.append(starts, until_page) - begins
+        wrong = np.flatnonzero((gaps[:-1] < 0) | (lengths <= 0))
+        if wrong.size:
+            raise Corrupt(f"Two records claim page {starts[wrong[0]]} of the drive.")
+        if gaps[-1] < 0:
+            raise Corrupt(f"A record claims page {begins[-1] - 1}, which lies beyond the drive.")
+        for at in np.flatnonzero(gaps).tolist():
+            extents._add(int(begins[at]), int(gaps[at]))
         return extents
 
     @property

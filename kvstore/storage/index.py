@@ -38,11 +38,12 @@ import lmdb
 import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
-from kvstore.limits import PAGE_BYTES, TENANT_BYTES
+from kvstore.limits import HEADER_BYTES, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, seal, unseal
+from kvstore.storage.index_rows import rows_of
 from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
-from kvstore.wire.record import Header, Kind, record_bytes
+from kvstore.wire.record import Header, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,8 +76,11 @@ _ROW: Final = np.dtype(
     ]
 )
 _LIFE: Final = ["offset", "length", "generation", "expires_ms"]
+_PLACE_ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u4")])
+_OWNER_ROW: Final = np.dtype([("name", "V48"), ("place", _PLACE_ROW)])
 _LIFE_ROW: Final = np.dtype([(name, _ROW[name]) for name in _LIFE])
 _LIVES_AT_ONCE: Final = 1 << 16
+_NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
 _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
@@ -86,8 +90,6 @@ _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
 _MAP_BYTES_MIN: Final = 64 << 20
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
-_PAGES_BITS: Final = 16  # of a record; the largest has 2^14 + 1
-_PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
 _GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
 _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
@@ -96,7 +98,7 @@ _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"reference
 _DOUBTS: Final = b"doubts"
 
 assert _ENTRY_ROW.size == _EXPIRES.size == _BORN.size == _ROW.itemsize
-assert _OWNER.size == 48 + _PLACE.size
+assert _OWNER.size == _OWNER_ROW.itemsize == 48 + _PLACE.size
 
 
 class Entry(NamedTuple):
@@ -315,10 +317,8 @@ class Index:
 
     def names(self) -> Iterator[bytes]:
         """Give the names of all blocks, many at once: tenant and key, tenant and key."""
-        with self.reading() as transaction:
-            keys = transaction.cursor(self.blocks).iternext(values=False)
-            while part := b"".join(islice(keys, _LIVES_AT_ONCE)):
-                yield part
+        for rows in self._block_rows():
+            yield rows[:, :_NAME_BYTES].tobytes()
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
         """Give generation, name, offset and length of all blocks, in the order of generations."""
@@ -331,11 +331,13 @@ class Index:
     def lives(self) -> NDArray[Any]:
         """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
         parts = [np.empty(0, _LIFE_ROW)]
-        with self.reading(buffers=True) as transaction:
-            rows = transaction.cursor(self.blocks).iternext(keys=False)
-            while part := b"".join(islice(rows, _LIVES_AT_ONCE)):
-                parts.append(np.frombuffer(part, _ROW)[_LIFE].astype(_LIFE_ROW))
+        for rows in self._block_rows():
+            values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
+            parts.append(values[_LIFE].astype(_LIFE_ROW))
         return np.concatenate(parts)
+
+    def _block_rows(self) -> Iterator[NDArray[np.uint8]]:
+        return rows_of(self._folder, b"blocks", _NAME_BYTES, _ROW.itemsize)
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
         """Tell which generation each block has, 0 if there is none."""
@@ -358,18 +360,21 @@ class Index:
                 parts.append(rows["generation"].astype(np.uint64))
         return np.sort(np.concatenate(parts))
 
-    def extents(self) -> Iterator[tuple[int, int]]:
-        """Give page and pages of every record in whatever table, in the order of pages."""
-        packed: list[int] = []
+    def extents(self) -> NDArray[np.int64]:
+        """Give page and pages of every record in whatever table, a row each, in the order of pages."""
+        parts = [np.empty(0, _PLACE_ROW)]
+        generation_bytes = _GENERATION.size
+        for rows in rows_of(self._folder, b"generations", generation_bytes, _OWNER_ROW.itemsize):
+            owners = np.ascontiguousarray(rows[:, generation_bytes:]).view(_OWNER_ROW)[:, 0]
+            parts.append(owners["place"])
         with self.reading(buffers=True) as transaction:
-            # Generations lie nearly in the order of pages, and densely, so this is faster than by name.
-            rows = transaction.cursor(self.generations).iternext(keys=False)
-            packed += [_packed(*_OWNER.unpack(row)[1:]) for row in rows]
             for table in (self.sessions, self.chunks):
                 rows = transaction.cursor(table).iternext(keys=False)
-                packed += [_packed(*_PLACE.unpack_from(row)) for row in rows]
-        packed.sort()
-        return ((one >> _PAGES_BITS, one & _PAGES_MASK) for one in packed)
+                parts.append(np.frombuffer(b"".join(row[: _PLACE.size] for row in rows), _PLACE_ROW))
+        places = np.concatenate(parts)
+        pages = HEADER_BYTES // PAGE_BYTES - (-places["length"].astype(np.int64) // PAGE_BYTES)
+        extents = np.stack([(places["offset"] // PAGE_BYTES).astype(np.int64), pages], axis=1)
+        return extents[np.argsort(extents[:, 0], kind="stable")]
 
     def __len__(self) -> int:
         with self.reading() as transaction:
@@ -530,8 +535,3 @@ class Index:
             transaction.put(_DOUBTED_KEY, _EPOCH.pack(superblock.epoch), db=self._meta)
 
         self.write(put)
-
-
-def _packed(offset: int, length: int) -> int:
-    """Give page and pages in one number: a million of them sort far faster than tuples."""
-    return offset // PAGE_BYTES << _PAGES_BITS | record_bytes(length) // PAGE_BYTES

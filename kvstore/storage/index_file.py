@@ -33,7 +33,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DATA_NAME", "check_structure", "is_sealed", "seal", "unseal"]
+__all__ = [
+    "DATA_NAME",
+    "NODE_BYTES",
+    "PAGE_BYTES",
+    "PAGE_HEAD_BYTES",
+    "check_structure",
+    "is_sealed",
+    "seal",
+    "tree_of",
+    "unseal",
+]
 
 DATA_NAME: Final = "data.mdb"
 _SEAL_NAME: Final = "seal"
@@ -43,12 +53,12 @@ _CRC: Final = struct.Struct("<I")
 _READ_BYTES: Final = 4 << 20
 
 # LMDB's data version 1 on a little-endian 64-bit machine (mdb.c, "MDB_page", "MDB_node", "MDB_db", "MDB_meta").
-_PAGE_BYTES: Final = 4096
+PAGE_BYTES: Final = 4096
 _PAGE_HEAD: Final = struct.Struct("<QHHHH")  # number, pad, flags, lower, upper
-_HEAD_BYTES: Final = 16
+PAGE_HEAD_BYTES: Final = 16
 _BRANCH, _LEAF, _OVERFLOW, _META = 0x01, 0x02, 0x04, 0x08
 _BIG_DATA, _SUB_DATA = 0x01, 0x02
-_NODE_BYTES: Final = 8
+NODE_BYTES: Final = 8
 _KEY_BYTES_MAX: Final = 511
 _TREE: Final = struct.Struct(
     "<IHHQQQQQ"
@@ -140,15 +150,26 @@ def check_structure(folder: Path) -> None:
         raise Corrupt(f"its file can't be read: {error}") from error
 
 
+def tree_of(fd: int, table: bytes) -> tuple[int, int]:
+    """Tell a table's root page and how deep it is; 0 of a table without rows. The structure is believed."""
+    walk = _Walk(fd)
+    for name, (_, value) in walk.rows(walk.begin().main):
+        if name == table:
+            tree = _Tree._make(_TREE.unpack(value))
+            return tree.root, tree.depth
+    return 0, 0
+
+
 class _Walk:
     """One pass over a file."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._pages = os.fstat(fd).st_size // _PAGE_BYTES
+        self._pages = os.fstat(fd).st_size // PAGE_BYTES
         self._used = bytearray(self._pages)  # 1: something leads there
 
-    def check(self) -> None:
+    def begin(self) -> _Head:
+        """Give the head that counts."""
         heads = [self._head(number) for number in range(_METAS)]
         first, second = (head.transaction for head in heads)
         if (first, second) != (0, 0) and (first & 1 or not second & 1 or abs(first - second) != 1):
@@ -158,7 +179,11 @@ class _Walk:
             raise Corrupt("its file is shorter than it says")
         self._pages = head.last_page + 1
         self._used[:_METAS] = b"\1" * _METAS
-        for _, (flags, value) in self._rows(head.main):
+        return head
+
+    def check(self) -> None:
+        head = self.begin()
+        for _, (flags, value) in self.rows(head.main):
             if flags != _SUB_DATA or len(value) != _TREE.size:
                 raise Corrupt("one of its tables is none")
             tree = _Tree._make(_TREE.unpack(value))
@@ -166,29 +191,29 @@ class _Walk:
                 raise Corrupt("one of its tables is of another kind")
             for _ in self._leaves(tree):
                 pass
-        for _, (_, value) in self._rows(head.free):
+        for _, (_, value) in self.rows(head.free):
             self._freed(value)
 
     def _head(self, number: int) -> _Head:
         page = self._page(number, _META)
-        if _META_HEAD.unpack_from(page, _HEAD_BYTES) != (_META_MAGIC, 1):
+        if _META_HEAD.unpack_from(page, PAGE_HEAD_BYTES) != (_META_MAGIC, 1):
             raise Corrupt("its head is damaged")
         free, main = (_Tree._make(_TREE.unpack_from(page, _META_TREES + at * _TREE.size)) for at in range(2))
-        if (free.pad, free.flags, main.flags) != (_PAGE_BYTES, _INTEGER_KEY, 0):
+        if (free.pad, free.flags, main.flags) != (PAGE_BYTES, _INTEGER_KEY, 0):
             raise Corrupt("its head is damaged")
         last_page, transaction = _META_TAIL.unpack_from(page, _META_TREES + 2 * _TREE.size)
         return _Head(free, main, last_page, transaction)
 
-    def _rows(self, tree: _Tree) -> Iterator[tuple[bytes, tuple[int, bytes]]]:
+    def rows(self, tree: _Tree) -> Iterator[tuple[bytes, tuple[int, bytes]]]:
         """Give key, flags and value of every row of a small tree."""
         for page, nodes in self._leaves(tree):
             for at, low, high, flags, key in nodes.tolist():
-                start = at + _NODE_BYTES
+                start = at + NODE_BYTES
                 length = low | high << 16
                 value = page[start + key : start + key + length]
                 if flags & _BIG_DATA:
                     (first,) = _WORD.unpack_from(page, start + key)
-                    value = self._read(first, -(-(_HEAD_BYTES + length) // _PAGE_BYTES))[_HEAD_BYTES:][
+                    value = self._read(first, -(-(PAGE_HEAD_BYTES + length) // PAGE_BYTES))[PAGE_HEAD_BYTES:][
                         :length
                     ]
                 yield page[start : start + key], (flags, value)
@@ -224,8 +249,8 @@ class _Walk:
         total = 0
         for at, low, high, flags, key in nodes[(nodes[:, 3] & _BIG_DATA) != 0].tolist():
             assert flags & _BIG_DATA
-            (first,) = _WORD.unpack_from(page, at + _NODE_BYTES + key)
-            count = -(-(_HEAD_BYTES + (low | high << 16)) // _PAGE_BYTES)
+            (first,) = _WORD.unpack_from(page, at + NODE_BYTES + key)
+            count = -(-(PAGE_HEAD_BYTES + (low | high << 16)) // PAGE_BYTES)
             head = self._claimed(first, _OVERFLOW)
             if _OVERFLOW_COUNT.unpack_from(head, 12)[0] != count:
                 raise Corrupt(f"page {first} has another length than its row")
@@ -260,8 +285,8 @@ class _Walk:
         return page
 
     def _read(self, number: int, count: int) -> bytes:
-        wanted = count * _PAGE_BYTES
-        data = os.pread(self._fd, wanted, number * _PAGE_BYTES)
+        wanted = count * PAGE_BYTES
+        data = os.pread(self._fd, wanted, number * PAGE_BYTES)
         if len(data) != wanted:
             raise Corrupt("its file is shorter than it says")
         return data
@@ -270,15 +295,15 @@ class _Walk:
 def _nodes(page: bytes, *, is_leaf: bool) -> NDArray[Any]:
     """Give of each node of a page its place, both halves of its length, flags and length of key; Corrupt if unsound."""
     number, _, _, lower, upper = _PAGE_HEAD.unpack_from(page)
-    if not _HEAD_BYTES < lower <= upper <= _PAGE_BYTES or lower % 2:
+    if not PAGE_HEAD_BYTES < lower <= upper <= PAGE_BYTES or lower % 2:
         raise Corrupt(f"page {number} has no bounds")
     words = np.frombuffer(page, "<u2").astype(np.int64)
-    places = words[_HEAD_BYTES // 2 : lower // 2]
-    if (places % 2).any() or (places < upper).any() or (places > _PAGE_BYTES - _NODE_BYTES).any():
+    places = words[PAGE_HEAD_BYTES // 2 : lower // 2]
+    if (places % 2).any() or (places < upper).any() or (places > PAGE_BYTES - NODE_BYTES).any():
         raise Corrupt(f"page {number} has a row outside of its bounds")
     at = places // 2
     low, high, flags, keys = words[at], words[at + 1], words[at + 2], words[at + 3]
-    sizes = _NODE_BYTES + keys
+    sizes = NODE_BYTES + keys
     if is_leaf:
         big = flags & _BIG_DATA
         if (flags & ~(_BIG_DATA | _SUB_DATA)).any() or (keys < 1).any() or (keys > _KEY_BYTES_MAX).any():
@@ -290,6 +315,6 @@ def _nodes(page: bytes, *, is_leaf: bool) -> NDArray[Any]:
     order = np.argsort(places)
     ends = (places + sizes)[order]
     # Nodes lie one behind the other from `upper` to the page's end, with nothing in between.
-    if ends[-1] != _PAGE_BYTES or places[order[0]] != upper or (ends[:-1] != places[order][1:]).any():
+    if ends[-1] != PAGE_BYTES or places[order[0]] != upper or (ends[:-1] != places[order][1:]).any():
         raise Corrupt(f"page {number} has rows that overlap")
     return np.stack([places, low, high, flags, keys], axis=1)

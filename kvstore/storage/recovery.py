@@ -10,7 +10,6 @@ if it was a header, its record is lost.
 
 from __future__ import annotations
 
-from array import array
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,7 +25,10 @@ from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, r
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from kvstore.storage.disk import Disk, Progress
     from kvstore.storage.folder import LentNote
@@ -91,17 +93,12 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
     return generation_max
 
 
-def extents_around(index: Index, superblock: Superblock) -> tuple[array[int], Extents]:
+def extents_around(index: Index, superblock: Superblock) -> tuple[NDArray[np.int64], Extents]:
     """Give the header pages of an index and the free extents between its records; Corrupt if it contradicts itself."""
-    pages = array("Q")
-
-    def noted() -> Iterator[tuple[int, int]]:
-        for page, count in index.extents():
-            pages.append(page)
-            yield page, count
-
+    live = index.extents()
     first = records_begin(superblock.capacity_bytes)
-    return pages, Extents.around(noted(), first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+    extents = Extents.around(live, first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
+    return live[:, 0], extents
 
 
 def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[LentNote]) -> None:

@@ -11,13 +11,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.wire.record import roll_bytes, roll_offset
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from numpy.typing import NDArray
 
     from kvstore.storage.disk import Disk
     from kvstore.wire.record import Superblock
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["Roll", "write_roll"]
 
 
-def write_roll(disk: Disk, superblock: Superblock, copy: int, live_pages: Iterable[int]) -> int:
+def write_roll(disk: Disk, superblock: Superblock, copy: int, live_pages: NDArray[np.int64]) -> int:
     """Write the bits of live header pages into a copy of the roll, durably; give the CRC32C."""
-    bits = bytearray(roll_bytes(superblock.capacity_bytes))
-    for page in live_pages:
-        bits[page >> 3] |= 1 << (page & 7)
-    disk.write_at(roll_offset(superblock.capacity_bytes, copy), bytes(bits))
+    bits = np.zeros(roll_bytes(superblock.capacity_bytes), np.uint8)
+    np.bitwise_or.at(bits, live_pages >> 3, (1 << (live_pages & 7)).astype(np.uint8))
+    data = bits.tobytes()
+    disk.write_at(roll_offset(superblock.capacity_bytes, copy), data)
     disk.sync()
-    return crc32c(bits)
+    return crc32c(data)
 
 
 class Roll:

@@ -16,7 +16,8 @@ from kvstore.storage.superblock import write_superblock
 from kvstore.wire.record import HeaderCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    import numpy as np
+    from numpy.typing import NDArray
 
     from kvstore.storage.disk import Disk
     from kvstore.wire.record import Superblock
@@ -40,7 +41,7 @@ class Volume:
         """Tell the highest generation that may have been given."""
         return self._next_generation - 1
 
-    def begin_epoch(self, live_pages: Iterable[int] | None = None) -> None:
+    def begin_epoch(self, live_pages: NDArray[np.int64] | None = None) -> None:
         """Begin an epoch of taking puts, durably, with generations reserved for it.
 
         Given the header pages of all that is live, it voids every other record that is on the drive.
