@@ -41,7 +41,7 @@ from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, seal, unseal
-from kvstore.storage.index_rows import rows_of
+from kvstore.storage.index_rows import check_order, rows_of
 from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
 from kvstore.wire.record import Header, Kind
 
@@ -84,6 +84,8 @@ _NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
 _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
+_BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and what its names and values take
+_OWNERS: Final = (b"generations", _GENERATION.size, _OWNER_ROW.itemsize)
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
 _META_KEY: Final = b"store 2"  # the rows had no checks before 2
 _COMMIT: Final = struct.Struct("<Q")
@@ -317,7 +319,7 @@ class Index:
 
     def names(self) -> Iterator[bytes]:
         """Give the names of all blocks, many at once: tenant and key, tenant and key."""
-        for rows in self._block_rows():
+        for rows in self.block_rows():
             yield rows[:, :_NAME_BYTES].tobytes()
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
@@ -331,13 +333,23 @@ class Index:
     def lives(self) -> NDArray[Any]:
         """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
         parts = [np.empty(0, _LIFE_ROW)]
-        for rows in self._block_rows():
+        for rows in self.block_rows():
             values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
             parts.append(values[_LIFE].astype(_LIFE_ROW))
         return np.concatenate(parts)
 
-    def _block_rows(self) -> Iterator[NDArray[np.uint8]]:
-        return rows_of(self._folder, b"blocks", _NAME_BYTES, _ROW.itemsize)
+    def block_rows(self) -> Iterator[NDArray[np.uint8]]:
+        """Give the rows by name, thousands at once, in their order: name and value."""
+        return rows_of(self._folder, *_BLOCKS)
+
+    def owner_rows(self) -> Iterator[NDArray[np.uint8]]:
+        """Give the rows by generation, thousands at once, in their order: generation and value."""
+        return rows_of(self._folder, *_OWNERS)
+
+    def check_order(self) -> None:
+        """Corrupt unless each row, by name and by generation, is where it is searched for."""
+        check_order(self._folder, *_BLOCKS)
+        check_order(self._folder, *_OWNERS)
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
         """Tell which generation each block has, 0 if there is none."""
@@ -363,9 +375,8 @@ class Index:
     def extents(self) -> NDArray[np.int64]:
         """Give page and pages of every record in whatever table, a row each, in the order of pages."""
         parts = [np.empty(0, _PLACE_ROW)]
-        generation_bytes = _GENERATION.size
-        for rows in rows_of(self._folder, b"generations", generation_bytes, _OWNER_ROW.itemsize):
-            owners = np.ascontiguousarray(rows[:, generation_bytes:]).view(_OWNER_ROW)[:, 0]
+        for rows in self.owner_rows():
+            owners = np.ascontiguousarray(rows[:, _GENERATION.size :]).view(_OWNER_ROW)[:, 0]
             parts.append(owners["place"])
         with self.reading(buffers=True) as transaction:
             for table in (self.sessions, self.chunks):

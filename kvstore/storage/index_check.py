@@ -17,9 +17,9 @@ from __future__ import annotations
 import struct
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
-from zlib import crc32
 
 import lmdb
+import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import (
@@ -33,10 +33,12 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
-from kvstore.storage.rows import is_whole
+from kvstore.storage.rows import CHECK_BYTES, crc32_of_each, is_whole
 from kvstore.wire.record import HEADER_USED_BYTES, Flaw, HeaderCodec, Kind, record_bytes
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvstore.storage.disk import Disk
     from kvstore.storage.extents import Extents
     from kvstore.storage.folder import BegunNote
@@ -47,10 +49,8 @@ __all__ = ["check_free", "check_index"]
 
 _NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
 _SESSION_NAME_BYTES: Final = TENANT_BYTES + USER_BYTES + SESSION_BYTES
-_BLOCK_BYTES: Final = 52
-_OWNER_BYTES: Final = 60
 _PLACE: Final = struct.Struct("<QI")  # how the rows of records begin
-_OWNED: Final = struct.Struct("<QI4xQ")  # of a block: offset, length, generation
+_NO_PLACE: Final = "a row says a place where no record can be"
 _GENERATION: Final = struct.Struct(">Q")
 
 
@@ -58,7 +58,8 @@ def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
     """Look at every row."""
     try:
         with index.reading() as transaction:
-            _refuse_different(_blocks(transaction, index), _owners(transaction, index))
+            index.check_order()
+            _refuse_different(_blocks(index), _owners(index))
             for table, name_bytes, is_record in (
                 (index.sessions, _SESSION_NAME_BYTES, True),
                 (index.chunks, _NAME_BYTES, True),
@@ -100,37 +101,36 @@ def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) 
         raise Corrupt("its rows by name and by generation differ")
 
 
-def _blocks(transaction: Any, index: Index) -> tuple[int, int]:
+def _blocks(index: Index) -> tuple[int, int]:
     """Check the rows by name; give their number, and a sum over what the rows by generation are to say."""
     count = total = 0
-    before = b""
-    get, table = transaction.get, index.blocks
-    for name, row in transaction.cursor(table):
-        if len(name) != _NAME_BYTES or len(row) != _BLOCK_BYTES or not is_whole(name, row):
+    for rows in index.block_rows():
+        if (crc32_of_each(rows[:, :-CHECK_BYTES]) != _number(rows[:, -CHECK_BYTES:], "<u4")).any():
             raise Corrupt("a block's row was changed")
-        if name <= before or get(name, db=table) != row:
-            raise Corrupt("a block is not found where its row stands")
-        offset, length, generation = _OWNED.unpack_from(row)
-        _refuse_place(offset, length)
-        total += crc32(name + row[:12], crc32(_GENERATION.pack(generation)))
-        count += 1
-        before = name
+        names, values = rows[:, :_NAME_BYTES], rows[:, _NAME_BYTES:]
+        offsets, lengths = _number(values[:, :8], "<u8"), _number(values[:, 8:12], "<u4")
+        if (
+            (offsets % PAGE_BYTES != 0).any()
+            or lengths.min() < BLOCK_BYTES_MIN
+            or lengths.max() > BLOCK_BYTES_MAX
+        ):
+            raise Corrupt(_NO_PLACE)
+        generations = values[:, 23:15:-1]  # as the other table has them, the highest byte first
+        total += int(crc32_of_each(np.concatenate([generations, names, values[:, :12]], axis=1)).sum())
+        count += len(rows)
     return count, total
 
 
-def _owners(transaction: Any, index: Index) -> tuple[int, int]:
+def _owners(index: Index) -> tuple[int, int]:
     count = total = 0
-    before = b""
-    get, table = transaction.get, index.generations
-    for generation, row in transaction.cursor(table):
-        if len(generation) != _GENERATION.size or len(row) != _OWNER_BYTES:
-            raise Corrupt("a generation's row was changed")
-        if generation <= before or get(generation, db=table) != row:
-            raise Corrupt("a generation is not found where its row stands")
-        total += crc32(row, crc32(generation))
-        count += 1
-        before = generation
+    for rows in index.owner_rows():
+        total += int(crc32_of_each(rows).sum())
+        count += len(rows)
     return count, total
+
+
+def _number(part: NDArray[np.uint8], kind: str) -> NDArray[Any]:
+    return np.ascontiguousarray(part).view(kind)[:, 0]
 
 
 def _table(transaction: Any, table: Any, name_bytes: int, *, is_record: bool) -> None:
@@ -147,7 +147,7 @@ def _table(transaction: Any, table: Any, name_bytes: int, *, is_record: bool) ->
 
 def _refuse_place(offset: int, length: int) -> None:
     if offset % PAGE_BYTES or not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
-        raise Corrupt("a row says a place where no record can be")
+        raise Corrupt(_NO_PLACE)
 
 
 def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:

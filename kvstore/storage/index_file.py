@@ -20,7 +20,7 @@ import os
 import shutil
 import struct
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,7 @@ _SEAL: Final = struct.Struct("<8sQI")  # magic, bytes of the file, their CRC32C;
 _SEAL_MAGIC: Final = b"TKVSEAL1"
 _CRC: Final = struct.Struct("<I")
 _READ_BYTES: Final = 4 << 20
+_PAGES_AT_ONCE: Final = 1024
 
 # LMDB's data version 1 on a little-endian 64-bit machine (mdb.c, "MDB_page", "MDB_node", "MDB_db", "MDB_meta").
 PAGE_BYTES: Final = 4096
@@ -166,7 +167,7 @@ class _Walk:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._pages = os.fstat(fd).st_size // PAGE_BYTES
-        self._used = bytearray(self._pages)  # 1: something leads there
+        self._used = np.zeros(self._pages, np.uint8)  # 1: something leads there
 
     def begin(self) -> _Head:
         """Give the head that counts."""
@@ -178,7 +179,7 @@ class _Walk:
         if not 1 <= head.last_page < self._pages:
             raise Corrupt("its file is shorter than it says")
         self._pages = head.last_page + 1
-        self._used[:_METAS] = b"\1" * _METAS
+        self._used[:_METAS] = 1
         return head
 
     def check(self) -> None:
@@ -206,9 +207,9 @@ class _Walk:
 
     def rows(self, tree: _Tree) -> Iterator[tuple[bytes, tuple[int, bytes]]]:
         """Give key, flags and value of every row of a small tree."""
-        for page, nodes in self._leaves(tree):
-            for at, low, high, flags, key in nodes.tolist():
-                start = at + NODE_BYTES
+        for pages, nodes in self._leaves(tree):
+            for row, at, low, high, flags, key in nodes.tolist():
+                page, start = pages[row].tobytes(), at + NODE_BYTES
                 length = low | high << 16
                 value = page[start + key : start + key + length]
                 if flags & _BIG_DATA:
@@ -218,44 +219,54 @@ class _Walk:
                     ]
                 yield page[start : start + key], (flags, value)
 
-    def _leaves(self, tree: _Tree) -> Iterator[tuple[bytes, NDArray[Any]]]:
-        """Give every leaf and where its nodes are; each is sound, and so is all that leads there."""
+    def _leaves(self, tree: _Tree) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """Give leaves, many at once, and their nodes; each is sound, and so is all that leads there."""
         if tree.root == _NO_ROOT:
             if tree[2:7] != (0, 0, 0, 0, 0):
                 raise Corrupt("a tree without a root has pages")
             return
+        if tree.depth < 1:
+            raise Corrupt("a tree is deeper than it says")
         counts = [0, 0, 0, 0]  # branch pages, leaf pages, overflow pages, entries
-        stack = [(tree.root, tree.depth)]
-        while stack:
-            number, depth = stack.pop()
-            if depth < 1:
-                raise Corrupt("a tree is deeper than it says")
-            page = self._claimed(number, _LEAF if depth == 1 else _BRANCH)
-            nodes = _nodes(page, is_leaf=depth == 1)
-            if depth > 1:
-                counts[0] += 1
-                stack.extend(
-                    (low | high << 16 | flags << 32, depth - 1) for _, low, high, flags, _ in nodes.tolist()
-                )
-                continue
-            counts[1] += 1
-            counts[2] += self._overflow(page, nodes)
+        numbers = np.array([tree.root], np.uint64)
+        for _ in range(tree.depth - 1):
+            counts[0] += len(numbers)
+            numbers = np.concatenate([self._below(some) for some in _parts(numbers)])
+        for some in _parts(numbers):
+            pages, nodes = self._sound(some, _LEAF)
+            counts[1] += len(pages)
+            counts[2] += self._overflow(pages, nodes)
             counts[3] += len(nodes)
-            yield page, nodes
+            yield pages, nodes
         if tuple(counts) != tree[3:7]:
             raise Corrupt("a tree has not as many entries or pages as it says")
 
-    def _overflow(self, page: bytes, nodes: NDArray[Any]) -> int:
+    def _below(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Give the pages that branch pages lead to."""
+        _, nodes = self._sound(numbers, _BRANCH)
+        low, high, flags = nodes[:, 2:5].T
+        below: NDArray[np.uint64] = (low | high << 16 | flags << 32).astype(np.uint64)
+        return below
+
+    def _sound(self, numbers: NDArray[np.uint64], kind: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Read pages of one kind to which something leads; give them and their nodes."""
+        self._claim(numbers)
+        data = b"".join([self._read(number, 1) for number in numbers.tolist()])
+        pages = np.frombuffer(data, np.uint8).reshape(-1, PAGE_BYTES)
+        said, flags = pages.view("<u8")[:, 0], pages.view("<u2")[:, 5]
+        _refuse(numbers, (said != numbers) | (flags != kind), "is not what leads there says it is")
+        return pages, _nodes(numbers, pages.view("<u2"), is_leaf=kind == _LEAF)
+
+    def _overflow(self, pages: NDArray[np.uint8], nodes: NDArray[np.int64]) -> int:
         total = 0
-        for at, low, high, flags, key in nodes[(nodes[:, 3] & _BIG_DATA) != 0].tolist():
-            assert flags & _BIG_DATA
-            (first,) = _WORD.unpack_from(page, at + NODE_BYTES + key)
+        for row, at, low, high, _, key in nodes[(nodes[:, 4] & _BIG_DATA) != 0].tolist():
+            (first,) = _WORD.unpack_from(pages[row], at + NODE_BYTES + key)
             count = -(-(PAGE_HEAD_BYTES + (low | high << 16)) // PAGE_BYTES)
-            head = self._claimed(first, _OVERFLOW)
+            self._claim(np.array([first], np.uint64))
+            head = self._page(first, _OVERFLOW)
             if _OVERFLOW_COUNT.unpack_from(head, 12)[0] != count:
                 raise Corrupt(f"page {first} has another length than its row")
-            for number in range(first + 1, first + count):
-                self._claim(number)
+            self._claim(np.arange(first + 1, first + count, dtype=np.uint64))
             total += count
         return total
 
@@ -263,19 +274,20 @@ class _Walk:
         count = _WORD.unpack_from(value)[0]
         if (count + 1) * _WORD.size > len(value):
             raise Corrupt("its free list is cut")
-        for number in np.frombuffer(value, "<u8", count, _WORD.size).tolist():
-            self._claim(number)
+        self._claim(np.frombuffer(value, "<u8", count, _WORD.size))
 
-    def _claim(self, number: int) -> None:
-        if not _METAS <= number < self._pages:
-            raise Corrupt(f"something leads to page {number}, which it doesn't have")
-        if self._used[number]:
-            raise Corrupt(f"two things lead to page {number}")
-        self._used[number] = 1
-
-    def _claimed(self, number: int, kind: int) -> bytes:
-        self._claim(number)
-        return self._page(number, kind)
+    def _claim(self, numbers: NDArray[np.uint64]) -> None:
+        """Note that something leads to these pages."""
+        outside = numbers[(numbers < _METAS) | (numbers >= self._pages)]
+        if outside.size:
+            raise Corrupt(f"something leads to page {outside[0]}, which it doesn't have")
+        again = numbers[self._used[numbers] != 0]
+        self._used[numbers] = 1
+        if not again.size and len(np.unique(numbers)) < len(numbers):
+            ordered = np.sort(numbers)
+            again = ordered[1:][ordered[1:] == ordered[:-1]]
+        if again.size:
+            raise Corrupt(f"two things lead to page {again[0]}")
 
     def _page(self, number: int, kind: int) -> bytes:
         page = self._read(number, 1)
@@ -292,29 +304,44 @@ class _Walk:
         return data
 
 
-def _nodes(page: bytes, *, is_leaf: bool) -> NDArray[Any]:
-    """Give of each node of a page its place, both halves of its length, flags and length of key; Corrupt if unsound."""
-    number, _, _, lower, upper = _PAGE_HEAD.unpack_from(page)
-    if not PAGE_HEAD_BYTES < lower <= upper <= PAGE_BYTES or lower % 2:
-        raise Corrupt(f"page {number} has no bounds")
-    words = np.frombuffer(page, "<u2").astype(np.int64)
-    places = words[PAGE_HEAD_BYTES // 2 : lower // 2]
-    if (places % 2).any() or (places < upper).any() or (places > PAGE_BYTES - NODE_BYTES).any():
-        raise Corrupt(f"page {number} has a row outside of its bounds")
-    at = places // 2
-    low, high, flags, keys = words[at], words[at + 1], words[at + 2], words[at + 3]
-    sizes = NODE_BYTES + keys
+def _parts(numbers: NDArray[np.uint64]) -> Iterator[NDArray[np.uint64]]:
+    for first in range(0, len(numbers), _PAGES_AT_ONCE):
+        yield numbers[first : first + _PAGES_AT_ONCE]
+
+
+def _refuse(numbers: NDArray[np.uint64], wrong: NDArray[np.bool_], why: str) -> None:
+    if wrong.any():
+        raise Corrupt(f"page {numbers[wrong][0]} {why}")
+
+
+def _nodes(numbers: NDArray[np.uint64], words: NDArray[np.uint16], *, is_leaf: bool) -> NDArray[np.int64]:
+    """Give of each node of some pages its page's row, its place, both halves of its length, flags and length of key.
+
+    Corrupt if one is unsound.
+    """
+    lower, upper = words[:, 6].astype(np.int64), words[:, 7].astype(np.int64)
+    within = (lower > PAGE_HEAD_BYTES) & (lower <= upper) & (upper <= PAGE_BYTES) & (lower % 2 == 0)
+    _refuse(numbers, ~within, "has no bounds")
+    counts = (lower - PAGE_HEAD_BYTES) // 2
+    every = words[:, PAGE_HEAD_BYTES // 2 :][:, : counts.max()]
+    row, column = np.nonzero(np.arange(every.shape[1]) < counts[:, None])
+    place = every[row, column].astype(np.int64)
+    of = numbers[row]
+    outside = (place % 2 != 0) | (place < upper[row]) | (place > PAGE_BYTES - NODE_BYTES)
+    _refuse(of, outside, "has a row outside of its bounds")
+    low, high, flags, keys = (words[row, place // 2 + word].astype(np.int64) for word in range(4))
     if is_leaf:
-        big = flags & _BIG_DATA
-        if (flags & ~(_BIG_DATA | _SUB_DATA)).any() or (keys < 1).any() or (keys > _KEY_BYTES_MAX).any():
-            raise Corrupt(f"page {number} has a row of another kind")
-        sizes = sizes + np.where(big, _WORD.size, low | high << 16)
-    elif (keys[1:] < 1).any() or (keys > _KEY_BYTES_MAX).any():
-        raise Corrupt(f"page {number} has a row of another kind")
-    sizes += sizes % 2
-    order = np.argsort(places)
-    ends = (places + sizes)[order]
+        strange = ((flags & ~(_BIG_DATA | _SUB_DATA)) != 0) | (keys < 1)
+        sizes = NODE_BYTES + keys + np.where(flags & _BIG_DATA, _WORD.size, low | high << 16)
+    else:
+        strange = (keys < 1) & (column > 0)
+        sizes = NODE_BYTES + keys
+    _refuse(of, strange | (keys > _KEY_BYTES_MAX), "has a row of another kind")
     # Nodes lie one behind the other from `upper` to the page's end, with nothing in between.
-    if ends[-1] != PAGE_BYTES or places[order[0]] != upper or (ends[:-1] != places[order][1:]).any():
-        raise Corrupt(f"page {number} has rows that overlap")
-    return np.stack([places, low, high, flags, keys], axis=1)
+    order = np.lexsort((place, row))
+    starts, ends = place[order], (place + sizes + sizes % 2)[order]
+    is_first = np.append(True, row[1:] != row[:-1])  # rows ascend, in whatever order their nodes lie
+    expected = np.where(is_first, upper[row], np.append(0, ends[:-1]))
+    is_last = np.append(is_first[1:], True)
+    _refuse(of, (starts != expected) | (is_last & (ends != PAGE_BYTES)), "has rows that overlap")
+    return np.stack([row, place, low, high, flags, keys], axis=1)
