@@ -167,6 +167,20 @@ def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
+def stand_still(node: NodeInProcess, go_on: threading.Event) -> threading.Thread:
+    """The node's loop does nothing from now on, until it is told to go on."""
+    stands = threading.Event()
+
+    def stand(_: Node) -> None:
+        stands.set()
+        go_on.wait(WAIT_S)
+
+    standing = threading.Thread(target=lambda: node.call(stand))
+    standing.start()
+    assert stands.wait(WAIT_S)
+    return standing
+
+
 def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_served(
     node: NodeInProcess, rig: Rig
 ) -> None:
@@ -175,11 +189,10 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
     put(rig, [block])
     over_rpc(rig.client)
     link, go_on = link_of(rig.client), threading.Event()
-    standing = threading.Thread(target=lambda: node.call(lambda _: go_on.wait(WAIT_S)))
-    standing.start()
+    standing = stand_still(node, go_on)
+    paint(rig)
     timer = threading.Timer(SHORT_S + FETCH_CANCEL_MS / 3000, go_on.set)
     timer.start()
-    paint(rig)
     (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
     standing.join(WAIT_S)
     assert is_away(outcome)
@@ -206,8 +219,7 @@ def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_t
         return Overloaded("Refused.")
 
     monkeypatch.setattr(rig.client._asking, "_fetch_by_rpc", refused_late)
-    standing = threading.Thread(target=lambda: node.call(lambda _: go_on.wait(WAIT_S)))
-    standing.start()
+    standing = stand_still(node, go_on)
     get = rig.client.getting([rig.wanted(block)], timeout_s=SHORT_S)
     go_on.set()
     standing.join(WAIT_S)
