@@ -144,7 +144,7 @@ class Drive(Handle):
         self._rebuilt = opened.rebuilt
         self._closed = False
         index.failed = self._index_failed
-        keeping.restore()
+        keeping.restore(opened.lives)
 
     @classmethod
     def open(

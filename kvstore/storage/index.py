@@ -372,12 +372,10 @@ class Index:
                 parts.append(rows["generation"].astype(np.uint64))
         return np.sort(np.concatenate(parts))
 
-    def extents(self) -> NDArray[np.int64]:
+    def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Give page and pages of every record in whatever table, a row each, in the order of pages."""
-        parts = [np.empty(0, _PLACE_ROW)]
-        for rows in self.owner_rows():
-            owners = np.ascontiguousarray(rows[:, _GENERATION.size :]).view(_OWNER_ROW)[:, 0]
-            parts.append(owners["place"])
+        lives = self.lives() if lives is None else lives
+        parts = [lives[["offset", "length"]].astype(_PLACE_ROW)]
         with self.reading(buffers=True) as transaction:
             for table in (self.sessions, self.chunks):
                 rows = transaction.cursor(table).iternext(keys=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import StorageError
 from kvstore.storage.doubts import Doubts
@@ -25,6 +25,8 @@ from kvstore.storage.superblock import EPOCH_FORMATTED
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from kvstore.storage.disk import Progress
     from kvstore.storage.extents import Extents
@@ -48,6 +50,7 @@ class OpenedIndex:
 
     index: Index
     extents: Extents
+    lives: NDArray[Any]  # of its blocks
     boot_id: str
     rebuilt: bool
     doubts: Doubts
@@ -77,7 +80,7 @@ def open_index(
 ) -> OpenedIndex:
     """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
     index: Index | None = None
-    live, extents = None, None
+    live, extents, lives = None, None, None
     superblock, synced = volume.superblock, notes.synced
     is_noted = (synced.drive_uuid, synced.epoch) == (superblock.drive_uuid, superblock.epoch)
     synced_generation = synced.generation if is_noted else 0
@@ -87,7 +90,8 @@ def open_index(
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
             add_lent(volume.disk, superblock, index, notes.lent)
-            live, extents = extents_around(index, superblock)
+            lives = index.lives()
+            live, extents = extents_around(index, superblock, lives)
             _check(index, extents, volume, notes, synced_generation)
         except StorageError as doubt:
             extents = None
@@ -100,8 +104,10 @@ def open_index(
             undo.callback(index.abandon)
             if rebuilt:
                 volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
-            live, extents = extents_around(index, volume.superblock)
+            lives = index.lives()
+            live, extents = extents_around(index, volume.superblock, lives)
         assert live is not None
+        assert lives is not None
         doubts = Doubts(index)
         if rebuilt or not index.knows_doubts:
             doubts.add_above(0)
@@ -124,4 +130,4 @@ def open_index(
         note = None if ground is None else LentNote(drive_uuid, epoch, *ground)
         notes.write_lent(place, note)
 
-    return OpenedIndex(index, extents, boot_id, rebuilt, doubts, note_synced, note_begun, note_lent)
+    return OpenedIndex(index, extents, lives, boot_id, rebuilt, doubts, note_synced, note_begun, note_lent)

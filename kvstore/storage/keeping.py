@@ -409,9 +409,8 @@ class Keeping:
 
     # The opening.
 
-    def restore(self) -> None:
-        """Fill the core from the index, oldest first."""
-        lives = self._index.lives()
+    def restore(self, lives: NDArray[Any]) -> None:
+        """Fill the core with what the index says of its blocks, oldest first."""
         lives = lives[np.argsort(lives["generation"])]
         generations = _column("Q", lives["generation"])
         pages = HEADER_BYTES // PAGE_BYTES - (-lives["length"].astype(np.int64) // PAGE_BYTES)

@@ -11,7 +11,7 @@ if it was a header, its record is lost.
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
@@ -93,9 +93,11 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
     return generation_max
 
 
-def extents_around(index: Index, superblock: Superblock) -> tuple[NDArray[np.int64], Extents]:
+def extents_around(
+    index: Index, superblock: Superblock, lives: NDArray[Any] | None = None
+) -> tuple[NDArray[np.int64], Extents]:
     """Give the header pages of an index and the free extents between its records; Corrupt if it contradicts itself."""
-    live = index.extents()
+    live = index.extents(lives)
     first = records_begin(superblock.capacity_bytes)
     extents = Extents.around(live, first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
     return live[:, 0], extents
