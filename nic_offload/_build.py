@@ -45,6 +45,7 @@ _PARTS = (
     "receiver",
     "names",
     "rest",
+    "seal",
     "sender",
     "shelf",
     "siphash",
@@ -65,7 +66,19 @@ ffi.set_source(
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
     depends=[
         f"nic_offload/{name}.h"
-        for name in ("call", "core", "cxi", "fabric", "lane", "library", "names", "nic", "parts", "shelf")
+        for name in (
+            "call",
+            "core",
+            "cxi",
+            "fabric",
+            "lane",
+            "library",
+            "names",
+            "nic",
+            "parts",
+            "seal",
+            "shelf",
+        )
     ],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],

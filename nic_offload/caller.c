@@ -92,6 +92,13 @@ void tk_caller_read(struct tk_caller *caller, uint32_t place)
 	pthread_mutex_unlock(&caller->lock);
 }
 
+/* Where a place's flag is, as we address it. */
+static uint64_t flag_of(const struct tk_caller_setup *setup, uint32_t number)
+{
+	return setup->area + (uint64_t)number * 8;
+}
+
+/* Returns how many bytes are to be put. */
 static uint32_t write_call(const struct tk_caller *caller, uint32_t number, const struct tk_call *call,
 			   const void *metadata, const void *rows, size_t rows_bytes)
 {
@@ -116,7 +123,10 @@ static uint32_t write_call(const struct tk_caller *caller, uint32_t number, cons
 	memcpy(at + sizeof head + metadata_bytes, rows, rows_bytes);
 	uint32_t crc32c = tk_crc32c(at + sizeof crc32c, head.length - sizeof crc32c, 0);
 	memcpy(at, &crc32c, sizeof crc32c);
-	return head.length;
+	const struct tk_caller_setup *setup = &caller->setup;
+	uint64_t tag = tk_endpoint_tag(setup->endpoint, flag_of(setup, number), setup->area_key, head.generation, at, head.length);
+	memcpy(at + head.length, &tag, tag_bytes(setup->endpoint));
+	return head.length + tag_bytes(setup->endpoint);
 }
 
 /* The words in which the node says of each block that it has come, or why not. */
@@ -161,7 +171,7 @@ static void put_call(const struct tk_caller *caller, uint32_t number, const stru
 		.local = setup->calls + (uint64_t)number * TK_CALL_BYTES,
 		.remote = setup->area + TK_CALL_AREA_HEAD + (uint64_t)number * TK_CALL_BYTES,
 		.remote_key = setup->area_key,
-		.flag_target = setup->area + (uint64_t)number * 8,
+		.flag_target = flag_of(setup, number),
 		.flag_key = setup->area_key,
 		.flag_value = generation,
 		.region = setup->region,
@@ -182,7 +192,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 	int is_fetch = !!call_row_bytes(call->kind);
 	if (is_fetch && rows_bytes != call->blocks * call_row_bytes(call->kind))
 		return -EINVAL;
-	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes > TK_CALL_BYTES)
+	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes + TK_TAG_BYTES > TK_CALL_BYTES)
 		return -EMSGSIZE;
 	pthread_mutex_lock(&caller->lock);
 	int number = find_place(caller);

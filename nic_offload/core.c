@@ -31,12 +31,12 @@ static void take_in(struct tk_fabric *fabric, struct work *work)
 		break;
 	case WORK_LANDING:
 		status = watch_add(&fabric->landings, (const uint64_t *)work->landing.word,
-				   work->landing.generation, work);
+				   flag_awaited(&work->landing), work);
 		break;
 	case WORK_ACK:
-		status = watch_add(&fabric->acks, (const uint64_t *)work->ack.word, work->ack.generation, work);
-		if (!status) /* an acknowledgement may have come before its watch */
-			fabric->acks.items[fabric->acks.count - 1].before = 0;
+		status = watch_add(&fabric->acks, (const uint64_t *)work->ack.word, 0, work);
+		if (!status && ack_in(&work->ack, fabric->acks.items[work->place].before)) /* it came before its watch */
+			fabric->acks.items[work->place].before = 0;
 		break;
 	}
 	if (status)

@@ -145,7 +145,7 @@ struct tk_operation {
 #define TK_HEAD_PAGE 4096 /* the room for both */
 #define TK_PUT_HAS_CRC 1
 struct tk_put_head {
-	uint32_t head_crc32c; /* of the metadata and of all that follows here; this and what is marked the sender fills in */
+	uint32_t head_crc32c; /* of the metadata and of all that follows here, with a tag of 0; this and what is marked the sender fills in */
 	uint32_t metadata_bytes;
 	uint64_t generation;	 /* of the slot; the sender */
 	uint64_t ack_generation; /* the sender */
@@ -158,7 +158,8 @@ struct tk_put_head {
 	uint8_t zeros[2];
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint8_t more_zeros[32];
+	uint8_t more_zeros[24];
+	uint64_t tag; /* where the connection is sealed, of the metadata and of all before it; otherwise 0. The sender */
 };
 
 struct tk_landing {
@@ -176,6 +177,7 @@ struct tk_landing {
 	uint32_t quiet;	      /* the peer is told nothing: what came was no block, and is answered otherwise */
 	struct tk_desk *desk; /* NULL, or what comes here is a call that the desk may answer: then no event comes,
 			       * and the next generation is waited for */
+	struct tk_region *region; /* has the flag word; NULL only where the connection is not sealed */
 };
 
 struct tk_ack_watch {
@@ -291,6 +293,16 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 		     char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
+/* Once, before anything goes through it: from now on each word, head, call and answer has a tag, made with one key, and
+ * is believed only with one that was made with the other; see seal.c. `words` is where acknowledgements come in; or NULL. */
+#define TK_SEAL_BYTES 16
+#define TK_TAG_BYTES 8
+int tk_endpoint_seal(struct tk_endpoint *endpoint, const uint8_t *out, const uint8_t *in, struct tk_region *words);
+/* Of bytes that are to lie in this place of the peer's memory, or lie in this one of ours. */
+uint64_t tk_endpoint_tag(struct tk_endpoint *endpoint, uint64_t address, uint64_t key, uint64_t generation,
+			 const void *data, size_t length);
+int tk_endpoint_believes(struct tk_endpoint *endpoint, struct tk_region *region, uint64_t address, uint64_t generation,
+			 const void *data, size_t length, uint64_t tag);
 
 int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out);
 int tk_peer_remove(struct tk_fabric *fabric, uint64_t peer);
@@ -441,6 +453,7 @@ struct tk_receiver_setup {
 	struct tk_endpoint *endpoint;
 	uint64_t tag; /* of its events */
 	uint64_t peer;
+	uint64_t told_flags, told_key; /* what the peer calls `flags` */
 	uint64_t flags, slots, slot_bytes; /* our memory */
 	uint64_t first_generation;
 	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */

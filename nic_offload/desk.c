@@ -9,7 +9,7 @@
  *
  * What always holds: a call is answered here whole or not at all; a block whose checksum differs is not sent: its
  * caller is told that it is missed, and nobody finds it on the shelf any more; no more than `bytes_max` of one desk are
- * under way.
+ * under way; where the connection is sealed, only its other end's calls are answered.
  */
 #define _GNU_SOURCE
 #include "call.h"
@@ -83,10 +83,15 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 static const struct call_head *read_call(struct tk_shelf *shelf, const struct tk_landing *landing)
 {
 	const struct call_head *there = (const void *)landing->payload;
-	uint32_t length = __atomic_load_n(&there->length, __ATOMIC_RELAXED);
-	if (length < sizeof *there || length > TK_CALL_BYTES)
+	uint32_t length = __atomic_load_n(&there->length, __ATOMIC_RELAXED), more = tag_bytes(landing->endpoint);
+	if (length < sizeof *there || length > TK_CALL_BYTES - more)
 		return NULL;
-	memcpy(shelf->call, there, length);
+	memcpy(shelf->call, there, length + more);
+	uint64_t tag = 0;
+	memcpy(&tag, shelf->call + length, more);
+	if (more && !tk_endpoint_believes(landing->endpoint, landing->region, landing->word, landing->generation,
+					  shelf->call, length, tag))
+		return NULL;
 	const struct call_head *head = (const void *)shelf->call;
 	if (head->length != length || !call_row_bytes(head->kind) || head->flags & CALL_TELLS ||
 	    head->generation != landing->generation || head->metadata_bytes % 8 || head->metadata_bytes > length ||

@@ -68,7 +68,7 @@ static void free_fabric(struct tk_fabric *fabric)
 	while (fabric->endpoints) {
 		struct tk_endpoint *endpoint = fabric->endpoints;
 		fabric->endpoints = endpoint->next;
-		free(endpoint);
+		endpoint_free(endpoint);
 	}
 	nic_close(fabric);
 	free_shelves(fabric);

@@ -10,6 +10,7 @@
 
 #include "core.h"
 #include "library.h"
+#include "seal.h"
 
 #include <netinet/in.h>
 #include <pthread.h>
@@ -59,7 +60,8 @@ struct work {
 	uint32_t crc, summed;
 	uint32_t piece, piece_done; /* how far a put of pieces has been gathered */
 	uint64_t fired_ns, posted_ns;
-	uint64_t word_before; /* an ack watch: the word as last reported */
+	uint32_t code; /* of an ack watch: the last one that came */
+	uint64_t flag_word; /* what is put for `flag_value` */
 	uint64_t sequence;
 	struct slot *slot; /* of one that the NIC holds */
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and where that came in */
@@ -109,7 +111,7 @@ struct tk_counter {
 /* What a watch looks at, apart from its item so that a round of polling stays in few cache lines. */
 struct watch {
 	const uint64_t *word;
-	uint64_t expected;
+	uint64_t expected; /* of a flag */
 	uint64_t before;
 	struct work *work;
 };
@@ -140,6 +142,7 @@ struct tk_endpoint {
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
 	uint16_t port; /* of TCP, in the network's order; 0: none */
+	struct seal seal; /* set before anything goes through it */
 
 	/* The progress thread's own. Each endpoint has its own queue and its own share of the wire, so that a
 	 * peer that takes nothing, or can't be reached, holds up nobody else. */
@@ -283,6 +286,7 @@ int refused(char *message, const char *doing, int status);
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument,
 		  size_t argument_bytes);
 
+void endpoint_free(struct tk_endpoint *endpoint); /* handles.c */
 struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; the progress thread's */
 
 struct cancellation {

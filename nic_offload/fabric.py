@@ -228,6 +228,7 @@ class Endpoint(Handle):
             raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
         self.handle: Any = out[0]
         self.pointer = int(ffi.cast("uintptr_t", self.handle))
+        self.tag_bytes = 0  # that stand behind bytes which are to be believed
         fabric.endpoints.add(self)
 
     def address(self) -> bytes:
@@ -237,6 +238,30 @@ class Endpoint(Handle):
         if length < 0:
             raise FabricError.from_code("Asking for the endpoint's address", length)
         return bytes(ffi.buffer(out, length))
+
+    def seal(self, out: bytes, into: bytes, words: Region | None = None) -> None:
+        """Tag all that is put through it to be believed, and believe only what is tagged: see `seal.c`.
+
+        Once, before anything goes through it. Acknowledgements come into `words`, if any do.
+        """
+        assert len(out) == len(into) == lib.TK_SEAL_BYTES
+        code = lib.tk_endpoint_seal(self.handle, out, into, ffi.NULL if words is None else words.handle)
+        if code:
+            raise FabricError.from_code("Sealing an endpoint", code)
+        self.tag_bytes = int(lib.TK_TAG_BYTES)
+
+    def tag(self, target: int, target_key: int, generation: int, data: bytes) -> bytes:
+        """The tag of bytes that are put into this place of the peer's; none without a seal."""
+        tag = int(lib.tk_endpoint_tag(self.handle, target, target_key, generation, data, len(data)))
+        return tag.to_bytes(lib.TK_TAG_BYTES, "little")[: self.tag_bytes]
+
+    def believes(self, region: Region, address: int, generation: int, data: bytes, tag: bytes) -> bool:
+        """Whether bytes that came into this place of ours are the peer's; without a seal all are."""
+        said = int.from_bytes(tag, "little")
+        told = lib.tk_endpoint_believes(
+            self.handle, region.handle, address, generation, data, len(data), said
+        )
+        return len(tag) == self.tag_bytes and bool(told)
 
     def close(self) -> None:
         """End everything that goes through this endpoint; its puts and watches are dropped silently."""

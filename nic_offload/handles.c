@@ -103,6 +103,13 @@ int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 	return status ? status : (int)length;
 }
 
+/* Its keys are nowhere afterwards. */
+void endpoint_free(struct tk_endpoint *endpoint)
+{
+	explicit_bzero(endpoint, sizeof *endpoint);
+	free(endpoint);
+}
+
 int tk_endpoint_close(struct tk_endpoint *endpoint)
 {
 	struct tk_fabric *fabric = endpoint->fabric;
@@ -117,7 +124,7 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 	pthread_mutex_unlock(&fabric->handle_lock);
 	int status = on_the_thread(fabric, core_close_endpoint, &endpoint, sizeof endpoint);
 	if (status != TK_STUCK)
-		free(endpoint);
+		endpoint_free(endpoint);
 	return status;
 }
 

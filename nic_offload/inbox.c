@@ -165,7 +165,8 @@ int tk_watch_landings(struct tk_fabric *fabric, const struct tk_landing *landing
 	if (status)
 		return status;
 	for (int i = 0; i < count; i++)
-		if (!landings[i].endpoint || !landings[i].word || landings[i].word % 8 || landings[i].ack_target % 8)
+		if (!landings[i].endpoint || !landings[i].word || landings[i].word % 8 || landings[i].ack_target % 8 ||
+		    !may_watch(landings[i].endpoint, landings[i].region, landings[i].word))
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	status = reserve_work(fabric, (uint32_t)count);
@@ -183,7 +184,8 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 	if (status)
 		return status;
 	for (int i = 0; i < count; i++)
-		if (!watches[i].endpoint || !watches[i].word || watches[i].word % 8)
+		if (!watches[i].endpoint || !watches[i].word || watches[i].word % 8 ||
+		    !may_watch_ack(watches[i].endpoint, watches[i].word))
 			return -EINVAL;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	status = reserve_work(fabric, (uint32_t)count);

@@ -64,7 +64,7 @@ static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t thre
 static void add_flag(struct slot *slot, struct fid_cntr *trigger, uint64_t threshold)
 {
 	const struct tk_operation *op = &slot->work->op;
-	slot->flag_value = op->flag_value;
+	slot->flag_value = word_out(op->endpoint, (struct spot){op->flag_target, op->flag_key}, op->flag_value);
 	slot->local[1] = (struct iovec){&slot->flag_value, sizeof slot->flag_value};
 	slot->remote[1] = (struct fi_rma_iov){op->flag_target, sizeof slot->flag_value, op->flag_key};
 	slot->desc[1] = NULL;

@@ -100,6 +100,7 @@ void rest_look_again(struct tk_fabric *fabric);
 int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
 
 /* watch.c: words that are watched, checksums that are made */
+uint64_t flag_awaited(const struct tk_landing *landing);
 int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work);
 void watch_remove(struct watches *watches, const struct work *work);
 int poll_landings(struct tk_fabric *fabric);

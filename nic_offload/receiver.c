@@ -43,6 +43,11 @@ struct reading {
 	uint64_t began_ns;
 };
 
+/* A slot's: for which put, the one that is to come or is being read; what it is when that comes, 0 once it has; what it was. */
+struct flag {
+	uint64_t generation, due, before;
+};
+
 struct tk_receiver {
 	struct tk_receiver_setup setup;
 	struct tk_fabric *fabric;
@@ -51,8 +56,7 @@ struct tk_receiver {
 	/* The progress thread's own. */
 	struct tk_receiver *next;
 	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has done what it may not */
-	uint64_t *generations; /* of each slot's put, the one that is to come or the one that is being read */
-	uint64_t *due;	       /* the same while it is to come, and then 0 */
+	struct flag *awaited; /* by slot */
 	uint32_t *queue; /* slots whose flags have come, a ring */
 	uint32_t queue_first, queue_count;
 	struct reading reading;
@@ -74,8 +78,7 @@ struct tk_receiver {
 static void free_receiver(struct tk_receiver *receiver)
 {
 	pthread_mutex_destroy(&receiver->lock);
-	free(receiver->generations);
-	free(receiver->due);
+	free(receiver->awaited);
 	free(receiver->queue);
 	free(receiver->rooms);
 	free(receiver->came);
@@ -100,6 +103,14 @@ static int remove_receiver(struct tk_fabric *fabric, void *argument)
 	return 0;
 }
 
+static void await(struct tk_receiver *receiver, uint32_t slot, uint64_t generation)
+{
+	const struct tk_receiver_setup *setup = &receiver->setup;
+	struct spot flag = word_spot(setup->told_flags, setup->told_key, slot);
+	receiver->awaited[slot].generation = generation;
+	receiver->awaited[slot].due = word_in(setup->endpoint, flag, generation);
+}
+
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out)
 {
 	if (!setup->endpoint || setup->endpoint->fabric != shelf->fabric || !setup->slots_count || setup->flags % 8 ||
@@ -114,15 +125,14 @@ int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *set
 	receiver->fabric = shelf->fabric;
 	receiver->shelf = shelf;
 	receiver->endpoint = setup->endpoint;
-	receiver->generations = calloc(setup->slots_count, sizeof *receiver->generations);
-	receiver->due = calloc(setup->slots_count, sizeof *receiver->due);
+	receiver->awaited = calloc(setup->slots_count, sizeof *receiver->awaited);
 	receiver->queue = calloc(setup->slots_count, sizeof *receiver->queue);
-	if (!receiver->generations || !receiver->due || !receiver->queue) {
+	if (!receiver->awaited || !receiver->queue) {
 		free_receiver(receiver);
 		return -ENOMEM;
 	}
 	for (uint32_t i = 0; i < setup->slots_count; i++)
-		receiver->generations[i] = receiver->due[i] = setup->first_generation;
+		await(receiver, i, setup->first_generation);
 	int status = on_the_thread(receiver->fabric, add_receiver, &receiver, sizeof receiver);
 	if (status) {
 		if (status != TK_STUCK)
@@ -178,14 +188,6 @@ int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out
 	return count;
 }
 
-static uint32_t rooms_wanted(const struct tk_receiver *receiver)
-{
-	uint32_t count = 0;
-	for (uint32_t i = 0; i < receiver->rooms_count; i++)
-		count += receiver->rooms[i].pages == receiver->wanted_pages;
-	return count;
-}
-
 static void set_time(struct tk_receiver *receiver, uint64_t at_ns)
 {
 	__atomic_store_n(&receiver->tell_at_ns, at_ns, __ATOMIC_RELAXED);
@@ -203,7 +205,6 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 	receiver->told = !!receiver->came_count;
 	set_time(receiver, 0);
 	*state = (struct tk_receiver_state){
-		.rooms = rooms_wanted(receiver),
 		.wanted_pages = receiver->wanted_pages,
 		.starved = receiver->starved,
 		.differed = receiver->differed,
@@ -211,6 +212,8 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 		.expired = receiver->expired,
 		.broken = receiver->broken,
 	};
+	for (uint32_t i = 0; i < receiver->rooms_count; i++)
+		state->rooms += receiver->rooms[i].pages == receiver->wanted_pages;
 	receiver->starved = receiver->differed = receiver->taken = receiver->expired = 0;
 	pthread_mutex_unlock(&receiver->lock);
 	return (int)count;
@@ -269,11 +272,18 @@ static void scan(struct tk_receiver *receiver)
 {
 	const uint64_t *flags = (const uint64_t *)receiver->setup.flags;
 	for (uint32_t slot = 0; slot < receiver->setup.slots_count; slot++) {
-		if (!receiver->due[slot] || tk_word_load(&flags[slot]) != receiver->due[slot])
+		struct flag *flag = &receiver->awaited[slot];
+		uint64_t word = tk_word_load(&flags[slot]);
+		if (flag->due && word == flag->due) {
+			uint32_t last = receiver->queue_first + receiver->queue_count++;
+			receiver->queue[last % receiver->setup.slots_count] = slot;
+			flag->due = 0;
+		} else if (word != flag->before) {
+			receiver->fabric->statistics.stale_words++;
+		} else {
 			continue;
-		uint32_t last = receiver->queue_first + receiver->queue_count++;
-		receiver->queue[last % receiver->setup.slots_count] = slot;
-		receiver->due[slot] = 0;
+		}
+		flag->before = word;
 	}
 }
 
@@ -331,7 +341,7 @@ static int begin(struct tk_receiver *receiver)
 	const char *there = head_end(receiver, slot);
 	struct tk_put_head head;
 	memcpy(&head, there - sizeof head, sizeof head);
-	if (!is_put(receiver, &head, receiver->generations[slot]))
+	if (!is_put(receiver, &head, receiver->awaited[slot].generation))
 		return -1;
 	struct tk_room room;
 	if (!take_room(receiver, pages_of(head.length), &room))
@@ -340,7 +350,8 @@ static int begin(struct tk_receiver *receiver)
 		.is_open = 1, .slot = slot, .room = room, .head = head, .began_ns = tk_now_ns()};
 	char *metadata = (char *)room.address + TK_HEAD_PAGE - sizeof head - head.metadata_bytes;
 	memcpy(metadata, there - sizeof head - head.metadata_bytes, head.metadata_bytes);
-	if (sum_of_head(&head, metadata) != head.head_crc32c)
+	struct spot flag = word_spot(receiver->setup.told_flags, receiver->setup.told_key, slot);
+	if (!believes_head(receiver->endpoint, flag, metadata, &head) || sum_of_head(&head, metadata) != head.head_crc32c)
 		return -1;
 	receiver->queue_first = (receiver->queue_first + 1) % receiver->setup.slots_count;
 	receiver->queue_count--;
@@ -510,7 +521,7 @@ static void over(struct reading *reading)
 static int answer(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
-	receiver->generations[reading->slot] = receiver->due[reading->slot] = reading->head.generation + 1;
+	await(receiver, reading->slot, reading->head.generation + 1);
 	if (reading->code && !tell_peer(receiver))
 		return 0;
 	over(reading);

@@ -89,15 +89,18 @@ class Receiver:
         owner: bytes,
         acks: tuple[int, int, int],
         codes: tuple[int, int, int, int, int],
+        told: tuple[int, int] = (0, 0),
     ) -> None:
         """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` what they say.
 
-        That is: landed; other bytes came than were sent; another block has the key; its life was over; written.
+        That is: landed; other bytes came than were sent; another block has the key; its life was over; written. `told`
+        is what the client calls the flags, address and key; needed where the endpoint is sealed.
         """
         setup = ffi.new("struct tk_receiver_setup *")
         setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
         setup.flags, setup.slots, setup.slot_bytes = area.flags, area.slots, area.slot_bytes
         setup.first_generation, setup.slots_count = area.first_generation, area.slots_count
+        setup.told_flags, setup.told_key = told
         setup.length_max = length_max
         setup.ack_base, setup.ack_key, setup.ack_words = acks
         setup.landed_code, setup.differs_code, setup.taken_code, setup.expired_code, setup.written_code = (

@@ -9,7 +9,7 @@
  * What always holds: a slot is written by one put between two generations; a put that was taken back before it was posted
  * has used up none, and its slot serves the next; the slot of one that was posted and never answered is not used again:
  * whoever waits for its word in vain ends the link. Payloads are summed when they go out, so what comes is what was there
- * then, or is refused.
+ * then, or is refused. Where the connection is sealed, the head has a tag, for its slot and generation alone.
  *
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
@@ -74,6 +74,8 @@ int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out)
 {
 	if (!setup->endpoint || !setup->region || !setup->slots_count || !setup->words_count || setup->words % 8 ||
 	    !holds(setup->region, setup->words, (uint64_t)setup->words_count * 8) ||
+	    !may_watch_ack(setup->endpoint, setup->words) ||
+	    !may_watch_ack(setup->endpoint, setup->words + (uint64_t)(setup->words_count - 1) * 8) ||
 	    !holds(setup->region, setup->heads, (uint64_t)setup->slots_count * TK_HEAD_PAGE))
 		return -EINVAL;
 	struct tk_sender *sender = calloc(1, sizeof *sender);
@@ -170,7 +172,7 @@ static int watch_words(struct tk_fabric *fabric, struct work *work, struct work 
 		.good_max = sender->setup.good_max,
 		.row = op->row,
 	};
-	if (watch_add(&fabric->acks, (const uint64_t *)watch->ack.word, watch->ack.generation, watch))
+	if (watch_add(&fabric->acks, (const uint64_t *)watch->ack.word, 0, watch))
 		return -ENOMEM;
 	if (op->group)
 		group_use(op->group);
@@ -266,8 +268,11 @@ int poll_senders(struct tk_fabric *fabric)
 
 uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata)
 {
+	static const uint64_t no_tag;
+	size_t first = offsetof(struct tk_put_head, metadata_bytes), end = offsetof(struct tk_put_head, tag);
 	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
-	return tk_crc32c(&head->metadata_bytes, sizeof *head - offsetof(struct tk_put_head, metadata_bytes), crc32c);
+	crc32c = tk_crc32c((const char *)head + first, end - first, crc32c);
+	return tk_crc32c(&no_tag, sizeof no_tag, crc32c);
 }
 
 void sender_summed(struct work *work)
@@ -275,7 +280,9 @@ void sender_summed(struct work *work)
 	struct tk_put_head *head = head_of(work);
 	head->crc32c = work->crc;
 	head->flags |= TK_PUT_HAS_CRC;
-	head->head_crc32c = sum_of_head(head, (const char *)head - head->metadata_bytes);
+	const char *metadata = (const char *)head - head->metadata_bytes;
+	head->head_crc32c = sum_of_head(head, metadata);
+	head->tag = head_out(work->op.endpoint, (struct spot){work->op.flag_target, work->op.flag_key}, metadata, head);
 }
 
 /* The put's own end. What was never posted leaves slot and word to the next. */

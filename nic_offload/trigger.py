@@ -172,6 +172,7 @@ class Landing(NamedTuple):
     length: int
     quiet: bool = False  # it is no block, and the peer is told nothing of it
     desk: Desk | None = None  # that may answer what comes here
+    region: Region | None = None  # has the word; needed where the endpoint is sealed
 
 
 class AckWatch(NamedTuple):
@@ -190,7 +191,7 @@ class AckWatch(NamedTuple):
 
 # The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
 _OPERATION = struct.Struct("=19Q6I")
-_LANDING = struct.Struct("=10Q2IQ")
+_LANDING = struct.Struct("=10Q2I2Q")
 _ACK = struct.Struct("=6Q3I4x")
 assert _OPERATION.size == ffi.sizeof("struct tk_operation")
 assert _LANDING.size == ffi.sizeof("struct tk_landing")
@@ -338,8 +339,9 @@ def watch_landings(fabric: Fabric, landings: Sequence[Landing]) -> None:
         _LANDING.pack(
             landing.tag,
             landing.endpoint.pointer,
-            *landing[2:-1],
+            *landing[2:-2],
             0 if landing.desk is None else landing.desk.pointer,
+            0 if landing.region is None else landing.region.pointer,
         )
         for landing in landings
     ]

@@ -2,7 +2,7 @@
  * Watched words: flags of landing slots, acknowledgements; and the checksums of what landed or is to be sent.
  *
  * What always holds: a landing is taken at exactly the expected generation, and `landed` is sent before the
- * checksum is made.
+ * checksum is made; a word that is not the peer's, or not of this use, changes nothing.
  */
 #define _GNU_SOURCE
 #include "call.h"
@@ -29,6 +29,13 @@ void watch_remove(struct watches *watches, const struct work *work)
 	last.work->place = work->place;
 }
 
+/* What its flag becomes when it comes. */
+uint64_t flag_awaited(const struct tk_landing *landing)
+{
+	struct spot spot = landing->region ? spot_of(landing->region, landing->word) : (struct spot){0};
+	return word_in(landing->endpoint, spot, landing->generation);
+}
+
 int poll_landings(struct tk_fabric *fabric)
 {
 	int busy = 0;
@@ -46,7 +53,8 @@ int poll_landings(struct tk_fabric *fabric)
 		struct work *work = watch->work;
 		if (answer_at_desk(fabric, &work->landing)) {
 			watch->before = value;
-			watch->expected = ++work->landing.generation;
+			work->landing.generation++;
+			watch->expected = flag_awaited(&work->landing);
 			busy = 1;
 			continue;
 		}
@@ -69,11 +77,17 @@ int poll_acks(struct tk_fabric *fabric)
 	for (uint32_t i = 0; i < watches->count; i++) {
 		struct watch *watch = &watches->items[i];
 		uint64_t value = tk_word_load(watch->word);
-		if (value == watch->before || value >> ACK_CODE_BITS != watch->expected)
+		if (value == watch->before)
 			continue;
 		struct work *work = watch->work;
 		watch->before = value;
+		value = ack_in(&work->ack, value);
 		uint32_t code = value & ((1u << ACK_CODE_BITS) - 1);
+		if (code <= work->code) { /* codes only rise: it came before, and was put once more */
+			fabric->statistics.stale_words++;
+			continue;
+		}
+		work->code = code;
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);
 		else

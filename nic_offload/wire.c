@@ -23,12 +23,18 @@ static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_op
 	return op->completion || (fabric->confirms && !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT)));
 }
 
+static void set_flag_word(struct work *work)
+{
+	const struct tk_operation *op = &work->op;
+	work->flag_word = word_out(op->endpoint, (struct spot){op->flag_target, op->flag_key}, op->flag_value);
+}
+
 /* Whoever waits for its end finds the flag delivered. */
 static int post_confirmed_flag(struct work *work)
 {
 	struct tk_operation *op = &work->op;
-	struct iovec local = {&op->flag_value, sizeof op->flag_value};
-	struct fi_rma_iov remote = {op->flag_target, sizeof op->flag_value, op->flag_key};
+	struct iovec local = {&work->flag_word, sizeof work->flag_word};
+	struct fi_rma_iov remote = {op->flag_target, sizeof work->flag_word, op->flag_key};
 	struct fi_msg_rma message = {
 		.msg_iov = &local,
 		.iov_count = 1,
@@ -43,6 +49,7 @@ static int post_confirmed_flag(struct work *work)
 int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
 	      uint64_t key)
 {
+	word = word_out(endpoint, (struct spot){target, key}, word);
 	if (!fabric->loses_context)
 		return (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key);
 	struct iovec local = {&word, sizeof word};
@@ -62,13 +69,14 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
+	set_flag_word(work);
 	if (is_to_be_confirmed(fabric, op))
 		return post_confirmed_flag(work);
 	if (op->flags & TK_QUIET || fabric->info->domain_attr->mr_mode & FI_MR_LOCAL) {
 		int status = post_word(fabric, op->endpoint, op->flag_value, op->peer, op->flag_target, op->flag_key);
 		return status ? status : 1;
 	}
-	return (int)fi_write(op->endpoint->fid, &op->flag_value, sizeof op->flag_value, NULL, op->peer,
+	return (int)fi_write(op->endpoint->fid, &work->flag_word, sizeof work->flag_word, NULL, op->peer,
 			     op->flag_target, op->flag_key, &work->context);
 }
 
@@ -96,11 +104,12 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	desc[parts] = op->region->desc;
 	local[parts++] = (struct iovec){(void *)op->local, op->length};
 	if (with_flag) {
+		set_flag_word(work);
 		desc[parts] = NULL;
-		local[parts++] = (struct iovec){&op->flag_value, sizeof op->flag_value};
+		local[parts++] = (struct iovec){&work->flag_word, sizeof work->flag_word};
 	}
 	struct fi_rma_iov remote[2] = {{op->remote - head_bytes, head_bytes + op->length, op->remote_key},
-				       {op->flag_target, sizeof op->flag_value, op->flag_key}};
+				       {op->flag_target, sizeof work->flag_word, op->flag_key}};
 	struct fi_msg_rma message = {
 		.msg_iov = local,
 		.desc = desc,

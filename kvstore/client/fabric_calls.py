@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvstore.errors import DeadlineExceeded, KvError
+from kvstore.errors import DeadlineExceeded, KvError, ProtocolError
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
     CALL_BYTES,
@@ -134,11 +134,15 @@ class FabricCalls:
             deadline_ns=deadline_ns,
         )
 
-    def answer(self, place: int) -> bytes:
-        """The bytes in a place for answers."""
-        at = self._start + place * ANSWER_BYTES
-        length = min(length_said(self._memory[at : at + LENGTH_END]), ANSWER_BYTES)
-        return self._memory[at : at + length]
+    def answer(self, place: int, generation: int) -> bytes:
+        """The bytes in a place for answers; ProtocolError if the node did not put them there for this call."""
+        at, endpoint = self._start + place * ANSWER_BYTES, self._link.endpoint
+        length = min(length_said(self._memory[at : at + LENGTH_END]), ANSWER_BYTES - endpoint.tag_bytes)
+        data = self._memory[at : at + length + endpoint.tag_bytes]
+        there = self._region.address + at
+        if not endpoint.believes(self._region, there, generation, data[:length], data[length:]):
+            raise ProtocolError("What came as an answer over the fabric is not the node's.")
+        return data[:length]
 
     def lose(self, error: KvError) -> None:
         """A call was not answered, or not with an answer."""
@@ -178,7 +182,7 @@ class FabricCall:
     def leases(self) -> list[Leased]:
         """What the answer has of leases; its place is free again."""
         try:
-            return leases_of(self._calls.answer(self._place), self._generation)
+            return leases_of(self._calls.answer(self._place, self._generation), self._generation)
         finally:
             self._calls.caller.read(self._place)
 

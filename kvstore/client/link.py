@@ -22,6 +22,7 @@ from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_GRACE_MS, ACK_WORDS, GRANTED_PUTS, GRANTED_SLOTS
 from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.seal import Seal
 from kvstore.wire.status import error_from_rpc, words_of
 from nic_offload.memory import set_aside
 from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender
@@ -198,9 +199,12 @@ class Link:
             slots=slots,
             answers_base=self._acks.base + _WORDS_BYTES + _HEADS_BYTES,
             puts_by_grants=True,
+            seals=True,
         )
         self._responses = self.stub.Attach(self._requests(request))
         answer = self._first_answer(self._responses, timeout_s)
+        if answer.seal:  # a node of an earlier version gives none
+            Seal(answer.seal).put_on_client(self.endpoint, self._acks)
         self.peer = side.add_peer(fabric, answer.fabric_address)
         self.node_address = answer.fabric_address
         self.number = answer.connection

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import KvError
     from kvstore.node.tenants import Credentials, Tenant
+    from kvstore.wire.seal import Seal
     from nic_offload.fabric import Endpoint, Fabric
 
 __all__ = [
@@ -129,6 +130,7 @@ class Connection:
         acks: AckArea,
         layout: LandingLayout,
         memory: mmap.mmap,
+        seal: Seal | None = None,
     ) -> None:
         self.number = number
         self.owner = owner
@@ -147,6 +149,9 @@ class Connection:
         self.fabric = fabric
         self._memory = memory
         self.endpoint = endpoint
+        self.seal = seal  # None: its client is of an earlier version, and believes what comes
+        if seal is not None:
+            seal.put_on_node(endpoint)
         self.peer = fabric.add_peer(peer_address)
         self._region = fabric.register(self._memory, endpoint=self.endpoint)
         self.landing_key = self._region.key
@@ -262,6 +267,7 @@ class Connection:
             ack_key=self.acks.key,
             ack_value=ack_word(lease.generation, AckCode.KEY_TAKEN if lease.is_taken else AckCode.LANDED),
             deadline_ns=deadline_ns,
+            region=self._region,
         )
 
     def word_put(self, word: int, generation: int, code: int) -> WordPut:

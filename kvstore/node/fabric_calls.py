@@ -4,8 +4,8 @@ A fetch of blocks that are all on the shelf never comes here: the C core answers
 did is taken note of afterwards, before anybody can ask.
 
 Each connection has an area of `CALL_PLACES` places which its client puts calls into (`kvstore.wire.fabric_call`), with
-a random key of its own. Who calls is who attached: the area's key was given to nobody else, and the connection ends
-when he may no longer be here.
+a random key of its own. Who calls is who attached: the call and its flag are tagged with a key that was given to nobody
+else (`kvstore.wire.seal`), and the connection ends when its client may no longer be here.
 
 What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
 answer finds it empty; what is no call, or not the one that is due, ends the connection; the bytes of an answer are not
@@ -113,17 +113,24 @@ class CallArea:
             length=0,  # it has a checksum of its own, over as many bytes as it has
             quiet=True,
             desk=self.desk,
+            region=self._region,
         )
 
     def take(self, place: int, generation: int) -> tuple[Call, Rows]:
         """The call that has come."""
-        start = call_offset(place)
+        start, endpoint = call_offset(place), self.connection.endpoint
         length = length_said(self._calls[start : start + LENGTH_END])
-        return read_call(self._calls[start : start + length], generation)
+        data = self._calls[start : start + length + endpoint.tag_bytes]
+        flag = self._region.address + flag_offset(place)
+        if not endpoint.believes(self._region, flag, generation, data[:length], data[length:]):
+            raise ProtocolError("A call over the fabric was not made by the connection's client.")
+        return read_call(data[:length], generation)
 
     def answer(self, place: int, number: int, data: bytes, call: Call, tag: int) -> TriggeredPut:
         """Send bytes from one of the places for answers, and the word behind them."""
         connection, at = self.connection, number * ANSWER_BYTES
+        target = self.answers_base + place * ANSWER_BYTES
+        data += connection.endpoint.tag(target, connection.acks.key, call.generation, data)
         self._answers[at : at + len(data)] = data
         word = connection.word_put(call.ack_word, call.generation, AnswerCode.BYTES)
         return TriggeredPut(
@@ -133,7 +140,7 @@ class CallArea:
             region=self.region,
             source=self.region.address + at,
             length=len(data),
-            target=self.answers_base + place * ANSWER_BYTES,
+            target=target,
             target_key=connection.acks.key,
             flag_target=word.target,
             flag_key=word.target_key,

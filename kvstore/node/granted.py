@@ -127,6 +127,7 @@ class PutArea:
             connection.tenant,
             (acks.base, acks.key, acks.words),
             (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
+            (self.told.flags, self.told.key),
         )
 
     def _area(self, base: int, first_generation: int = 0) -> Area:

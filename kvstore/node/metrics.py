@@ -137,6 +137,11 @@ def _of_node(node: Node, version: str) -> list[Metric]:
             "Blocks that failed a check or could not be read, and were dropped.",
             store.quarantined,
         ),
+        _counter(
+            "kvstore_foreign_words_total",
+            "Words that came over the fabric and were not believed; more than a few say that somebody forges.",
+            node.fabric.statistics().stale_words,
+        ),
     ]
 
 

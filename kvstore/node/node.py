@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction.items import Reason
     from kvstore.storage.keeping import Listener
     from kvstore.storage.store import Store
+    from kvstore.wire.seal import Seal
     from nic_offload.fabric import Event, Fabric
     from nic_offload.sockaddr import Ip
     from nic_offload.trigger import WordPut
@@ -202,10 +203,11 @@ class Node:
         acks: AckArea,
         block_bytes_max: int,
         slots: int,
+        seal: Seal | None = None,
     ) -> tuple[Connection, bytes]:
         """Open a connection with a landing area of its own; and the fabric address that its client is to be told.
 
-        `caller` is where the call comes from, in gRPC's words.
+        `caller` is where the call comes from, in gRPC's words. Without a `seal` what comes over the fabric is believed.
         """
         if provider != self.fabric.provider:
             raise ProtocolError(
@@ -216,7 +218,9 @@ class Node:
             raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
         client = self.address.believed(peer_address, caller, self.fabric)
         async with self.turns.of(tenant.id, rest=3):  # to open an endpoint takes milliseconds
-            return self._attached(tenant, credentials, client, peer_address, acks, block_bytes_max, slots)
+            return self._attached(
+                tenant, credentials, client, peer_address, acks, block_bytes_max, slots, seal
+            )
 
     def _attached(
         self,
@@ -227,6 +231,7 @@ class Node:
         acks: AckArea,
         block_bytes_max: int,
         slots: int,
+        seal: Seal | None,
     ) -> tuple[Connection, bytes]:
         if not self.places.left(tenant.id):
             raise Overloaded(
@@ -251,6 +256,7 @@ class Node:
                     acks,
                     layout,
                     memory,
+                    seal,
                 )
             except BaseException:
                 opened.endpoint.close()

@@ -16,6 +16,7 @@ from kvstore.version import package_version
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.fabric_call import FetchRow
+from kvstore.wire.seal import Seal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -90,6 +91,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     landing_key=connection.landing_key,
                     parts=True,
                 )
+                if connection.seal is not None:
+                    answer.seal = connection.seal.told
                 if request.HasField("answers_base"):
                     calls = self._node.fabric_calls.open(connection, request.answers_base)
                     answer.calls.base, answer.calls.key = calls.base, calls.key
@@ -119,6 +122,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             acks=AckArea(request.ack_base, request.ack_key, request.ack_words),
             block_bytes_max=request.block_bytes_max,
             slots=request.slots,
+            seal=Seal.fresh() if request.seals else None,
         )
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802

@@ -16,6 +16,9 @@ A place of the node holds one call: `head | metadata | rows`. Flags of all place
 A place of the client holds one answer: `crc32c, length, generation, kind`, then rows (slot, already stored, generation,
 payload, flag) or an error (bytes of its name, retry_after_ms; name; sentence).
 
+Where the connection is sealed (`kvstore.wire.seal`), a tag of 8 bytes follows a call or an answer; the length does not
+count it.
+
 What always holds: the n-th call of a place has the generation `first + n`, so a flag or an answer of an earlier one is
 never taken for one of now; what a checksum, length or generation contradicts is a ProtocolError, and nothing is done.
 All numbers are little-endian.
@@ -44,6 +47,7 @@ __all__ = [
     "CALL_BYTES",
     "CALL_PLACES",
     "LENGTH_END",
+    "TAG_BYTES",
     "TELLS",
     "AnswerCode",
     "Call",
@@ -83,11 +87,12 @@ _ANSWER = struct.Struct("<IIQB7x")
 _LEASE = struct.Struct("<IIQQQ")
 _ERROR = struct.Struct("<HI")
 _CRC_BYTES = 4
+TAG_BYTES = 8
 LENGTH_END = 8
 _ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
 
-assert _HEAD.size + BATCH_BLOCKS_MAX * _FETCH.size < CALL_BYTES
-assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size <= ANSWER_BYTES
+assert _HEAD.size + BATCH_BLOCKS_MAX * _FETCH.size + TAG_BYTES < CALL_BYTES
+assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size + TAG_BYTES <= ANSWER_BYTES
 
 
 class CallKind(enum.IntEnum):
@@ -278,7 +283,7 @@ def leases_bytes(generation: int, leases: Sequence[Leased]) -> bytes:
 def error_bytes(generation: int, error: KvError) -> bytes:
     """The answer to a call that was refused."""
     name = type(error).__name__.encode()
-    room = ANSWER_BYTES - _ANSWER.size - _ERROR.size - len(name)
+    room = ANSWER_BYTES - TAG_BYTES - _ANSWER.size - _ERROR.size - len(name)
     sentence = str(error).encode()[:room]
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     length = _ANSWER.size + _ERROR.size + len(name) + len(sentence)

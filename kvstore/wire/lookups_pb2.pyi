@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 65aa76a15458d90e8d1dea6e11520cf4
+# Generated from proto sources with BLAKE2b 4ca99d3d5327cf636be976a486f2f5a5
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

@@ -244,8 +244,10 @@ def test_a_spoilt_call_ends_the_connection_and_nothing_else(rig: Rig, node: Node
         fabric_call.rows_of_fetch([row]),
     )
     assert data is not None
+    data = data[:-1] + bytes([data[-1] ^ 1])
+    data += link.endpoint.tag(area.base + fabric_call.flag_offset(0), area.key, generation, data)
     at = 8 * MIB
-    rig.source[at : at + len(data)] = data[:-1] + bytes([data[-1] ^ 1])
+    rig.source[at : at + len(data)] = data
     spoilt = TriggeredPut(
         tag=1 << 40,
         endpoint=link.endpoint,

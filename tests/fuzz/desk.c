@@ -2,7 +2,8 @@
  * A fuzzer of the desk (libFuzzer): calls of a peer, as they lie in memory, into `answer_at_desk`.
  *
  * The desk and its shelf are the real ones; of the progress thread there is as much as they call. What always holds,
- * or it stops: nothing is sent but from registered memory, to a word that the peer has, in a call answered whole.
+ * or it stops: nothing is sent but from registered memory, to a word that the peer has, in a call answered whole, which
+ * over a sealed connection has the peer's tag.
  * The first byte of an input says what of it is put right, so that more than checksums is reached.
  */
 #define _GNU_SOURCE
@@ -147,6 +148,18 @@ static void put_right(uint8_t *call, size_t length, uint8_t what)
 		head->crc32c = tk_crc32c(call + sizeof head->crc32c, length - sizeof head->crc32c, 0);
 }
 
+/* Whether it is the peer's: of as many bytes as it says. */
+static int has_tag(const uint8_t *call, size_t length)
+{
+	uint32_t said;
+	uint64_t tag;
+	memcpy(&said, call + sizeof(uint32_t), sizeof said);
+	if (said > length)
+		return 0;
+	memcpy(&tag, call + said, sizeof tag);
+	return tag == tk_endpoint_tag(endpoint, region->base, region->key, GENERATION, call, said);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
 	static uint8_t told[1 << 20];
@@ -158,17 +171,25 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	uint8_t *call = calloc(1, TK_CALL_BYTES); /* a place of its own, with nothing of the caller's behind it */
 	memcpy(call, data + 8, size - 8);
 	put_right(call, size - 8, data[0]);
+	endpoint->seal.is_set = data[1] >> 1 & 1;
+	if (data[0] & 8) {
+		uint64_t tag = tk_endpoint_tag(endpoint, region->base, region->key, GENERATION, call, size - 8);
+		memcpy(call + size - 8, &tag, sizeof tag);
+	}
 	spoilt = data[1] & 1;
 	taken = fired = 0;
 	struct tk_landing landing = {
 		.endpoint = endpoint,
 		.generation = GENERATION,
 		.payload = (uint64_t)(uintptr_t)call,
+		.word = region->address,
 		.desk = desk,
+		.region = region,
 	};
 	int answered = answer_at_desk(fabric, &landing);
 	answers += answered;
 	must(answered ? taken > 1 && fired == taken : !fired);
+	must(!answered || !endpoint->seal.is_set || has_tag(call, size - 8));
 	must(desk->under_way_bytes == 0);
 	while (tk_served_take(shelf, told, sizeof told) > 0)
 		;

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -24,11 +25,16 @@ from kvstore.limits import LEASE_TIMEOUT_MS
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
+from nic_offload.fabric import EventKind, Fabric
+from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
+from nic_offload.trigger import TriggeredPut, arm
 from tests.hostile import h2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from nic_offload.fabric import Event
 
 Told = dict[str, Any]
 _ATTACH = "/kvstore.v1.KvStore/Attach"
@@ -318,6 +324,30 @@ def unknown(told: Told, until: float, _: str) -> Told:
     return refused
 
 
+def forge(told: Told, until: float, _: str) -> Told:
+    """Writes over the fabric, with true keys of memory, from the address of whose they are: as fast as they go."""
+    did = {"landed": 0, "refused": 0}
+    fabric = Fabric(told["provider"], address="127.0.0.1")
+    endpoint, memory = fabric.open_endpoint(), allocate(1 << 20)
+    region = fabric.register(memory, remote_write=False)
+    peers = {side: fabric.add_peer(bytes.fromhex(told[side])) for side in ("node", "client")}
+    tags = count(1)
+    while time.monotonic() < until:
+        for side, target, key, written in told["writes"]:
+            data, tag = bytes.fromhex(written), next(tags)
+            memory[: len(data)] = data
+            arm(
+                fabric,
+                [TriggeredPut(tag, endpoint, peers[side], region, region.address, len(data), target, key)],
+            )
+            ended: list[Event] = []
+            while not ended and time.monotonic() < until:
+                ended = [one for one in fabric.reap() if one.tag == tag]
+            for one in ended:
+                did["landed" if one.kind == EventKind.DONE else "refused"] += 1
+    return did
+
+
 ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
     one.__name__: one
     for one in (
@@ -332,6 +362,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         heavy,
         flood,
         unknown,
+        forge,
     )
 }
 

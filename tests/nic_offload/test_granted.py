@@ -65,6 +65,7 @@ class Rig:
             OWNER,
             (pair.back.word_target(0), pair.back.key, WORDS),
             (LANDED, DIFFERS, TAKEN, EXPIRED, WRITTEN),
+            (pair.there.base, pair.there.key),
         )
         there = pair.there
         self.sender = Sender(

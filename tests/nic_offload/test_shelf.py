@@ -102,6 +102,7 @@ class Rig:
             length=0,
             quiet=True,
             desk=self.desk,
+            region=far.region,
         )
         watch_landings(far.fabric, [landing])
 

@@ -16,6 +16,7 @@ from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
     CALL_BYTES,
     LENGTH_END,
+    TAG_BYTES,
     Call,
     CallKind,
     FetchRow,
@@ -159,7 +160,7 @@ def test_an_error_comes_out_as_it_went_in() -> None:
     with pytest.raises(Overloaded, match=r"Later\.") as caught:
         leases_of(error_bytes(7, Overloaded("Later.", 123)), 7)
     assert caught.value.retry_after_ms == 123
-    assert len(error_bytes(7, ProtocolError("x" * 100_000))) == ANSWER_BYTES
+    assert len(error_bytes(7, ProtocolError("x" * 100_000))) == ANSWER_BYTES - TAG_BYTES
 
 
 def test_an_answer_to_another_call_is_none() -> None:

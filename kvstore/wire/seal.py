@@ -1,0 +1,55 @@
+"""Keys with which the two ends of a connection know each other's words, heads, calls and answers over the fabric.
+
+The node makes a secret for each connection and says it in the answer to `Attach`, inside TLS where there is TLS. Each
+direction has a key of its own, made from it; what is tagged with them, and how, is in `nic_offload/seal.c`.
+
+What always holds: a secret is used for one connection and is not shown by whoever prints it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from nic_offload.fabric import Endpoint, Region
+
+__all__ = ["SECRET_BYTES", "Seal"]
+
+SECRET_BYTES = 16
+_TO_NODE, _TO_CLIENT = b"kv to node", b"kv to client"
+
+
+class Seal:
+    """The secret of one connection."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise ProtocolError(f"A connection's secret has {SECRET_BYTES} bytes, not {len(secret)}.")
+        self._secret = secret
+
+    @classmethod
+    def fresh(cls) -> Seal:
+        """One that nobody has."""
+        return cls(secrets.token_bytes(SECRET_BYTES))
+
+    @property
+    def told(self) -> bytes:
+        """What the other end is told."""
+        return self._secret
+
+    def _key(self, direction: bytes) -> bytes:
+        return hashlib.blake2b(key=self._secret, person=direction, digest_size=SECRET_BYTES).digest()
+
+    def put_on_node(self, endpoint: Endpoint) -> None:
+        """The endpoint is the node's."""
+        endpoint.seal(self._key(_TO_CLIENT), self._key(_TO_NODE))
+
+    def put_on_client(self, endpoint: Endpoint, words: Region) -> None:
+        """The endpoint is the client's, whose acknowledgements come into `words`."""
+        endpoint.seal(self._key(_TO_NODE), self._key(_TO_CLIENT), words)

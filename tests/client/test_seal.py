@@ -1,0 +1,277 @@
+"""Sealed connections: a forger with a connection's true keys of memory against a client and its node.
+
+It has a fabric of its own, writes from the client's own address, and knows each generation that is due: all that can be
+heard on the wire or guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import struct
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Hit
+from kvstore.client.link import Link
+from kvstore.errors import KvError, ProtocolError
+from kvstore.limits import ACK_WORDS, GRANTED_SLOTS
+from kvstore.miss import Miss
+from kvstore.wire import fabric_call
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.ack import AckCode, ack_word
+from kvstore.wire.seal import Seal
+from nic_offload.checksum import crc32c
+from nic_offload.fabric import EventKind, Fabric
+from nic_offload.memory import allocate
+from nic_offload.trigger import TriggeredNotify, TriggeredPut, arm
+from tests.client.test_fabric_calls import get, link_of
+from tests.client.test_promises import put
+from tests.conftest import MIB, Rig
+from tests.nic_offload.rig import wait_until
+from tests.nic_offload.test_granted import head_of
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+    from nic_offload.fabric import Event
+
+PAGE = 4096
+
+
+class Forger:
+    """Writes to whoever's memory it has the key of."""
+
+    def __init__(self, provider: str, address: bytes) -> None:
+        self.fabric = Fabric(provider, address="127.0.0.1")
+        self._endpoint = self.fabric.open_endpoint()
+        self._memory = allocate(MIB)
+        self._region = self.fabric.register(self._memory, remote_write=False)
+        self._peer = self.fabric.add_peer(address)
+        self._tags = itertools.count(1)
+
+    def write(self, target: int, key: int, data: bytes) -> None:
+        self._memory[: len(data)] = data
+        tag = next(self._tags)
+        region = self._region
+        self._end(
+            TriggeredPut(tag, self._endpoint, self._peer, region, region.address, len(data), target, key)
+        )
+
+    def word(self, target: int, key: int, value: int) -> None:
+        self._end(TriggeredNotify(next(self._tags), self._endpoint, self._peer, target, key, value))
+
+    def _end(self, operation: TriggeredPut | TriggeredNotify) -> None:
+        arm(self.fabric, [operation])
+        events: list[Event] = []
+
+        def is_over() -> bool:
+            events.extend(self.fabric.reap())
+            return any(event.tag == operation.tag for event in events)
+
+        wait_until(is_over, "the write has ended")
+        assert {event.kind for event in events} == {EventKind.DONE}, "its key is a true one"
+
+    def close(self) -> None:
+        self.fabric.close()
+
+
+@pytest.fixture
+def at_node(rig: Rig) -> Iterator[Forger]:
+    """It writes to the connection's memory at the node."""
+    link = link_of(rig.client)
+    forger = Forger(rig.client.fabric.provider, link.node_address)
+    yield forger
+    forger.close()
+
+
+@pytest.fixture
+def at_client(rig: Rig) -> Iterator[Forger]:
+    """It writes to the client's own memory."""
+    link = link_of(rig.client)
+    forger = Forger(rig.client.fabric.provider, link.endpoint.address())
+    yield forger
+    forger.close()
+
+
+def is_well(rig: Rig, link: Link, number: int) -> None:
+    """The connection is the same, and serves."""
+    block = rig.block(number)
+    put(rig, [block])
+    assert get(rig, [block]) == [Hit(block.key)]
+    assert rig.is_exact(block)
+    assert rig.client._link is link
+    assert link.error is None
+
+
+def areas(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
+    """What clients that attach from now on are told."""
+    told: list[pb.AttachResponse] = []
+    first_answer = Link._first_answer
+
+    def heard(self: Link, *arguments: Any) -> pb.AttachResponse:
+        told.append(first_answer(self, *arguments))
+        return told[-1]
+
+    monkeypatch.setattr(Link, "_first_answer", heard)
+    return told
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
+    return areas(monkeypatch)
+
+
+def test_a_forged_put_is_not_stored_and_the_connection_goes_on(
+    told: list[pb.AttachResponse], rig: Rig, at_node: Forger
+) -> None:
+    link = link_of(rig.client)
+    puts = told[0].puts
+    payload = secrets.token_bytes(500)
+    for slot in range(GRANTED_SLOTS):  # each with the generation that is due in it, but for the last used
+        head = head_of(payload, generation=puts.first_generation)
+        start = puts.slots + slot * puts.slot_bytes + PAGE - len(head)
+        at_node.write(start, puts.key, head + payload)
+        at_node.word(puts.flags + 8 * slot, puts.key, puts.first_generation)
+    key = (1).to_bytes(32, "little")  # as head_of has it
+    is_well(rig, link, 1)
+    assert not isinstance(rig.client.exists([key])[0], Hit)
+    assert isinstance(rig.client.exists([key])[0], Miss)
+
+
+def test_a_forged_call_is_not_answered_and_the_connection_goes_on(rig: Rig, at_node: Forger) -> None:
+    """It wants a block of the tenant's sent to where the forger likes. Its flag is not believed, so nobody reads it."""
+    link = link_of(rig.client)
+    block = rig.block(0)
+    put(rig, [block])
+    assert link.calls is not None
+    area = link.calls._area
+    memory = allocate(MIB)
+    target = rig.client.register(memory)
+    for place in range(fabric_call.CALL_PLACES):
+        generation = link.calls._next[place]
+        row = struct.pack("<32sIIQQQ", block.key, block.length, 1, 1, target.base, target.key)
+        head = struct.pack(
+            "<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, rig.client.fingerprint
+        )
+        data = crc32c(head + row).to_bytes(4, "little") + head + row
+        at_node.write(area.base + fabric_call.call_offset(place), area.key, data + bytes(8))
+        at_node.word(area.base + fabric_call.flag_offset(place), area.key, generation)
+    is_well(rig, link, 1)
+    assert memory[:] == bytes(MIB)
+
+
+def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sentence(
+    rig: Rig, node: NodeProcess, at_node: Forger
+) -> None:
+    """Under its own flag. So much a forger can do to a connection whose keys it has; the next one has others."""
+    link = link_of(rig.client)
+    assert link.calls is not None
+    area, generation = link.calls._area, link.calls._next[0]
+    at = area.base + fabric_call.flag_offset(0), area.key
+    data = bytes([0] * 4) + (64).to_bytes(4, "little") + generation.to_bytes(8, "little") + bytes(48)
+    at_node.write(area.base + fabric_call.call_offset(0), area.key, data + bytes(8))
+    flag = TriggeredNotify(1 << 40, link.endpoint, link.peer, *at, generation)  # as the client's own
+    arm(rig.client.fabric, [flag])
+    wait_until(lambda: link.error is not None, "the link has ended")
+    assert "was not made by the connection's client" in node.log()
+    block = rig.block(0)
+    put(rig, [block])
+    assert get(rig, [block]) == [Hit(block.key)]
+
+
+def test_the_node_counts_what_it_does_not_believe(tmp_path: Path) -> None:
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = Rig(node)
+        link = link_of(rig.client)
+
+        def foreign() -> int:
+            return int(node.call(lambda one: one.fabric.statistics().stale_words))
+
+        is_well(rig, link, 1)
+        assert foreign() == 0
+        assert link.calls is not None
+        area = link.calls._area
+        forger = Forger(rig.client.fabric.provider, link.node_address)
+        for number in range(1, 4):
+            forger.word(area.base + fabric_call.flag_offset(2), area.key, number)
+            wait_until(lambda number=number: foreign() == number, "it is counted")  # type: ignore[misc]
+        forger.close()
+        is_well(rig, link, 2)
+        rig.close()
+
+
+def test_forged_words_settle_neither_put_nor_get(rig: Rig, at_client: Forger) -> None:
+    """All of the client's words say that all is well; nothing of it is believed."""
+    link = link_of(rig.client)
+    key = link._acks.key
+    for word in range(ACK_WORDS - 64, ACK_WORDS + 64):
+        value = ack_word(link._generation, AckCode.SERVED)
+        at_client.word(link._acks.base + 8 * word, key, value)
+    is_well(rig, link, 1)
+    missing = rig.block(99)
+    assert [isinstance(one, Miss) for one in get(rig, [missing])] == [True]
+
+
+def test_a_forged_answer_is_an_error_and_leases_nothing(
+    rig: Rig, at_client: Forger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written over the node's before its client reads it."""
+    link = link_of(rig.client)
+    calls = link.calls
+    assert calls is not None
+    answer = calls.answer
+
+    def forged(place: int, generation: int) -> bytes:
+        there = calls._region.base + calls._start + place * fabric_call.ANSWER_BYTES
+        leased = [fabric_call.Leased(1, False, 77, 0, 0)]
+        data = fabric_call.leases_bytes(generation, leased)
+        at_client.write(there, calls._region.key, data + secrets.token_bytes(8))
+        return answer(place, generation)
+
+    monkeypatch.setattr(calls, "answer", forged)
+    with pytest.raises(ProtocolError, match="not the node's"):
+        rig.client.reserve([rig.block(0)])
+    monkeypatch.undo()
+    is_well(rig, link, 1)
+
+
+def test_either_end_of_an_earlier_version_is_served_without_seals(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who doesn't say `seals` gets none, and who gets none looks for none: so it is with both of the other versions."""
+    request = pb.AttachRequest
+
+    def earlier(**fields: Any) -> pb.AttachRequest:
+        fields.pop("seals")
+        return request(**fields)
+
+    monkeypatch.setattr("kvstore.client.link.pb.AttachRequest", earlier)
+    link = link_of(rig.client)
+    assert link.endpoint.tag_bytes == 0
+    is_well(rig, link, 1)
+    assert rig.client.reserve([rig.block(5)]).already_stored == 0
+
+
+def test_the_secret_of_a_connection_is_nowhere_to_be_read(
+    told: list[pb.AttachResponse], rig: Rig, node: NodeProcess
+) -> None:
+    link = link_of(rig.client)
+    is_well(rig, link, 1)
+    secret = told[0].seal
+    assert len(secret) == 16
+    assert secret.hex() not in node.log()
+    assert str(secret) not in repr(Seal(secret))
+    second = Rig(node)
+    link_of(second.client)
+    second.close()
+    assert told[1].seal != secret
+
+
+def test_a_secret_of_another_length_is_refused() -> None:
+    with pytest.raises(KvError, match="16 bytes"):
+        Seal(b"short")

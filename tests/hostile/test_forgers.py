@@ -1,0 +1,163 @@
+"""A forger with a connection's true keys of memory: nothing it writes is believed, and no neighbour notices."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+
+from kvstore.client import Block, Hit
+from kvstore.client.link import Link
+from kvstore.errors import KvError
+from kvstore.limits import ACK_WORDS, PAGE_BYTES
+from kvstore.names import block_key
+from kvstore.wire import fabric_call
+from kvstore.wire.ack import AckCode, ack_word
+from nic_offload.checksum import crc32c
+from nic_offload.memory import allocate
+from tests.conftest import small_client
+from tests.hostile.beside import Beside, is_as_fast
+from tests.nic_offload.test_granted import head_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client import Client
+    from kvstore.wire import kvstore_pb2 as pb
+
+pytestmark = [pytest.mark.timed, pytest.mark.slow]
+
+LENGTH = 5000
+WORDS = 64
+FORGED = (1).to_bytes(32, "little")  # the key in what head_of makes
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[Beside]:
+    with Beside(tmp_path) as beside:
+        yield beside
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
+    """What clients are told when they attach."""
+    heard: list[pb.AttachResponse] = []
+    first_answer = Link._first_answer
+
+    def hear(self: Link, *arguments: Any) -> pb.AttachResponse:
+        heard.append(first_answer(self, *arguments))
+        return heard[-1]
+
+    monkeypatch.setattr(Link, "_first_answer", hear)
+    return heard
+
+
+def word(value: int) -> str:
+    return value.to_bytes(8, "little").hex()
+
+
+def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> list[tuple[str, int, int, str]]:
+    """Puts, calls and words as they would be without a seal; into places that are idle, or into all."""
+    assert link.calls is not None
+    made: list[tuple[str, int, int, str]] = []
+    payload, area, first = bytes(64), link.calls._area, 1 if idle else 0
+    for slot in range(first, puts.count):
+        for generation in range(puts.first_generation, puts.first_generation + 4):
+            head = head_of(payload, generation=generation)
+            start = puts.slots + slot * puts.slot_bytes + PAGE_BYTES - len(head)
+            made.append(("node", start, puts.key, (head + payload).hex()))
+            made.append(("node", puts.flags + 8 * slot, puts.key, word(generation)))
+    for place in range(first, fabric_call.CALL_PLACES):
+        generation = area.first_generation
+        row = struct.pack("<32sIIQQQ", stolen, LENGTH, 1, 1, link._acks.base, link._acks.key)
+        head = struct.pack("<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, bytes(16))
+        data = crc32c(head + row).to_bytes(4, "little") + head + row
+        made.append(("node", area.base + fabric_call.call_offset(place), area.key, data.hex()))
+        made.append(("node", area.base + fabric_call.flag_offset(place), area.key, word(generation)))
+    words = range(ACK_WORDS + WORDS, ACK_WORDS + 2 * WORDS) if idle else range(ACK_WORDS, ACK_WORDS + WORDS)
+    for number in words:
+        said = word(ack_word(link._generation, AckCode.SYNCED))
+        made.append(("client", link._acks.base + 8 * number, link._acks.key, said))
+    return made
+
+
+class Working:
+    """Puts and gets, one at a time, each looked at: what was acknowledged is there, with its own bytes."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._memory = allocate(1 << 20)
+        self._region = client.register(self._memory)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self.done = 0
+        self.errors: list[str] = []
+        self.wrong: list[str] = []
+
+    def one(self) -> bytes:
+        """A block that is stored, and got."""
+        key = block_key(b"victim", self.done.to_bytes(8, "little"))
+        sent = (key * (LENGTH // 32 + 1))[:LENGTH]
+        self._memory[:LENGTH] = sent
+        self.done += 1
+        try:
+            (put,) = self._client.arm([Block(key, self._region, 0, LENGTH)]).wait(10)
+            if put.error is not None:
+                raise put.error
+            at = 8 * PAGE_BYTES
+            self._memory[at : at + LENGTH] = bytes(LENGTH)
+            (found,) = self._client.get([Block(key, self._region, at, LENGTH)], timeout_s=5)
+        except KvError as error:
+            self.errors.append(str(error))
+            return key
+        if not isinstance(found, Hit):
+            self.errors.append(str(found))
+        elif self._memory[at : at + LENGTH] != sent:
+            self.wrong.append(key.hex())
+        return key
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self.one()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle places", "all places"])
+def test_who_has_anothers_keys_of_memory_is_not_believed(
+    beside: Beside, told: list[pb.AttachResponse], *, idle: bool
+) -> None:
+    """In places that its victim does not use just then it is not even noticed; in others it can spoil, and no more."""
+    with small_client(beside.node.target, token="evil") as client:
+        victim = Working(client)
+        stolen = victim.one()
+        assert (victim.errors, victim.wrong) == ([], [])
+        link = client._link
+        assert link is not None
+        attack = {
+            "provider": client.fabric.provider,
+            "node": link.node_address.hex(),
+            "client": link.endpoint.address().hex(),
+            "writes": writes(link, told[-1].puts, stolen, idle=idle),
+        }
+        with victim:
+            alone, under, did = beside.endure("forge", **attack)
+        assert did["landed"] > 0
+        assert victim.wrong == []
+        assert not isinstance(client.exists([FORGED])[0], Hit)
+        if idle:
+            assert victim.errors == []
+            assert client._link is link
+        before = len(victim.errors)
+        victim.one()
+        assert len(victim.errors) == before, "it goes on, whatever was spoilt"
+    assert is_as_fast(alone, under)

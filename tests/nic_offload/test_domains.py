@@ -1,0 +1,52 @@
+"""What a true key of memory is good for without a seal, by provider: `docs/security.md` says so of each.
+
+It serves whoever reaches an endpoint of the memory's domain, its own or another one, and nobody at an endpoint of
+another domain. So a domain for each tenant would not keep a key's holder from the endpoint that the key was given for.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from nic_offload.errors import FabricError
+from tests.nic_offload.rig import PROVIDERS, Side, Way, quieten, wait_until
+
+AT, MARK = 4096, b"E" * 64
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def lands(where: Side, whose: Side) -> bool:
+    """Whether a stranger's bytes land that go to this endpoint, with the other side's key."""
+    with Side(where.fabric.provider) as stranger:
+        stranger.fill(0, MARK)
+        way = Way(stranger, where.endpoint.address(), whose.region.base, whose.region.key, whose.length)
+        way.arm(way.put(7, len(MARK), target=AT))
+        stranger.final(7)
+        with suppress(AssertionError):
+            wait_until(lambda: whose.bytes_at(AT, len(MARK)) == MARK, "it landed", 0.3)
+        with suppress(FabricError):
+            quieten(stranger.fabric, where.fabric)
+    return whose.bytes_at(AT, len(MARK)) == MARK
+
+
+def test_a_key_serves_strangers_at_its_own_endpoint(provider: str) -> None:
+    with Side(provider) as whose:
+        assert lands(whose, whose)
+
+
+def test_a_key_serves_strangers_at_another_endpoint_of_its_domain(provider: str) -> None:
+    with Side(provider) as whose:
+        assert lands(Side.more(whose), whose)
+
+
+def test_a_key_serves_nobody_at_an_endpoint_of_another_domain(provider: str) -> None:
+    with Side(provider) as whose, Side(provider) as other:
+        assert not lands(other, whose)
+        with suppress(FabricError):
+            quieten(whose.fabric, other.fabric)
