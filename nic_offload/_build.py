@@ -24,6 +24,7 @@ _HANDLES = (
     "sender",
     "receiver",
     "lane",
+    "reader",
     "pieces",
 )
 _PARTS = (
@@ -42,6 +43,7 @@ _PARTS = (
     "nic",
     "nic_hand",
     "pieces",
+    "reader",
     "receiver",
     "names",
     "rest",
@@ -71,6 +73,7 @@ ffi.set_source(
             "core",
             "cxi",
             "fabric",
+            "header",
             "lane",
             "library",
             "names",

@@ -24,7 +24,9 @@ static void take_in(struct tk_fabric *fabric, struct work *work)
 	switch (work->kind) {
 	case WORK_OPERATION:
 		fabric->statistics.armed++;
-		if (work->op.trigger)
+		if (work->reading)
+			reader_begin(work);
+		else if (work->op.trigger)
 			status = wait_for_counter(fabric, work);
 		else
 			fire(fabric, work, tk_now_ns());
@@ -63,6 +65,9 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 		return 1;
 	case WORK_HELD:
 		return nic_withdraw(fabric, work);
+	case WORK_READING: /* the drive may go on with it, and nobody looks at what it reads */
+		reader_let_go(work);
+		return 1;
 	case WORK_SUMMING:
 		if (is_get(work))
 			return 0;
@@ -245,6 +250,7 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 static int may_expire(const struct work *work)
 {
 	return work->state == WORK_WAITING || work->state == WORK_UNGRANTED || work->state == WORK_HELD ||
+	       work->state == WORK_READING ||
 	       (work->kind == WORK_OPERATION && (work->state == WORK_SUMMING || work->state == WORK_READY));
 }
 
@@ -347,6 +353,7 @@ void *core_progress(void *argument)
 		moved |= poll_landings(fabric);
 		moved |= poll_receivers(fabric);
 		moved |= poll_lanes(fabric);
+		moved |= poll_readers(fabric);
 		moved |= poll_acks(fabric);
 		if (moved && fabric->overslept)
 			rest_look_again(fabric);
@@ -368,6 +375,7 @@ void *core_progress(void *argument)
 	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
 		close_endpoint(fabric, endpoint);
 	lanes_end(fabric);
+	readers_end(fabric);
 	pthread_mutex_lock(&fabric->inbox_lock);
 	fabric->ended = 1;
 	pthread_cond_broadcast(&fabric->command_done);

@@ -54,6 +54,7 @@ struct tk_desk;
 struct tk_sender;
 struct tk_receiver;
 struct tk_lane;
+struct tk_reader;
 struct tk_pieces;
 
 /* Shared with the cffi build, which reads everything between these two marks. */
@@ -69,15 +70,17 @@ enum tk_event_kind {
 	TK_DONE,	/* it is all there, at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
 	TK_SENT,	/* the same with TK_SENT_PUT, but for this: whether it came, or was refused, is not known */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
-			 * (a put's CRC differs): nothing went out, nor will; any other is the provider's, and bytes may
-			 * have moved, in whole or in part. value: of -EPIPE, the errno of the one that failed first */
+			 * (a put's CRC differs), -ENODATA (its record was not read): nothing went out, nor will; any other
+			 * is the provider's, and bytes may have moved, in whole or in part. value: of -EPIPE, the errno of
+			 * the one that failed first */
 	TK_LATE,	/* not final: the deadline is over and the operation is past recall. Closing its endpoint ends it */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload; at a desk:
 			 * the generation */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
 	TK_WATCH_FAILED, /* status: -ETIMEDOUT, or -ECANCELED */
 	TK_OVER,	 /* the last row of a group is over, and nobody waited for it */
-	TK_CAME		 /* a receiver has something for its owner; tag: the receiver's */
+	TK_CAME,	 /* a receiver has something for its owner; tag: the receiver's */
+	TK_READ		 /* the drive is done with the memory of all records that were read together; tag: theirs */
 };
 
 /* Flags of an operation. */
@@ -501,6 +504,37 @@ void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
 void tk_lane_fail(struct tk_lane *lane); /* it begins nothing more, and answers nobody */
 uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
 int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max);
+
+/* How blocks go from a drive to peers without the application; see reader.c. */
+struct tk_reader_setup {
+	int32_t fd;	/* the drive, open for direct I/O */
+	uint32_t depth; /* reads at a time */
+	uint8_t magic[8]; /* of a record's header, */
+	uint16_t version, kind; /* and what follows that */
+	uint32_t zero;
+	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
+};
+/* A record, whose header says all of this, and where its payload goes. */
+struct tk_reading {
+	uint64_t tag;
+	struct tk_endpoint *endpoint;
+	uint64_t peer;
+	uint64_t address; /* pages for all of it, the header's first */
+	uint64_t remote, remote_key;
+	uint64_t flag_target, flag_key, flag_value;
+	uint64_t offset, generation;
+	uint32_t length, crc32c;
+	uint32_t skip, part; /* of the payload so many bytes are put, behind these; 0: all */
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+};
+int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out); /* ends with the fabric */
+/* Reads the records into a region, together, and puts each payload, as an operation of which only failures are told. All or
+ * none. With this tag comes one TK_READ, when the drive is done with their memory, and one TK_SENT, when all puts are over,
+ * those whose endpoint was closed among them; value: the nanosecond at which the last one was posted. */
+int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t tag, const struct tk_reading *records,
+		  int count);
 
 /* Memory for one block: pages, the first for a header. */
 struct tk_room {

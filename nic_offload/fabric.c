@@ -73,6 +73,7 @@ static void free_fabric(struct tk_fabric *fabric)
 	nic_close(fabric);
 	free_shelves(fabric);
 	free_lanes(fabric);
+	free_readers(fabric);
 	free_counters(fabric->counters);
 	free_counters(fabric->closing);
 	close_fid(fabric->cq ? &fabric->cq->fid : NULL);

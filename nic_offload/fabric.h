@@ -36,6 +36,7 @@ enum work_state {
 	WORK_WAITING,	  /* for its counter or watched word */
 	WORK_UNGRANTED,	  /* fired, and waits for a slot */
 	WORK_HELD,	  /* by the NIC, which fires it */
+	WORK_READING,	  /* its bytes are being read from a drive */
 	WORK_SUMMING,	  /* its CRC is being made */
 	WORK_READY,	  /* to be posted */
 	WORK_POSTED,	  /* the bytes are on their way */
@@ -64,6 +65,8 @@ struct work {
 	uint64_t flag_word; /* what is put for `flag_value` */
 	uint64_t sequence;
 	struct slot *slot; /* of one that the NIC holds */
+	struct reading *reading; /* NULL, or what reads its bytes from a drive, */
+	struct batch *batch;	 /* and together with what */
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and where that came in */
 	struct served *served;
 	struct tk_desk *desk;
@@ -257,6 +260,8 @@ struct tk_fabric {
 	struct tk_sender *senders;
 	struct tk_receiver *receivers;
 	struct tk_lane *lanes;
+	struct tk_reader *readers;
+	uint32_t reading; /* records that they have */
 	struct watches landings, acks;
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;

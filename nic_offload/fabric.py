@@ -66,6 +66,7 @@ class EventKind(enum.IntEnum):
     WATCH_FAILED = lib.TK_WATCH_FAILED
     OVER = lib.TK_OVER
     CAME = lib.TK_CAME
+    READ = lib.TK_READ
 
 
 class Event(NamedTuple):

@@ -83,7 +83,7 @@ static int is_of(const struct tk_counter *counter, const struct tk_fabric *fabri
 	return !counter || counter->fabric == fabric;
 }
 
-static int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op)
+int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
 	int transfers = op->length || op->flags & TK_FLAG_PUT;
 	if (!transfers && !op->completion)
@@ -117,9 +117,10 @@ static void start_using(uint64_t *uses)
 	__atomic_add_fetch(uses, 1, __ATOMIC_RELAXED);
 }
 
-void enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op)
+struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op)
 {
-	enqueue(fabric, WORK_OPERATION)->op = *op;
+	struct work *work = enqueue(fabric, WORK_OPERATION);
+	work->op = *op;
 	if (op->group)
 		group_use(op->group);
 	if (op->region)
@@ -130,6 +131,7 @@ void enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op)
 		start_using(&op->trigger->uses);
 	if (op->completion)
 		start_using(&op->completion->uses);
+	return work;
 }
 
 void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch)

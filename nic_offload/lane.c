@@ -17,6 +17,7 @@
 #define _GNU_SOURCE
 #include "lane.h"
 
+#include "header.h"
 #include "parts.h"
 
 #include <errno.h>
@@ -33,19 +34,6 @@
 #define DIRECT_ALIGN 512u
 #define TOLD_COUNT 64u	     /* records that the application is told of together, */
 #define TOLD_NS 1000000u     /* or after so long */
-
-/* What a tag covers of a record's header: docs/record-format.md. */
-struct fixed {
-	uint8_t magic[8];
-	uint16_t version, kind;
-	uint32_t length;
-	uint8_t key[TK_KEY_BYTES];
-	uint8_t owner[TK_OWNER_BYTES];
-	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint64_t generation, expires_ms;
-	uint32_t crc32c, zeros;
-};
-_Static_assert(sizeof(struct fixed) == TK_TAGGED_FIXED, "a header is what its tag covers, and the tag");
 
 /* A record on its way. */
 struct record {
@@ -271,7 +259,7 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	struct tk_written told = {.id = came->id, .tag = word->tag};
 	if (is_full || !take_ground(lane, 1 + padded / PAGE, &told))
 		return NULL;
-	struct fixed fixed = {
+	struct header_fixed fixed = {
 		.version = lane->setup.version,
 		.kind = lane->setup.kind,
 		.length = came->length,

@@ -68,7 +68,8 @@ int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
 
 /* inbox.c: work for the thread, under the inbox's lock; any thread */
 int reserve_work(struct tk_fabric *fabric, uint32_t count);
-void enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
+int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op); /* without the lock */
+struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
 void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
 
 /* group.c: what callers wait for; the first three any thread */
@@ -134,6 +135,14 @@ uint32_t gather_some(struct work *work, uint32_t bytes_max);
 /* receiver.c: the node's side */
 int poll_receivers(struct tk_fabric *fabric);
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+
+/* reader.c: puts of what is read from a drive */
+void reader_begin(struct work *work);
+void reader_let_go(struct work *work); /* it does not want the bytes any more */
+void reader_put_over(struct work *work);
+int poll_readers(struct tk_fabric *fabric);
+void readers_end(struct tk_fabric *fabric);
+void free_readers(struct tk_fabric *fabric); /* with the fabric */
 
 /* shelf.c */
 void free_shelves(struct tk_fabric *fabric);

@@ -152,8 +152,8 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
 
-/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late
- * and a differing CRC all mean that nothing did, and callers build upon that. */
+/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late,
+ * a differing CRC and a record that was not read all mean that nothing did, and callers build upon that. */
 int status_of_provider(int error)
 {
 	switch (error) {
@@ -163,6 +163,7 @@ int status_of_provider(int error)
 	case FI_ETIMEDOUT:
 		return -ECONNABORTED;
 	case EBADMSG:
+	case ENODATA:
 		return -EIO;
 	default:
 		return error > 0 ? -error : error;

@@ -143,7 +143,7 @@ void publish_soon(struct tk_fabric *fabric)
 	if (!fabric->pending_count)
 		return;
 	uint64_t now_ns = fabric->now_ns;
-	int stream = fabric->landings.count + fabric->acks.count + fabric->in_flight >= EVENTS_STREAM;
+	int stream = fabric->landings.count + fabric->acks.count + fabric->in_flight + fabric->reading >= EVENTS_STREAM;
 	if (stream && fabric->pending_count < EVENTS_A_BATCH && now_ns - fabric->published_ns < EVENTS_PACE_NS)
 		return;
 	fabric->published_ns = now_ns;
@@ -221,6 +221,8 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		group_let_go(work->op.group);
 	if (work->shelved)
 		over_at_desk(work, work->failed);
+	if (work->batch)
+		reader_put_over(work);
 	if (work->op.sender)
 		sender_put_over(fabric, work);
 	if (work->op.region)

@@ -1,0 +1,22 @@
+/*
+ * How a record begins on a drive, for those who write it and those who read it.
+ */
+#ifndef TRIGGERKV_HEADER_H
+#define TRIGGERKV_HEADER_H
+
+#include "core.h"
+
+/* What a tag covers of a record's header: docs/record-format.md. */
+struct header_fixed {
+	uint8_t magic[8];
+	uint16_t version, kind;
+	uint32_t length;
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint64_t generation, expires_ms;
+	uint32_t crc32c, zeros;
+};
+_Static_assert(sizeof(struct header_fixed) == TK_TAGGED_FIXED, "a header is what its tag covers, and the tag");
+
+#endif

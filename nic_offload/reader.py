@@ -1,0 +1,80 @@
+"""A reader: how blocks go from a drive to peers with no call of the application in between (`reader.c`).
+
+The application gives it records in batches: where each lies, what its header says, which pages it is to be read into
+and where its payload goes. Each is then an operation like any other, is cancelled and ends with its endpoint as they
+do; if it fails that is told. When all are over a SENT with the batch's tag says so.
+
+What always holds: nothing goes out of a record whose header or CRC is not what was asked for. The pages of a batch, and
+its extents on the drive, stay as they are until its READ has come, which may be before that or after.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import FabricError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nic_offload.fabric import Fabric, Region
+    from nic_offload.lane import RecordFormat
+
+__all__ = ["Reader", "Reading"]
+
+_READING = struct.Struct("=11Q4I32s16s16s")
+assert _READING.size == ffi.sizeof("struct tk_reading")
+
+
+class Reading(NamedTuple):
+    """A record to be read and put, field by field as in core.h."""
+
+    tag: int
+    endpoint: int  # its pointer
+    peer: int
+    address: int  # of the header's page, inside the region
+    target: int
+    target_key: int
+    flag_target: int
+    flag_key: int
+    flag_value: int
+    offset: int
+    generation: int
+    length: int
+    crc32c: int
+    skip: int
+    part: int
+    key: bytes
+    owner: bytes
+    fingerprint: bytes
+
+
+class Reader:
+    """Of one fabric and one drive, and closed with the fabric."""
+
+    def __init__(self, fabric: Fabric, drive_fd: int, depth: int, record: RecordFormat) -> None:
+        """So many reads are under way at a time."""
+        setup = ffi.new("struct tk_reader_setup *")
+        setup.fd, setup.depth = drive_fd, depth
+        setup.version, setup.kind = record.version, record.kind
+        ffi.memmove(setup.magic, record.magic, len(record.magic))
+        ffi.memmove(setup.secret, record.secret, len(record.secret))
+        ffi.memmove(setup.name, record.name, len(record.name))
+        out = ffi.new("struct tk_reader **")
+        code = lib.tk_reader_open(fabric.handle, setup, out)
+        if code:
+            raise FabricError.from_code("Opening a reader of a drive", code)
+        self._fabric = fabric
+        self._handle: Any = out[0]
+
+    def put(self, region: Region, tag: int, readings: Sequence[Reading]) -> None:
+        """Read the records and put their payloads, all or none; READ and SENT will have this tag."""
+        if self._fabric.closed:
+            raise FabricError("The fabric is closed.")
+        pack = _READING.pack
+        rows = ffi.from_buffer("struct tk_reading[]", b"".join([pack(*one) for one in readings]))
+        code = lib.tk_reader_put(self._handle, region.handle, tag, rows, len(readings))
+        if code:
+            raise FabricError.from_code(f"Reading {len(readings)} records", code)
