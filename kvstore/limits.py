@@ -135,6 +135,7 @@ __all__ = [
     "SCAN_UNREADABLE_PAGES_MAX",
     "SCRUB_PIECE_BYTES",
     "SECTOR_BYTES",
+    "SEND_BYTES_MAX",
     "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_FOLLOWED_MAX",
     "SESSIONS_LISTED_MAX",
@@ -322,6 +323,7 @@ HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a 
 HOT_BYTES_MIN = 128 << 20
 SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
+SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger
 TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 READ_AHEAD_BYTES = (

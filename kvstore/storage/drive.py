@@ -51,6 +51,7 @@ from kvstore.storage.quotas import QuotaQueue, Quotas
 from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
 from kvstore.storage.scrubs import Scrubs
+from kvstore.storage.sends import Sends
 from kvstore.storage.sessions import Sessions
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.wipes import Wipes
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     )
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.outbox import Outbox
+    from kvstore.storage.sends import Send
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
     from kvstore.storage.writes import Lane
@@ -135,6 +137,7 @@ class Drive(Handle):
         )
         self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
+        self._sends = Sends(self._extents, self._traffic, keeping)
         self._outboxes: tuple[Outbox[Any], ...] = (
             self._puts.outbox,
             self._gets.outbox,
@@ -256,12 +259,12 @@ class Drive(Handle):
 
     @property
     def direct_fd(self) -> int | None:
-        """Give the descriptor that a lane is to write through; None if it can't."""
+        """Give the descriptor that a lane is to write through, and a reader to read through; None if they can't."""
         return self._volume.disk.direct_fd
 
     @property
     def record_format(self) -> RecordFormat:
-        """What a lane makes headers of blocks with."""
+        """What a lane makes headers of blocks with, and a reader compares them with."""
         superblock = self._volume.superblock
         return RecordFormat(
             RECORD_MAGIC, FORMAT_VERSION, Kind.BLOCK, superblock.secret, superblock.drive_uuid
@@ -318,6 +321,17 @@ class Drive(Handle):
             self._gets.refuse(items, done)
         else:
             self._gets.accept(items, done)
+        self._set_off()
+
+    def send(self, sends: Sequence[Send]) -> None:
+        """Let somebody else read blocks that the index has at this moment; each is `sent` once the drive is done."""
+        self._check(sends)
+        self._sends.accept(sends)
+        self._set_off()
+
+    def sent(self, send: Send) -> None:
+        """Take note that the drive is done with what it was handed."""
+        self._sends.over(send)
         self._set_off()
 
     def delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
@@ -481,7 +495,7 @@ class Drive(Handle):
             puts_pending=self._puts.outbox.promised,
             waiting_for_room=self._writes.waiting,
             waiting_for_quota=len(self._quota_queue),
-            gets_pending=self._gets.outbox.promised,
+            gets_pending=self._gets.outbox.promised + self._sends.blocks,
             deletes_pending=self._deletes.outbox.promised,
             sessions_pending=self._sessions.outbox.promised,
             wipes_pending=self._wipes.pending + self._scrubs.pending,
@@ -500,6 +514,7 @@ class Drive(Handle):
         self._closed = True
         self._writes.seal()
         self._puts.lane_is_lost()
+        self._sends.close()
         self._room.close()
         self._quota_queue.close()
         self._scrubs.close()

@@ -226,7 +226,7 @@ class Store(Handle):
         """Tell which block has each generation."""
         if self._only is not None:
             return self._only.names_of(generations)
-        drives = map(self._drive_of, generations)
+        drives = map(self.drive_of, generations)
         return [
             None if drive is None else drive.names_of([generation])[0]
             for drive, generation in zip(drives, generations, strict=True)
@@ -240,7 +240,7 @@ class Store(Handle):
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
         """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
-        drive = self._only or self._drive_of(done.generation)
+        drive = self._only or self.drive_of(done.generation)
         return done if drive is None else drive.verify_payload(item, done)
 
     @property
@@ -262,7 +262,7 @@ class Store(Handle):
 
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
         """Forget a block that failed a check. Its extent is used again when the drive has overwritten all of it."""
-        drive = self._only or self._drive_of(generation)
+        drive = self._only or self.drive_of(generation)
         if drive is not None:
             drive.quarantine(tenant, key, generation)
 
@@ -473,11 +473,12 @@ class Store(Handle):
             return {self._only: generations}
         by_drive: dict[Drive, list[int]] = {}
         for generation in generations:
-            if (drive := self._drive_of(generation)) is not None:
+            if (drive := self.drive_of(generation)) is not None:
                 by_drive.setdefault(drive, []).append(generation)
         return by_drive
 
-    def _drive_of(self, generation: int) -> Drive | None:
+    def drive_of(self, generation: int) -> Drive | None:
+        """Tell which drive has the block of this generation."""
         return self._by_number.get(generation // GENERATIONS_PER_DRIVE)
 
 

@@ -5,13 +5,14 @@ Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and of what
 always two operations if there are two (less would leave the drive idle); tenants take turns by bytes, and what is of
 one tenant, or of none, is served in order; the drive is given new work before the old work's results are looked at; a
 short transfer is an error; `about_to_start` is called when work has begun, all that can begin now, and before the drive
-has any of it.
+has any of it. What somebody else does on the drive (`Elsewhere`) has its turn and its room here like all other work.
 
 It doesn't know what the work is for. The queue is bounded by those who fill it.
 """
 
 from __future__ import annotations
 
+import enum
 import errno
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Protocol
@@ -29,7 +30,13 @@ if TYPE_CHECKING:
 
     from kvstore.storage.disk import Disk, DiskOp
 
-__all__ = ["Traffic", "Work"]
+__all__ = ["Elsewhere", "Traffic", "Work"]
+
+
+class Elsewhere(enum.Enum):
+    """What work gives that was handed on: `Traffic.ended` is called when the drive is done with it."""
+
+    BEGUN = enum.auto()
 
 
 class Work(Protocol):
@@ -50,7 +57,7 @@ class Work(Protocol):
         """Whether somebody waits to send on what it brings."""
         ...
 
-    def begin(self, tag: int) -> DiskOp | None:
+    def begin(self, tag: int) -> DiskOp | Elsewhere | None:
         """Give the operation, at the last moment before it starts; None if nothing is left to do."""
         ...
 
@@ -116,6 +123,11 @@ class Traffic:
         for work, result in ended:
             work.end(result)
 
+    def ended(self, tag: int) -> None:
+        """Note that the drive is done with work that was handed on."""
+        work = self._in_flight.pop(tag)
+        self._count(work, -work.size_bytes)
+
     def pump(self) -> None:
         """Start as much as the bounds allow, in one system call."""
         ops, self._refused = self._refused, []
@@ -127,7 +139,8 @@ class Traffic:
             self._in_flight[self._next_tag] = work
             self._next_tag += 1
             self._count(work, work.size_bytes)
-            ops.append(op)
+            if op is not Elsewhere.BEGUN:
+                ops.append(op)
         if ops:
             self.about_to_start()
             accepted = self._disk.submit(ops)

@@ -1,0 +1,102 @@
+"""Blocks that somebody else reads from the drive, and sends on: a reader (`nic_offload.reader`).
+
+Always holds: the extents of what is handed on are pinned, and the blocks guarded, from before it is handed on until the
+drive is done with it; it is handed on when it is its tenant's turn at the drive, and counts there until then.
+
+It checks nothing and reports nothing: who reads checks the header and the payload, and what was found broken or could
+not be read is got once more, the usual way (`kvstore.storage.gets`), which knows what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.storage.eviction.items import Guard
+from kvstore.storage.traffic import Elsewhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.index import Entry
+    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.traffic import Traffic
+
+__all__ = ["Send", "Sends"]
+
+
+class Send:
+    """Blocks of one tenant that are handed on together."""
+
+    reads: Final = True
+
+    __slots__ = ("_start", "entries", "sends", "size_bytes", "tag", "tenant")
+
+    def __init__(
+        self, tenant: bytes, entries: Sequence[Entry], size_bytes: int, start: Callable[[], bool]
+    ) -> None:
+        """`start` hands them on; it tells whether anything is left to do."""
+        self.tenant = tenant
+        self.entries = entries
+        self.size_bytes = size_bytes  # of their records
+        self._start = start
+        self.sends: Sends | None = None
+        self.tag = 0
+
+    def begin(self, tag: int) -> Elsewhere | None:
+        """Hand them on."""
+        assert self.sends is not None
+        self.tag = tag
+        if self._start():
+            self.sends.begun(self)
+            return Elsewhere.BEGUN
+        self.sends.let_go(self)
+        return None
+
+    def end(self, result: int) -> None:
+        """Nothing ends here: who has them tells `Sends.over`."""
+        raise AssertionError(f"it was handed on, and ended here with {result}")
+
+
+class Sends:
+    """All of a drive."""
+
+    def __init__(self, extents: Extents, traffic: Traffic, keeping: Keeping) -> None:
+        self._extents = extents
+        self._traffic = traffic
+        self._keeping = keeping
+        self.blocks = 0  # that are not over
+        self._begun: dict[int, Send] = {}  # handed on, by their tags
+
+    def accept(self, sends: Iterable[Send]) -> None:
+        """Queue them."""
+        for send in sends:
+            send.sends = self
+            self.blocks += len(send.entries)
+            for entry in send.entries:
+                self._extents.pin(entry.offset // PAGE_BYTES)
+            self._keeping.guard([entry.generation for entry in send.entries], Guard.PIN)
+            self._traffic.add(send)
+
+    def begun(self, send: Send) -> None:
+        """They were handed on."""
+        self._begun[send.tag] = send
+
+    def over(self, send: Send) -> None:
+        """The drive is done with them."""
+        del self._begun[send.tag]
+        self._traffic.ended(send.tag)
+        self.let_go(send)
+
+    def close(self) -> None:
+        """Who had any has closed, and the drive is done with all of them."""
+        for send in list(self._begun.values()):
+            self.over(send)
+
+    def let_go(self, send: Send) -> None:
+        """Let their extents go."""
+        self.blocks -= len(send.entries)
+        for entry in send.entries:
+            self._extents.unpin(entry.offset // PAGE_BYTES)
+        self._keeping.unguard([entry.generation for entry in send.entries], Guard.PIN)
