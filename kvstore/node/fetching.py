@@ -1,8 +1,15 @@
 """Fetches: from the drive, or from the hot memory, into a client's region, with the acknowledgement behind.
 
-A fetch's life: queued (bounded; tenants and connections in turn) -> found in the hot memory, or reading (the drive
-fills a piece of it) -> sending (the C core checks the payload's CRC and, only if it holds, puts the bytes and chains
-the acknowledgement word to them) -> over; the piece stays in the hot memory until something else needs the room.
+A fetch's life: queued (bounded; tenants and connections in turn) -> found in the hot memory, or waiting for its
+tenant's turn at the drive (`kvstore.storage.sends`) -> sending -> over; the piece stays in the hot memory until
+something else needs the room. To send is the C core's affair: it reads what is not in memory and checks the header
+(`kvstore.node.readers`), checks the payload's CRC and, only if it holds, puts the bytes and chains the acknowledgement
+word to them. We decide beforehand, for many at a time (what the index names, whose turn it is, which memory), and hear
+of it afterwards.
+
+What the reader could not read, or found to be another record, we have the store read once more, which knows what to
+do about it; so too what the index has no entry for, and all blocks of a drive without a reader: one that has no
+descriptor (the simulated ones) or may have no further ring.
 
 What always holds: no byte leaves whose record failed a check, wherever it was; each fetch has one word, put once:
 behind its last byte, or to say that none will come, because it is missed or was cancelled; memory is not used again
@@ -16,7 +23,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError, Overloaded
@@ -24,14 +30,14 @@ from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     FETCHES_QUEUED_MAX,
     HEADER_BYTES,
-    PAGE_BYTES,
     READ_AHEAD_BYTES,
 )
 from kvstore.lookups import Outcome
 from kvstore.miss import MissReason
 from kvstore.node.cancelling import Noted
 from kvstore.node.fair import FairQueue
-from kvstore.node.landing import pages_of
+from kvstore.node.fetch import Fetch
+from kvstore.node.readers import Readers
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetItem
 from kvstore.wire.ack import AckCode, ack_word, code_of_miss
@@ -43,79 +49,22 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
-    from kvstore.node.fair import Holder
+    from kvstore.node.fetch import FetchRequest
     from kvstore.node.granted import Granted
-    from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.hot import HotMemory
     from kvstore.node.looking import Looking
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
-    from kvstore.node.traces import SeenGet
+    from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
     from nic_offload.trigger import WordPut
 
-__all__ = ["FetchRequest", "Fetches"]
+__all__ = ["Fetches"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchRequest:
-    """A block that a client wants, and where it wants it."""
-
-    key: bytes
-    fingerprint: bytes
-    length: int
-    target: int
-    target_key: int
-    ack_word: int
-    ack_generation: int
-    skip: int = 0
-    part: int = 0  # so many bytes are sent, behind the first `skip`; 0: all
-    seen: SeenGet | None = None  # who traces the get that it is of
-
-    @property
-    def sent_bytes(self) -> int:
-        """How many are sent."""
-        return self.part or self.length
-
-
-@dataclass(slots=True)
-class _Fetch:
-    connection: Connection
-    request: FetchRequest
-    looking: Looking
-    at: int  # among the blocks of that look-up
-    tag: int
-    queued_ns: int
-    size_bytes: int = field(init=False)  # of memory that it takes
-    piece: Piece | None = None
-    hot: bool = False  # the piece was there before
-    generation: int = 0  # of the record in it
-    sending: bool = False
-    cancelled: bool = False
-    told: bool = False  # that it was cancelled: its look-up waits for it no more
-
-    @property
-    def name(self) -> tuple[bytes, bytes]:
-        return self.connection.tenant, self.request.key
-
-    @property
-    def tenant(self) -> bytes:
-        return self.connection.tenant
-
-    @property
-    def flow(self) -> int:
-        return self.connection.number
-
-    @property
-    def holder(self) -> Holder:
-        return self.tenant, self.flow
-
-    def __post_init__(self) -> None:
-        self.size_bytes = pages_of(self.request.length) * PAGE_BYTES
 
 
 class Fetches:
@@ -145,10 +94,22 @@ class Fetches:
         self._granted = granted
         self._tags = tags
         self._clock = clock
-        self._queued: FairQueue[_Fetch] = FairQueue()
-        self._under_way: dict[int, _Fetch] = {}
+        self._queued: FairQueue[Fetch] = FairQueue()
+        self._under_way: dict[int, Fetch] = {}
         self._lookings: dict[Looking, Connection] = {}  # of which a block is waiting or under way
         self._reading_bytes = 0
+        self._arrived: list[Fetch] = []  # read by a reader, checked and sent
+        self._unread: list[Fetch] = []  # by a reader: the store is to do it
+        self.readers = Readers(
+            fabric,
+            store.drives,
+            memory,
+            tags,
+            dropped=self._dropped,
+            unread=self._not_taken,
+            was_read=self._was_read,
+            was_sent=self._was_sent,
+        )
 
     def enqueue(
         self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking, *, called: bool
@@ -159,12 +120,12 @@ class Fetches:
         looking.expect()
         self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
-        wanted: list[_Fetch] = []
+        wanted: list[Fetch] = []
         untold: list[FetchRequest] = []
         for at, request in enumerate(requests):
             noted = connection.cancelled.take(request.ack_generation, called=called)
             if noted is Noted.NOT:
-                wanted.append(_Fetch(connection, request, looking, at, next(self._tags), now_ns))
+                wanted.append(Fetch(connection, request, looking, at, next(self._tags), now_ns))
                 continue
             if noted is Noted.UNTOLD:
                 untold.append(request)
@@ -230,40 +191,55 @@ class Fetches:
 
     def pump(self) -> None:
         """Send what is hot, and read ahead as far as the memory goes."""
+        self._settle()
+        while not self._memory.pages.refused and (batch := self._next()):
+            self._begin_all(batch)
+
+    def _settle(self) -> None:
+        """Do what is due of what has ended."""
+        if self._arrived:
+            self._keep_arrived()
         if self._sent:
             self._note_sent()
-        while not self._memory.pages.refused and (batch := self._next()):
-            puts: list[TriggeredPut] = []
-            reads: list[GetItem] = []
-            begun = 0
-            entries = self._store.lookup([each.name for each in batch])
-            for fetch, entry in zip(batch, entries, strict=True):
-                if not self._begin(fetch, entry, puts, reads):
-                    break
-                begun += 1
-            for fetch in reversed(batch[begun:]):
-                self._memory.shares.release(fetch.holder, fetch.size_bytes)
-                self._queued.put_back(fetch)
-            now_ns = self._clock.monotonic_ns()
-            for looking in {fetch.looking for fetch in batch[:begun]}:
-                looking.turn_ns = now_ns
-            for looking in {self._under_way[item.tag].looking for item in reads}:
-                looking.drive_first_ns = looking.drive_first_ns or now_ns
-            if puts:
-                # The drive does not hear of these, and is to keep what is wanted.
-                self._store.used([self._under_way[put.tag].generation for put in puts])
-                self._send(puts, now_ns)
-                self._memory.shelve(
-                    (*fetch.name, entry)
-                    for fetch, entry in zip(batch[:begun], entries, strict=False)
-                    if fetch.hot
-                )
-            if reads:
-                self._store.get(reads, self._read)
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self._store.get([self._reading(fetch) for fetch in unread], self._read)
 
-    def _next(self) -> list[_Fetch]:
+    def _begin_all(self, batch: Sequence[Fetch]) -> None:
+        puts: list[TriggeredPut] = []
+        reads: list[GetItem] = []
+        cold: list[tuple[Fetch, Entry, Drive]] = []
+        begun = 0
+        entries, now_ms = self._store.lookup([each.name for each in batch]), self._clock.wall_ms()
+        for fetch, entry in zip(batch, entries, strict=True):
+            if not self._begin(fetch, entry, now_ms, puts, reads, cold):
+                break
+            begun += 1
+        for fetch in reversed(batch[begun:]):
+            self._memory.shares.release(fetch.holder, fetch.size_bytes)
+            self._queued.put_back(fetch)
+        now_ns = self._clock.monotonic_ns()
+        for looking in {fetch.looking for fetch in batch[:begun]}:
+            looking.turn_ns = now_ns
+        for looking in {fetch.looking for fetch in batch[:begun] if not fetch.hot}:
+            looking.drive_first_ns = looking.drive_first_ns or now_ns
+        if puts:
+            # The drive does not hear of these, and is to keep what is wanted.
+            self._store.used([self._under_way[put.tag].generation for put in puts])
+            self._send(puts, now_ns)
+            self._memory.shelve(
+                (*fetch.name, entry)
+                for fetch, entry in zip(batch[:begun], entries, strict=False)
+                if fetch.hot
+            )
+        if cold:
+            self.readers.hand_over(cold)
+        if reads:
+            self._store.get(reads, self._read)
+
+    def _next(self) -> list[Fetch]:
         """Take those whose turn it is, as far as the drive is to be asked ahead."""
-        batch: list[_Fetch] = []
+        batch: list[Fetch] = []
         ahead_bytes = self._reading_bytes
         while ahead_bytes < READ_AHEAD_BYTES and len(batch) < BATCH_BLOCKS_MAX:
             fetch = self._queued.take(self._may)
@@ -274,22 +250,29 @@ class Fetches:
             batch.append(fetch)
         return batch
 
-    def _may(self, fetch: _Fetch) -> bool:
+    def _may(self, fetch: Fetch) -> bool:
         return self._memory.shares.may_hold(fetch.holder, fetch.size_bytes)
 
     def _begin(
-        self, fetch: _Fetch, entry: Entry | None, puts: list[TriggeredPut], reads: list[GetItem]
+        self,
+        fetch: Fetch,
+        entry: Entry | None,
+        now_ms: int,
+        puts: list[TriggeredPut],
+        reads: list[GetItem],
+        cold: list[tuple[Fetch, Entry, Drive]],
     ) -> bool:
         """Take a fetch on; False if there is no room for it."""
-        item, now_ms = self._item(fetch), self._clock.wall_ms()
         put = None
+        drive = None
         if entry is None:
-            landed = self._granted.find(item, now_ms)
+            landed = self._granted.find(self._item(fetch), now_ms)
             if landed is not None:
                 fetch.piece, came = landed.piece, landed.came
                 fetch.piece.users += 1
                 put = self._put(fetch, came.length, came.crc32c, came.id)
-        elif mismatch(item, entry, now_ms) is None:
+        elif self._fits(fetch, entry, now_ms):
+            drive = self._store.drive_of(entry.generation)
             fetch.piece = self._memory.pages.find(entry.generation)
             if fetch.piece is not None:
                 put = self._put(fetch, entry.length, entry.crc32c, entry.generation)
@@ -304,11 +287,25 @@ class Fetches:
             if fetch.piece is None:
                 return False
             self._reading_bytes += fetch.size_bytes
-            reads.append(item._replace(slot_address=self._memory.address(fetch.piece)))
+            if entry is not None and drive is not None and drive in self.readers:
+                cold.append((fetch, entry, drive))
+            else:
+                reads.append(self._reading(fetch))
         self._under_way[fetch.tag] = fetch
         return True
 
-    def _item(self, fetch: _Fetch) -> GetItem:
+    def _fits(self, fetch: Fetch, entry: Entry, now_ms: int) -> bool:
+        """Whether what is stored is what was asked for."""
+        request = fetch.request
+        if (
+            not entry.expires_ms
+            and entry.length == request.length
+            and entry.fingerprint == request.fingerprint
+        ):
+            return True  # as nearly all are
+        return mismatch(self._item(fetch), entry, now_ms) is None
+
+    def _item(self, fetch: Fetch) -> GetItem:
         request = fetch.request
         return GetItem(
             tenant=fetch.connection.tenant,
@@ -319,6 +316,44 @@ class Fetches:
             slot_bytes=fetch.size_bytes,
             tag=fetch.tag,
         )
+
+    def _reading(self, fetch: Fetch) -> GetItem:
+        assert fetch.piece is not None
+        return self._item(fetch)._replace(slot_address=self._memory.address(fetch.piece))
+
+    # --- what readers read
+
+    def _dropped(self, fetch: Fetch) -> None:
+        self._reading_bytes -= fetch.size_bytes
+        self._end(fetch)
+
+    def _not_taken(self, fetch: Fetch) -> None:
+        self._unread.append(fetch)
+
+    def _was_read(self, group: Sequence[Fetch], late: Sequence[Fetch]) -> None:
+        self._reading_bytes -= sum(fetch.size_bytes for fetch in group)
+        for fetch in late:
+            self._end(fetch)
+
+    def _was_sent(self, group: Sequence[Fetch], posted_ns: int) -> None:
+        lengths: defaultdict[int, list[int]] = defaultdict(list)
+        for fetch in group:
+            if fetch.tag in self._under_way:
+                self._served(fetch, posted_ns)
+                lengths[fetch.queued_ns].append(fetch.request.sent_bytes)
+        for queued_ns, sent in lengths.items():
+            self._sent[False, queued_ns] += sent
+
+    def _keep_arrived(self) -> None:
+        """What readers have read stays in the hot memory, if the index still names it."""
+        arrived, self._arrived = self._arrived, []
+        self._memory.came((fetch.piece, fetch.name, fetch.entry) for fetch in arrived)
+        if self._store.has_doubts:
+            self._store.believe([fetch.generation for fetch in arrived])
+        for fetch in arrived:
+            self._end(fetch)
+
+    # --- what the store reads
 
     def _read(self, batch: Sequence[GetDone]) -> None:
         puts, misses = [], []
@@ -358,7 +393,7 @@ class Fetches:
                 looking.sending_ns = looking.sending_ns or now_ns
         arm(self._fabric, puts)
 
-    def _put(self, fetch: _Fetch, length: int, crc32c: int, generation: int) -> TriggeredPut:
+    def _put(self, fetch: Fetch, length: int, crc32c: int, generation: int) -> TriggeredPut:
         connection, request = fetch.connection, fetch.request
         assert fetch.piece is not None
         fetch.generation, fetch.sending = generation, True
@@ -380,15 +415,17 @@ class Fetches:
             sent=True,  # whoever asked knows whether it came
         )
 
-    def _miss(self, fetch: _Fetch, reason: MissReason) -> WordPut:
+    def _miss(self, fetch: Fetch, reason: MissReason) -> WordPut:
         request = fetch.request
         return fetch.connection.word_put(request.ack_word, request.ack_generation, code_of_miss(reason))
 
-    def _end(self, fetch: _Fetch) -> None:
+    def _end(self, fetch: Fetch) -> None:
         del self._under_way[fetch.tag]
         assert fetch.piece is not None
         self._memory.shares.release(fetch.holder, fetch.size_bytes)
         self._memory.pages.release(fetch.piece)
+        if fetch.entry is not None:
+            self._memory.expect_no_more(fetch.name)
         if not fetch.told:
             self._looked(fetch.request, fetch.looking)
 
@@ -402,17 +439,51 @@ class Fetches:
             looking.over()
 
     def sent(self, event: Event) -> None:
-        """The fabric is done with a put of ours."""
-        fetch = self._under_way.get(event.tag)
-        if fetch is None or event.kind not in (EventKind.SENT, EventKind.FAILED):
+        """The fabric is done with a put of ours, or with all that a reader was handed."""
+        if self.readers.sent(event):
             return
-        if event.kind == EventKind.FAILED:
-            self._failed(fetch, event.status)
-        else:
+        fetch = self._under_way.get(event.tag)
+        if fetch is None or fetch.late or event.kind not in (EventKind.SENT, EventKind.FAILED):
+            return
+        if event.kind == EventKind.SENT:
             self._sent[fetch.hot, fetch.queued_ns].append(fetch.request.sent_bytes)
             if not fetch.hot and self._store.has_doubts:
                 self._store.believe([fetch.generation])
-        self._end(fetch)
+        elif fetch.group is not None and event.status == -errno.ENODATA and not fetch.cancelled:
+            self._unread_one(fetch)
+            return
+        else:
+            self._failed(fetch, event.status)
+        self._end_later(fetch)
+
+    def _served(self, fetch: Fetch, posted_ns: int) -> None:
+        """A reader has read it, and sent it then."""
+        looking = fetch.looking
+        looking.outcomes[fetch.at] = Outcome.DRIVE
+        looking.drive_last_ns = posted_ns
+        if self._traced:
+            looking.sending_ns = looking.sending_ns or posted_ns
+        if fetch.request.seen is not None:
+            fetch.request.seen.read(fetch.request.length)
+        self._arrived.append(fetch)
+
+    def _unread_one(self, fetch: Fetch) -> None:
+        """A reader could not read it, or found something else. Nothing was sent, and its memory is ours again."""
+        fetch.sending, fetch.group = False, None
+        self._reading_bytes += fetch.size_bytes  # once more than its group has it
+        fetch.looking.size_bytes -= fetch.request.sent_bytes
+        self._unread.append(fetch)
+
+    def _end_later(self, fetch: Fetch) -> None:
+        """It is over, but for its memory as long as the drive may write to it."""
+        if fetch.group is None or fetch.group.late is None:
+            self._end(fetch)
+            return
+        fetch.late = True
+        fetch.group.late.append(fetch)
+        if not fetch.told:
+            fetch.told = True
+            self._looked(fetch.request, fetch.looking)
 
     def _note_sent(self) -> None:
         """Count what was sent by now, and how long it took: once for blocks that were asked for together."""
@@ -423,8 +494,8 @@ class Fetches:
             where.note(now_ns - queued_ns, len(lengths))
         self._sent.clear()
 
-    def _failed(self, fetch: _Fetch, status: int) -> None:
-        if status == -errno.ECANCELED or (fetch.cancelled and status == -errno.EBADMSG):
+    def _failed(self, fetch: Fetch, status: int) -> None:
+        if status == -errno.ECANCELED or (fetch.cancelled and status in (-errno.EBADMSG, -errno.ENODATA)):
             fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
             self._say_cancelled(fetch.connection, [fetch.request])
             return
@@ -442,7 +513,7 @@ class Fetches:
                 fetch.request.seen.again()
             fetch.looking.left += 1
             tag = next(self._tags)
-            again = _Fetch(fetch.connection, fetch.request, fetch.looking, fetch.at, tag, fetch.queued_ns)
+            again = Fetch(fetch.connection, fetch.request, fetch.looking, fetch.at, tag, fetch.queued_ns)
             self._queued.put_back(again)
         else:
             fetch.looking.missed(fetch.at, fetch.request.key, MissReason.CORRUPT)
@@ -453,11 +524,13 @@ class Fetches:
     def forget(self, connection: Connection) -> None:
         """The connection's endpoint is closed: what it waited for, and what was being sent over it, is over."""
         self._queued.drop(connection.tenant, connection.number)
+        if self._arrived:
+            self._keep_arrived()
         for fetch in list(self._under_way.values()):
-            if fetch.connection is connection and fetch.sending:
+            if fetch.connection is connection and fetch.sending and not fetch.late:
                 if not fetch.looking.is_over:  # nobody knows whether it came
                     fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
-                self._end(fetch)
+                self._end_later(fetch)
         for looking in [one for one, whose in self._lookings.items() if whose is connection]:
             del self._lookings[looking]
             looking.over()

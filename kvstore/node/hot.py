@@ -285,6 +285,9 @@ class HotMemory:
         self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants)
         self.shares = Shares(size_bytes, tenants)
         self.view = memoryview(self._memory)
+        self._expected: dict[
+            Name, int
+        ] = {}  # what is being read under a name, and was named by the index ever since
 
     def take(self, length_bytes: int, tenant: Hashable) -> Piece | None:
         """A piece for a tenant's record with such a payload."""
@@ -326,12 +329,33 @@ class HotMemory:
                 kept.append((*name, entry))
         self.shelve(kept)
 
+    def expect(self, name: Name, generation: int) -> None:
+        """A record that the index names at this moment is going to be read."""
+        self._expected[name] = generation
+
+    def came(self, found: Iterable[tuple[Piece | None, Name, Entry | None]]) -> None:
+        """It was read, and sent. Keep it, if the index has named it ever since, and let it be sent without us."""
+        kept = []
+        for piece, name, entry in found:
+            if entry is None or piece is None or self._expected.get(name) != entry.generation:
+                continue
+            del self._expected[name]
+            self.pages.keep(piece, entry.generation, name)
+            kept.append((*name, entry))
+        self.shelve(kept)
+
+    def expect_no_more(self, name: Name) -> None:
+        """It was not read."""
+        self._expected.pop(name, None)
+
     def changed(self, names: Sequence[Name], lookup: Lookup, *, are_new: bool) -> None:
         """The index names something else under these, or nothing: nobody is sent what it named, nor is that kept."""
         if are_new:  # before they are unlisted: what comes meanwhile is to find the one or the other
             self.stored(names)
         for tenant, key in names:
             self.shelf.unlist(tenant, key)
+        for name in names if self._expected else ():
+            self._expected.pop(name, None)
         self.pages.drop_dead(names, lookup)
 
     def stored(self, names: Iterable[Name]) -> None:

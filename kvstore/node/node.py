@@ -462,12 +462,12 @@ class Node:
         self, event: Event, landed: list[tuple[Connection, Lease, Event]], calls: list[Event]
     ) -> None:
         match event.kind:
-            case EventKind.LANDED if self.fabric_calls.is_one(event):
-                calls.append(event)
             case EventKind.LANDED:
-                self._landed(event, landed)
+                calls.append(event) if self.fabric_calls.is_one(event) else self._landed(event, landed)
             case EventKind.CAME:
                 self.granted.told(event.tag)
+            case EventKind.READ:
+                self.fetches.readers.read(event)
             case EventKind.WATCH_FAILED:
                 self._lease_over(event)
             case _:

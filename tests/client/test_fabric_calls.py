@@ -333,20 +333,24 @@ def test_a_block_that_is_deleted_is_gone_from_the_shelf_at_once(
     assert all(map(rig.is_exact, blocks[3:]))
 
 
+@pytest.mark.parametrize("way", ["_read", "_keep_arrived"])
 def test_a_block_that_was_deleted_while_it_was_read_does_not_come_onto_the_shelf(
-    inside: NodeInProcess, rig_inside: Rig
+    inside: NodeInProcess, rig_inside: Rig, way: str
 ) -> None:
+    """Before what was read is looked at: that which the store has read, and that which a reader has."""
     rig, block = rig_inside, rig_inside.block(0, 50_000)
     put(rig, [block])
-    held: list[Any] = []
-    read = inside.call(lambda one: one.fetches._read)
-    inside.call(lambda one: vars(one.fetches).update(_read=held.append))
+    if way == "_read":
+        inside.call(lambda one: one.fetches.readers._of.clear())
+    held: list[tuple[Any, ...]] = []
+    go_on = inside.call(lambda one: getattr(one.fetches, way))
+    inside.call(lambda one: vars(one.fetches).update({way: lambda *batch: held.append(batch)}))
     thread = threading.Thread(target=get, args=(rig, [block]))
     thread.start()
     wait_until(lambda: bool(held), "the drive has read it")
     assert rig.client.delete([block.key]) == [True]
-    inside.call(lambda one: vars(one.fetches).pop("_read"))
-    inside.call(lambda _: read(held[0]))
+    inside.call(lambda one: vars(one.fetches).pop(way))
+    inside.call(lambda _: go_on(*held[0]))
     thread.join(WAIT_S)
     assert inside.call(lambda one: len(one.hot.shelf)) == 0
     (miss,) = get(rig, [block])

@@ -21,7 +21,7 @@ from kvstore.storage.store import Store
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from opentelemetry.trace import TracerProvider
@@ -106,39 +106,51 @@ class NodeInProcess:
 
 
 class HeldDrive:
-    """A slow drive: reads of some keys are not begun until `let_go`."""
+    """A slow drive: reads of some keys for fetches and inline gets are not begun until `let_go`."""
 
     def __init__(self, node: NodeInProcess, of: Callable[[bytes], bool] = lambda _: True) -> None:
         self._node = node
-        self._held: list[tuple[list[GetItem], GetsDone]] = []
+        self._held: list[Callable[[], None]] = []
+        self._waiting = 0
         self._read: Any = None
+        self._hand_over: Any = None
         node.call(lambda one: self._hold(one, of))
 
     def _hold(self, node: Node, of: Callable[[bytes], bool]) -> None:
-        self._read = node.store.get
+        self._read, self._hand_over = node.store.get, node.fetches.readers.hand_over
 
         def get(items: Sequence[GetItem], done: GetsDone) -> None:
-            later = [item for item in items if of(item.key)]
-            now = [item for item in items if not of(item.key)]
-            if later:
-                self._held.append((later, done))
-            if now:
-                self._read(now, done)
+            self._begin(items, lambda item: of(item.key), lambda some: self._read(some, done))
+
+        def hand_over(cold: Iterable[Any]) -> None:
+            self._begin(list(cold), lambda one: of(one[0].request.key), self._hand_over)
 
         vars(node.store)["get"] = get
+        vars(node.fetches.readers)["hand_over"] = hand_over
+
+    def _begin(
+        self, all_of_them: Sequence[Any], held: Callable[[Any], bool], go_on: Callable[[Any], None]
+    ) -> None:
+        later = [one for one in all_of_them if held(one)]
+        now = [one for one in all_of_them if not held(one)]
+        if later:
+            self._waiting += len(later)
+            self._held.append(lambda: go_on(later))
+        if now:
+            go_on(now)
 
     def waiting(self) -> int:
         """How many reads wait."""
-        return int(self._node.call(lambda _: sum(len(items) for items, _ in self._held)))
+        return int(self._node.call(lambda _: self._waiting))
 
     def let_go(self) -> int:
         """Read on; how many reads had waited."""
 
         def go_on(node: Node) -> int:
-            del vars(node.store)["get"]
-            held, self._held = self._held, []
-            for items, done in held:
-                self._read(items, done)
-            return sum(len(items) for items, _ in held)
+            del vars(node.store)["get"], vars(node.fetches.readers)["hand_over"]
+            held, self._held, waiting, self._waiting = self._held, [], self._waiting, 0
+            for one in held:
+                one()
+            return waiting
 
         return int(self._node.call(go_on))

@@ -260,7 +260,14 @@ def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig
 
             real(items, first_gone)
 
+        def keep() -> None:
+            for fetch in inside.fetches._arrived:
+                inside.store.quarantine(*fetch.name, fetch.generation)
+            del vars(inside.fetches)["_keep_arrived"]
+            inside.fetches._keep_arrived()
+
         vars(inside.store)["get"] = get_of
+        vars(inside.fetches)["_keep_arrived"] = keep
 
     node.call(read_then_delete)
     if way == "fetch":

@@ -1,0 +1,102 @@
+"""A fetch on its way through a node, and those that a reader is handed together (`kvstore.node.fetching`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.node.landing import pages_of
+
+if TYPE_CHECKING:
+    from kvstore.node.connection import Connection
+    from kvstore.node.fair import Holder
+    from kvstore.node.hot import Piece
+    from kvstore.node.looking import Looking
+    from kvstore.node.traces import SeenGet
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.index import Entry
+    from kvstore.storage.sends import Send
+
+__all__ = ["Fetch", "FetchRequest", "Group"]
+
+
+class FetchRequest(NamedTuple):
+    """A block that a client wants, and where it wants it."""
+
+    key: bytes
+    fingerprint: bytes
+    length: int
+    target: int
+    target_key: int
+    ack_word: int
+    ack_generation: int
+    skip: int = 0
+    part: int = 0  # so many bytes are sent, behind the first `skip`; 0: all
+    seen: SeenGet | None = None  # who traces the get that it is of
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many are sent."""
+        return self.part or self.length
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One block's."""
+
+    connection: Connection
+    request: FetchRequest
+    looking: Looking
+    at: int  # among the blocks of that look-up
+    tag: int
+    queued_ns: int
+    size_bytes: int = field(init=False)  # of memory that it takes
+    piece: Piece | None = None
+    hot: bool = False  # the piece was there before
+    generation: int = 0  # of the record in it
+    sending: bool = False
+    cancelled: bool = False
+    told: bool = False  # that it was cancelled: its look-up waits for it no more
+    entry: Entry | None = None  # of what a reader is to read,
+    group: Group | None = None  # and with which it was handed over
+    late: bool = False  # it is over, but for its memory
+
+    @property
+    def name(self) -> tuple[bytes, bytes]:
+        """What it wants, as the index has it."""
+        return self.connection.tenant, self.request.key
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose turn it takes."""
+        return self.connection.tenant
+
+    @property
+    def flow(self) -> int:
+        """Through which of its tenant's connections it came."""
+        return self.connection.number
+
+    @property
+    def holder(self) -> Holder:
+        """Who holds the memory for it."""
+        return self.tenant, self.flow
+
+    def __post_init__(self) -> None:
+        self.size_bytes = pages_of(self.request.length) * PAGE_BYTES
+
+
+class Group:
+    """Fetches of one connection whose records one reader reads in one turn."""
+
+    __slots__ = ("connection", "drive", "fetches", "is_sent", "late", "payload_bytes", "send", "size_bytes")
+
+    def __init__(self, drive: Drive, connection: Connection) -> None:
+        self.drive = drive
+        self.connection = connection
+        self.fetches: list[tuple[Fetch, Entry]] = []
+        self.size_bytes = self.payload_bytes = 0
+        # Whose memory is to be given back when the drive is done with it; None: it is.
+        self.late: list[Fetch] | None = []
+        self.is_sent = False  # or never will be
+        self.send: Send | None = None

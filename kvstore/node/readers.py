@@ -1,0 +1,170 @@
+"""What is read for fetches by readers of the C core (`nic_offload.reader`), one for each drive that may have one.
+
+What always holds: nothing is handed over before it is its tenant's turn at the drive, and nothing that is not wanted
+any more by then; the extents and the memory of what was handed over stay until the drive is done with all of its group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.limits import DRIVE_QUEUE_DEPTH, SEND_BYTES_MAX
+from kvstore.node.fetch import Group
+from kvstore.storage.sends import Send
+from kvstore.wire.ack import AckCode, ack_word
+from nic_offload.errors import FabricError
+from nic_offload.reader import Reader, Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvstore.node.fetch import Fetch
+    from kvstore.node.hot import HotMemory
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.index import Entry
+    from nic_offload.fabric import Event, Fabric
+
+__all__ = ["Readers"]
+
+log = logging.getLogger(__name__)
+
+
+class Readers:
+    """All of a node."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        drives: Iterable[Drive],
+        memory: HotMemory,
+        tags: Iterator[int],
+        *,
+        dropped: Callable[[Fetch], object],
+        unread: Callable[[Fetch], object],
+        was_read: Callable[[Sequence[Fetch], Sequence[Fetch]], object],
+        was_sent: Callable[[Sequence[Fetch], int], object],
+    ) -> None:
+        """Who hears: of what nobody wanted when its turn came, and of what could not be handed over.
+
+        Then of a group that was read, and of those of it that were over before, whose memory is free now; and of those
+        that were sent, the last of them at that time.
+        """
+        self._memory = memory
+        self._tags = tags
+        self._dropped, self._unread = dropped, unread
+        self._was_read, self._was_sent = was_read, was_sent
+        self._groups: dict[int, Group] = {}  # that were handed over and are not read and sent, by tag
+        self._of: dict[Drive, Reader] = {}
+        for drive in drives:
+            if drive.direct_fd is not None:
+                self._open(fabric, drive, drive.direct_fd)
+
+    def _open(self, fabric: Fabric, drive: Drive, fd: int) -> None:
+        try:
+            self._of[drive] = Reader(fabric, fd, DRIVE_QUEUE_DEPTH, drive.record_format)
+        except FabricError as error:
+            log.warning("What is fetched is read by Python: %s", error)
+
+    def __contains__(self, drive: object) -> bool:
+        return drive in self._of
+
+    def hand_over(self, cold: Iterable[tuple[Fetch, Entry, Drive]]) -> None:
+        """Queue at their drives what readers are to read, in groups of one connection."""
+        groups: list[Group] = []
+        last: Group | None = None
+        for fetch, entry, drive in cold:
+            fetch.entry = entry
+            is_full = last is not None and last.payload_bytes + entry.length > SEND_BYTES_MAX
+            if last is None or is_full or last.drive is not drive or last.connection is not fetch.connection:
+                last = Group(drive, fetch.connection)
+                groups.append(last)
+            fetch.group = last
+            self._memory.expect(fetch.name, entry.generation)
+            last.fetches.append((fetch, entry))
+            last.size_bytes += fetch.size_bytes
+            last.payload_bytes += entry.length
+        sends: defaultdict[Drive, list[Send]] = defaultdict(list)
+        for group in groups:
+            entries = [entry for _, entry in group.fetches]
+            group.send = Send(group.connection.tenant, entries, group.size_bytes, partial(self._start, group))
+            sends[group.drive].append(group.send)
+        for drive, some in sends.items():
+            drive.send(some)
+
+    def _start(self, group: Group) -> bool:
+        """It is their turn: have those read and sent that are still wanted, if any is."""
+        readings: list[Reading] = []
+        wanted: list[tuple[Fetch, Entry]] = []
+        for fetch, entry in group.fetches:
+            if fetch.connection.closed or fetch.cancelled:
+                self._dropped(fetch)
+            else:
+                wanted.append((fetch, entry))
+                readings.append(self._record(fetch, entry))
+        if not wanted:
+            return False
+        tag = next(self._tags)
+        try:
+            self._of[group.drive].put(self._memory.region, tag, readings)
+        except FabricError as error:  # it takes nothing more now
+            log.warning("%s They are read by Python.", error)
+            for fetch, _ in wanted:
+                fetch.group = None
+                self._unread(fetch)
+            return False
+        for fetch, entry in wanted:
+            fetch.generation, fetch.sending = entry.generation, True
+            fetch.looking.size_bytes += fetch.request.sent_bytes
+        group.fetches = wanted
+        self._groups[tag] = group
+        return True
+
+    def _record(self, fetch: Fetch, entry: Entry) -> Reading:
+        connection, request = fetch.connection, fetch.request
+        assert fetch.piece is not None
+        return Reading(
+            fetch.tag,
+            connection.endpoint.pointer,
+            connection.peer,
+            self._memory.address(fetch.piece),
+            request.target,
+            request.target_key,
+            connection.acks.target(request.ack_word),
+            connection.acks.key,
+            ack_word(request.ack_generation, AckCode.SERVED),
+            entry.offset,
+            entry.generation,
+            entry.length,
+            entry.crc32c,
+            request.skip,
+            request.part,
+            request.key,
+            connection.tenant,
+            entry.fingerprint,
+        )
+
+    def read(self, event: Event) -> None:
+        """The drive is done with what one of the readers was handed, and with the memory for it."""
+        group = self._groups[event.tag]
+        assert group.send is not None
+        assert group.late is not None
+        late, group.late = group.late, None
+        self._was_read([fetch for fetch, _ in group.fetches], late)
+        group.drive.sent(group.send)
+        if group.is_sent:
+            del self._groups[event.tag]
+
+    def sent(self, event: Event) -> bool:
+        """Whether what is over is all that a reader was handed: then it is sent, but for what has failed."""
+        group = self._groups.get(event.tag)
+        if group is None:
+            return False
+        group.is_sent = True
+        if group.late is None:
+            del self._groups[event.tag]
+        sent = [fetch for fetch, _ in group.fetches if fetch.group is group and not fetch.late]
+        self._was_sent(sent, event.value)
+        return True
