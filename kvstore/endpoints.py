@@ -105,7 +105,7 @@ def wildcard() -> str:
 
 
 def source_towards(ip: Ip) -> Ip | None:
-    """The address of this machine from which a peer is reached; None if there is no way to him."""
+    """The address of this machine from which a peer is reached; None if there is no way to it."""
     family = socket.AF_INET if ip.version == _IPV4 else socket.AF_INET6
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect((str(ip), 9))  # of a datagram socket it sends nothing

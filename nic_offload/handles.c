@@ -191,7 +191,7 @@ int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
 	return on_the_thread(fabric, remove_peer, &peer, sizeof peer);
 }
 
-/* Keys are random so that nobody can guess the key of a region that was not given to him. */
+/* Keys are random so that nobody can guess the key of a region that was not given to them. */
 static int register_with_random_key(struct tk_fabric *fabric, void *address, size_t length, uint64_t access,
 				    struct fid_mr **mr)
 {

@@ -155,13 +155,13 @@ class Layer:
         return space is not None and any(other is entry for other in space.behind(entry.key))
 
     def bind(self, who: Hashable, bindings: tuple[FiveTuple, ...], new_row: Callable[[], int]) -> None:
-        """Let the user (tenant, user) pass from these 5-tuples too, and from none but his."""
+        """Let the user (tenant, user) pass from these 5-tuples too, and from none but theirs."""
         counts = dict(self.bindings.get(who, {}))
         for binding in bindings:
             counts[binding] = counts.get(binding, 0) + 1
         if len(counts) > BINDINGS_PER_USER_MAX:
             raise TableFull(
-                f"User {who} would be bound to more than {BINDINGS_PER_USER_MAX} 5-tuples; bind him to prefixes."
+                f"User {who} would be bound to more than {BINDINGS_PER_USER_MAX} 5-tuples; bind them to prefixes."
             )
         self.bindings[who] = counts
         old = self.guard(who)

@@ -52,7 +52,7 @@ _NO_PLACEMENT = Placement()
 
 @dataclass(slots=True)
 class _Fetch:
-    """What is fetched for one user. A key known of him is in one of the three, or has come."""
+    """What is fetched for one user. A key known of them is in one of the three, or has come."""
 
     queued: OrderedDict[bytes, None]
     asked: set[bytes] = field(default_factory=set)
@@ -171,7 +171,7 @@ class KvRequester:
         return Answer(Outcome.MERGED if merged else Outcome.QUEUED, self._number)
 
     def cancel(self, number: int) -> bool:
-        """End a request; False if it has ended. With the last request of a user his fetch ends."""
+        """End a request; False if it has ended. With the last request of a user their fetch ends."""
         if number not in self._requests:
             return False
         self._end(number, Ending.CANCELLED)
@@ -352,7 +352,7 @@ class KvRequester:
         counts.expired += ending is Ending.EXPIRED
 
     def _settle(self, user: User) -> None:
-        """Whatever happened to the user: end his fetch if nothing is left of it, and put him where he belongs."""
+        """Whatever happened to the user: end their fetch if nothing is left of it, and put them where they belong."""
         waiting = self._waiting[user]
         fetch = waiting.fetch
         if fetch is not None and not fetch.queued and not fetch.asked:

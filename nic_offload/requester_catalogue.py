@@ -1,4 +1,4 @@
-"""What the requester knows: for each user, in order, where every piece of his KV lies.
+"""What the requester knows: for each user, in order, where every piece of their KV lies.
 
 An `Extent` is one block on a drive of a node. Its generation counts up each time the block is stored anew or
 moved, whoever does it and wherever to, so of two reports about a block the one with the higher generation is the

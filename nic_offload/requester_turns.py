@@ -1,12 +1,12 @@
 """Whose turn it is, fairly by bytes: deficit round robin, between tenants and then between users of one.
 
-Members stand in a ring, each with a credit of bytes. The first is served while his credit covers his next piece;
-then he is given a quantum and goes to the end. Who can't be served for a while (he is at a bound of his own)
-pauses: he keeps his credit and comes back to the front, or his bound would cost him his share as well.
+Members stand in a ring, each with a credit of bytes. The first is served while its credit covers its next piece;
+then it is given a quantum and goes to the end. One that can't be served for a while (it is at a bound of its own)
+pauses: it keeps its credit and comes back to the front, or its bound would cost it its share as well.
 
 What always holds: of two members that wait all the time, neither gets more than two quanta ahead of the other. With
-a quantum no smaller than any piece, finding the next takes at most one step a member. Who has nothing to wait for
-leaves his credit behind: nobody saves up turns. Urgent users of a tenant come before his others, and no tenant
+a quantum no smaller than any piece, finding the next takes at most one step a member. One that has nothing to wait for
+leaves its credit behind: nobody saves up turns. Urgent users of a tenant come before its others, and no tenant
 gets more for having urgent ones.
 
 What it doesn't do: know what is served. The cost of a member's next piece is asked for; it must not change
@@ -68,7 +68,7 @@ class Turns(Generic[Member]):
         self._ring.pop(member, None)
 
     def head(self, cost: Callable[[Member], int]) -> Member:
-        """Who is to be served next; the same one until he is charged, leaves, or his cost changes."""
+        """Who is to be served next; the same one until it is charged, leaves, or its cost changes."""
         while True:
             member = next(iter(self._ring))
             if self._credit[member] >= cost(member):

@@ -32,7 +32,7 @@
 #include <unistd.h>
 
 #define SPIN_NS 50000u
-#define SPIN_AWAITED_NS 500000u /* while a peer is to answer: he may be making a checksum of what he sends next */
+#define SPIN_AWAITED_NS 500000u /* while a peer is to answer: it may be making a checksum of what it sends next */
 #define SPINS_A_YIELD 8
 #define TAKEN_NS 2000u		/* a yield that takes longer has let somebody else run */
 #define NAP_SHARE 16		/* a nap is this part of the idleness before it */

@@ -1,7 +1,7 @@
 /*
  * What providers over TCP leave behind when an endpoint is closed.
  *
- * A peer that has connected, and has not yet said who he is, is known to the provider as a half-open request that
+ * A peer that has connected, and has not yet said who it is, is known to the provider as a half-open request that
  * points to the endpoint's listener. libfabric 1.17 frees the listener and keeps the request (its source says so), and a
  * client died in one close of five when its node stood still meanwhile and then went on. So before an endpoint is closed
  * its listener and all that came in through it are shut down, and the provider is let to see that while the endpoint

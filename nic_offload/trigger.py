@@ -328,7 +328,7 @@ def arm(fabric: Fabric, operations: Sequence[Operation]) -> None:
 
 
 def put_words(fabric: Fabric, words: Sequence[WordPut]) -> None:
-    """Put 8-byte words, such as acknowledgements, quietly: their reader has a deadline of his own."""
+    """Put 8-byte words, such as acknowledgements, quietly: their reader has a deadline of its own."""
     rows = ffi.from_buffer("struct tk_operation[]", b"".join(map(_word_row, words)))
     _check(lib.tk_arm(fabric.handle, rows, len(words)), f"Putting {len(words)} words")
 

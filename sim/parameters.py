@@ -1,4 +1,4 @@
-"""Every number of a preset by its name, so that a person can put in his own: `--set NAME=VALUE`.
+"""Every number of a preset by its name, so that a person can put in their own: `--set NAME=VALUE`.
 
 What always holds: a name ends with its unit, a value outside its range is refused with both, and a preset
 that was changed says so among its caveats, with the value that stood there before.

@@ -1,4 +1,4 @@
-"""Requests that arrive on the compute side: matched, and all KV of their user brought, at best while he still thinks.
+"""Requests that arrive on the compute side: matched, and all KV of their user brought, at best while they still think.
 
     with Arrivals(nodes, table) as arrivals:
         chat = arrivals.session("ada", "chat 7")         # whose transfers the requester's catalogue follows
@@ -160,7 +160,7 @@ class Arrivals(Handle):
     # --- what the catalogue is told, from any thread
 
     def session(self, user: str, context: str) -> Session:
-        """A user's session of an application context, on his home, always the same; the catalogue follows it."""
+        """A user's session of an application context, on their home, always the same; the catalogue follows it."""
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
@@ -179,7 +179,7 @@ class Arrivals(Handle):
         self._told.append(_Told(user, key, 0, next(self._numbers)))
 
     def forgotten(self, user: str) -> None:
-        """Something of the user was deleted; what he has is looked up when he comes again."""
+        """Something of the user was deleted; what they have is looked up when they come again."""
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:

@@ -40,7 +40,7 @@ GONE = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.EXPIRED, MissReason.E
 
 @dataclass(slots=True)
 class Placing:
-    """Where a user's blocks are wanted, while his request is there; the others are read ahead."""
+    """Where a user's blocks are wanted, while their request is there; the others are read ahead."""
 
     blocks: Mapping[bytes, Sequence[Block]]  # by key; a session may name one more than once
     notes: Notes
@@ -98,7 +98,7 @@ class Fetcher(Handle):
         batches = [into[at : at + RESUME_BATCH_BLOCKS] for at in range(0, len(into), RESUME_BATCH_BLOCKS)]
         ticket = next(self._numbers)
         node = extents[0].node
-        # While the user still thinks is the time to attach, too: that can take longer than his KV does.
+        # While the user still thinks is the time to attach, too: that can take longer than their KV does.
         attaches = not into and not self._is_attached(node)
         opened = self._open[ticket] = _Open(len(batches) + bool(ahead) + attaches)
         if ahead:

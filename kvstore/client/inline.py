@@ -2,7 +2,7 @@
 
 What always holds: a get returns exact bytes or a Miss, and never raises because a node is away; a stream ends within
 its time, and each of its blocks has an answer, be it that the stream broke; what is under way is bounded by what gRPC
-takes ahead, and blocks are read from the caller, and given to him, one at a time.
+takes ahead, and blocks are read from the caller, and given to it, one at a time.
 """
 
 from __future__ import annotations

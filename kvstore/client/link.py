@@ -1,7 +1,7 @@
 """A link: one attachment to one node, from attach to loss.
 
 What always holds: a link is lost once, for good; when `lose` returns, no byte of the node's comes into
-our memory any more and none of our puts is under way, so whoever waited may use his buffers. Everything
+our memory any more and none of our puts is under way, so whoever waited may use their buffers. Everything
 that was under way is told, each with the reason.
 """
 
@@ -338,7 +338,7 @@ class Link:
         try:
             self._close_memory()
         except FabricError as failure:
-            # The provider hangs, and may write for ever: whoever waited is told, and his memory stays taken.
+            # The provider hangs, and may write for ever: whoever waited is told, and that memory stays taken.
             self.error = error = failure
             self.is_sure = False
         if self.is_sure:

@@ -5,7 +5,7 @@
         kv = nodes.register(buffer)
         client.get([Block(key, kv.at(client), offset, length), ...])
 
-All that belongs to a user lies on one node, his home, so that a session and its blocks are together; users are spread
+All that belongs to a user lies on one node, their home, so that a session and its blocks are together; users are spread
 over the nodes by rendezvous hashing. A client of a node is made when it is first wanted.
 
 What always holds: who has the same list of nodes, in whatever order, and the same weights finds the same home; adding

@@ -7,7 +7,7 @@
             ...        # attention over this layer, while the next ones come
         resumed = back.whole()
 
-What always holds: whoever waits is told True only if all that he waited for is in memory, checked; after a miss nothing
+What always holds: whoever waits is told True only if all of it is in memory, checked; after a miss nothing
 more is asked for; when `whole` or `close` returns nothing of it is under way any more. Blocks are pinned until then,
 unless they are more than a tenant may pin. All of it ends within its deadline.
 What it doesn't do: have a thread. The next blocks are asked for when somebody waits; two batches are under way at

@@ -1,6 +1,6 @@
 """What the node answers over HTTP: /metrics, /healthz, /readyz, and with `--ui` the page and the state that it shows.
 
-What always holds: nothing here changes anything; an answer has a bounded size; what belongs to a tenant is shown to him
+What always holds: nothing here changes anything; an answer has a bounded size; what belongs to a tenant is shown to it
 and to observers only. The page loads nothing but the state, and its policy (CSP) names its own script and style by
 their digests, so that nothing that a client called its session can run in it.
 """

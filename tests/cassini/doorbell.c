@@ -99,7 +99,7 @@ static int poll_reset(struct counter *counter, size_t offset, void (*set)(struct
 	return 1;
 }
 
-/* Resets come first: who resets and then adds, each after the other was seen, gets what he asked for either way. */
+/* Resets come first: who resets and then adds, each after the other was seen, gets what they asked for either way. */
 int doorbell_poll(struct counter *counter)
 {
 	int rang = poll_reset(counter, CXI_DOORBELL_RESET, counter_set);

@@ -280,7 +280,7 @@ CALLS: dict[str, Callable[[Stubs, Acme, str, Any], Any]] = {
     **{name: of_tenant(name) for name in REQUESTS},
 }
 FILES = (pb, blocks_pb2, batches_pb2, lookups_pb2, observing_pb2, sessions_pb2, steps_pb2)
-# What these name is a connection; of one of another tenant the caller is told what he is told of one that is not.
+# What these name is a connection; of one of another tenant the caller is told what they are told of one that is not.
 BY_CONNECTION = {"Reserve", "WhyFailed", "Abort", "Fetch", "CancelFetch"}
 # And this concerns no tenant.
 FOR_ANY_TENANT = {"Status"}

@@ -3,7 +3,7 @@
     python -m tests.client.turn TARGET USER CONTEXT SLOT TURN FIRST_TOKEN
 
 The slot is a file that stands for GPU memory: a canary page, room for the KV of one user, a canary page. The process
-recognises the user by its rules, has his KV fetched while he "thinks", resumes, checks every byte, "computes" ten
+recognises the user by its rules, has their KV fetched while they "thinks", resumes, checks every byte, "computes" ten
 tokens whose KV is put every four, gives the slot away, says on standard output what it saw, and waits to be killed.
 """
 

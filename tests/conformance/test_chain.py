@@ -214,7 +214,7 @@ def test_a_peer_pulls_when_it_is_told_and_says_so(stage: Stage, gate: Gate) -> N
 
 
 def test_a_get_is_acknowledged_through_a_chain(stage: Stage, gate: Gate) -> None:
-    """Get -> count -> notify: the owner may use his memory again, as all of them have been read."""
+    """Get -> count -> notify: the owner may use their memory again, as all of them have been read."""
     near, far, there = stage.near, stage.far, stage.there
     got = stage.counter()
     for turn in range(10):

@@ -112,7 +112,7 @@ def test_words_have_all_64_bits(stage: Stage, gate: Gate) -> None:
 
 
 def test_a_word_that_went_back_fires_nothing_early(stage: Stage, gate: Gate) -> None:
-    """Whoever stores a lower value did wrong, and yet what he arms then waits for its threshold, and fires at it."""
+    """Whoever stores a lower value did wrong, and yet what they arm then waits for its threshold, and fires at it."""
     if stage.backend.nic_counts:
         pytest.skip("a doorbell only adds")
     gate.raise_to(100)

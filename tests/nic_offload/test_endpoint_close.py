@@ -226,7 +226,7 @@ with Pair(sys.argv[1]) as pair:
 
 @pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"], indirect=True)
 def test_a_caller_who_never_said_who_he_is_does_no_harm_after_the_close(provider: str) -> None:
-    """The provider frees the endpoint's listener and keeps his request, which points to it."""
+    """The provider frees the endpoint's listener and keeps its request, which points to it."""
     environment = os.environ | {
         "MALLOC_PERTURB_": "165"
     }  # what is freed is overwritten, and using it is seen

@@ -1,4 +1,4 @@
-"""A user who is bound to 5-tuples is himself from there only; whoever claims him from elsewhere is denied."""
+"""A user who is bound to 5-tuples is believed from there only; whoever claims him from elsewhere is denied."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_written_deny_rule_catches_a_spoofed_context_of_the_same_user() -> Non
     )
     assert hit(table, request()) == "one"
     assert hit(table, request(context="chat-2", source="10.2.0.1")) == "two"
-    assert hit(table, request(context="chat-2")) == "no"  # his place, but not this context's
+    assert hit(table, request(context="chat-2")) == "no"  # their place, but not this context's
     assert hit(table, request(source="10.3.0.1")) == "guard of acme/alice"
 
 

@@ -1,4 +1,4 @@
-"""Rules are replaced while another thread matches: before or after, never between; who stays keeps his counts."""
+"""Rules are replaced while another thread matches: before or after, never between; one that stays keeps its counts."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LONG = SMALL.extent_bytes_max
 
 
 class Kv:
-    """A user as the reference sees him."""
+    """A user as the reference sees them."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, Extent] = {}

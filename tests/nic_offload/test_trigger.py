@@ -267,7 +267,7 @@ def test_a_word_alone_is_put_once(pair: Pair) -> None:
     """Once it was put again when its own completion came, over whatever had been put there since.
 
     That is put by us as well. A store of the far side's own would prove nothing: a provider copies eight bytes with
-    memcpy, which stores them twice, an instruction apart, and whoever stores between the two finds his value gone.
+    memcpy, which stores them twice, an instruction apart, and whoever stores between the two finds their value gone.
     """
     near, there = pair.near, pair.there
     for value in range(1, 200, 2):

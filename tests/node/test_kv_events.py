@@ -32,7 +32,7 @@ TENANT, OTHER = b"t" * 16, b"o" * 16
 
 
 class _Subscriber:
-    """Whoever wants to know; a new one may miss the first, so he waits until he hears of a block of his own."""
+    """Whoever wants to know; a new one may miss the first, so it waits until it hears of a block of its own."""
 
     def __init__(self, endpoint: str, topic: bytes = b"") -> None:
         self._context = zmq.Context()

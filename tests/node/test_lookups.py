@@ -141,7 +141,7 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
     with small_client(node.target, tenant="zeta") as zeta, as_request("theirs"):
         zeta.prefix(KEYS[6:7])
     assert [outcomes(one) for one in told(node, "theirs", "zeta")] == [[(1, Outcome.NEVER)]]
-    assert told(node, "theirs") == told(node, "why", "zeta") == [], "a tenant sees his own"
+    assert told(node, "theirs") == told(node, "why", "zeta") == [], "a tenant sees its own"
 
 
 def test_an_eviction_is_told_with_when_and_how_idle_it_was(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def client(node: NodeInProcess) -> Iterator[Client]:
 
 
 def tenant_id(node: NodeInProcess, client: Client) -> bytes:
-    """As the node knows him, from who watches."""
+    """As the node knows it, from those that watch."""
     watch = client.watch(timeout_s=WAIT_S)
     assert next(watch) is None
     (known,) = node.call(lambda one: list(one.watchers._of_tenant))
