@@ -104,6 +104,8 @@ __all__ = [
     "LOOKUP_LOG_WAITING_BYTES_MAX",
     "LOOKUP_MISSES_EXPLAINED_MAX",
     "LOOKUP_RUNS_MAX",
+    "MOVING_MAX",
+    "MOVING_MS",
     "NODES_MAX",
     "OBJECT_BYTES_MAX",
     "OPEN_CALLS_MAX",
@@ -326,6 +328,8 @@ TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger
 TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
+MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;
+MOVING_MS = 250  # of one that takes longer the place is given to the next
 READ_AHEAD_BYTES = (
     16 << 20
 )  # asked of the drive for fetches: who comes later waits behind so much, and no more

@@ -225,16 +225,17 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             tenant = self._gate.enter("put", context, start.tenant)
             spans, began_ns = self._node.spans, self._node.clock.monotonic_ns()
             parent = None if spans is None else spans.parent_of(context)
-            durability = await self._node.inline.put(
-                context.peer(),
-                tenant.id,
-                start.name.key,
-                start.name.fingerprint,
-                start.name.length,
-                durability_of(start.durability),
-                start.expires_unix_ms,
-                (message.chunk async for message in request_iterator),
-            )
+            async with self._node.turns.moving(tenant.id):
+                durability = await self._node.inline.put(
+                    context.peer(),
+                    tenant.id,
+                    start.name.key,
+                    start.name.fingerprint,
+                    start.name.length,
+                    durability_of(start.durability),
+                    start.expires_unix_ms,
+                    (message.chunk async for message in request_iterator),
+                )
             if spans is not None and parent is not None:
                 spans.inline_put(parent, began_ns, 1, start.name.length, durability)
             return pb.PutResponse(durability=cast("pb.Durability", int(durability)))
@@ -246,25 +247,26 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             name = request.name
             tenant = self._gate.enter("get", context, request.tenant)
             looking = self._node.lookups.begin(context, tenant.id, Kind.GET, 1)
-            read = await self._node.inline.get(
-                context.peer(), tenant.id, name.key, name.fingerprint, name.length
-            )
-            looking.read(read)
-            try:
-                miss = read.done.miss
-                if miss is not None:
-                    looking.missed(0, name.key, miss.reason)
-                    await context.write(
-                        pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
-                    )
-                    return
-                for chunk in read.chunks():
-                    async with deadline("A reader"):
-                        await context.write(pb.GetResponse(chunk=chunk))
-                looking.add(Outcome.MEMORY if read.in_memory else Outcome.DRIVE)
-            finally:
-                read.close()
-                looking.over()
+            async with self._node.turns.moving(tenant.id):
+                read = await self._node.inline.get(
+                    context.peer(), tenant.id, name.key, name.fingerprint, name.length
+                )
+                looking.read(read)
+                try:
+                    miss = read.done.miss
+                    if miss is not None:
+                        looking.missed(0, name.key, miss.reason)
+                        await context.write(
+                            pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
+                        )
+                        return
+                    for chunk in read.chunks():
+                        async with deadline("A reader"):
+                            await context.write(pb.GetResponse(chunk=chunk))
+                    looking.add(Outcome.MEMORY if read.in_memory else Outcome.DRIVE)
+                finally:
+                    read.close()
+                    looking.over()
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Say how the node is doing."""

@@ -3,6 +3,9 @@
 What always holds: one step at a time; of the tenants that wait, the one that has had least goes next, and its calls in
 the order in which they came; one that has not waited for long has saved nothing up. While other tenants call, as
 much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
+Of calls that carry a block, `MOVING_MAX` of a tenant move at a time while others call; the bytes of the rest wait in
+the network, and not between the others and the thread. One that takes longer than `MOVING_MS` is not counted any more,
+so that a client that stands still keeps nobody waiting.
 What it doesn't do: interrupt a step; its caller makes it short.
 """
 
@@ -12,8 +15,9 @@ import asyncio
 from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
-from kvstore.limits import TURNS_OTHERS_MS
+from kvstore.limits import MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,6 +62,7 @@ class Turns:
         self._clock = clock
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
         self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
+        self._moving: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._is_given = False  # somebody works, or will in a moment
         self._began_ns = 0
         self._last = self._other = (b"", 0)  # who called last, and which other tenant before it, and when
@@ -99,9 +104,36 @@ class Turns:
         now_ns = self._clock.monotonic_ns()
         took_ns = now_ns - self._began_ns
         self._spent_ns[tenant] += took_ns
+        asyncio.get_running_loop().call_later(
+            rest * took_ns / _NS if self._others_call(tenant, now_ns) else 0, self._give
+        )
+
+    @asynccontextmanager
+    async def moving(self, tenant: bytes) -> AsyncIterator[None]:
+        """Carry a block, when few enough of this tenant are on their way."""
+        if not self._others_call(tenant, self._clock.monotonic_ns()):
+            yield
+            return
+        places = self._moving.setdefault(tenant, asyncio.Semaphore(MOVING_MAX))
+        await places.acquire()
+        is_held = True
+
+        def leave() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                places.release()
+
+        slow = asyncio.get_running_loop().call_later(MOVING_MS / 1000, leave)
+        try:
+            yield
+        finally:
+            slow.cancel()
+            leave()
+
+    def _others_call(self, tenant: bytes, now_ns: int) -> bool:
         whose, when_ns = self._other if self._last[0] == tenant else self._last
-        others_call = whose != b"" and now_ns - when_ns < TURNS_OTHERS_MS * 1_000_000
-        asyncio.get_running_loop().call_later(rest * took_ns / _NS if others_call else 0, self._give)
+        return whose != b"" and now_ns - when_ns < TURNS_OTHERS_MS * 1_000_000
 
     def _begin(self) -> None:
         self._is_given = True

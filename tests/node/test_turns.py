@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
-from kvstore.limits import TURNS_OTHERS_MS
+from kvstore.limits import MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
 from kvstore.node.turns import Turns
 
 if TYPE_CHECKING:
@@ -99,3 +99,57 @@ def test_a_call_that_is_given_up_keeps_nobody_waiting() -> None:
 
     run(done)
     assert order == [b"last"] * 3
+
+
+async def carry(turns: Turns, tenant: bytes, moving: list[int], ended: asyncio.Event) -> None:
+    async with turns.moving(tenant):
+        moving[0] += 1
+        moving[1] = max(moving)
+        try:
+            await ended.wait()
+        finally:
+            moving[0] -= 1
+
+
+def test_while_others_call_few_blocks_of_a_tenant_move_at_a_time() -> None:
+    clock, moving = Clock(), [0, 0]
+    turns = Turns(clock)
+
+    async def done() -> None:
+        turns.heard(b"greedy")
+        turns.heard(b"modest")
+        ended = asyncio.Event()
+        calls = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(20)]
+        await asyncio.sleep(MOVING_MS / 4000)
+        assert moving[0] == MOVING_MAX
+        async with turns.moving(b"modest"):
+            calls[0].cancel()  # one that moves,
+            calls[5].cancel()  # and one that waits
+        ended.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert moving == [0, MOVING_MAX]
+
+    run(done)
+
+
+def test_alone_or_slow_blocks_keep_nobody_waiting() -> None:
+    clock, moving = Clock(), [0, 0]
+    turns = Turns(clock)
+
+    async def done() -> None:
+        turns.heard(b"greedy")
+        ended = asyncio.Event()
+        calls = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert moving[0] == 20, "nobody else calls"
+        turns.heard(b"modest")
+        turns.heard(b"greedy")
+        more = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(2 * MOVING_MAX)]
+        await asyncio.sleep(0)
+        assert moving[0] == 20 + MOVING_MAX
+        await asyncio.sleep(2 * MOVING_MS / 1000)
+        assert moving[0] == 20 + 2 * MOVING_MAX
+        ended.set()
+        await asyncio.gather(*calls, *more)
+
+    run(done)
