@@ -32,6 +32,8 @@
 #define PAGE TK_TAGGED_PAGE
 #define STUMBLES_MAX 16u     /* of one write: EINTR and EAGAIN say nothing of the drive */
 #define DIRECT_ALIGN 512u
+#define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
+#define UNHURRIED_NS 500000u /* or after so long */
 #define TOLD_COUNT 64u	     /* records that the application is told of together, */
 #define TOLD_NS 1000000u     /* or after so long */
 
@@ -58,7 +60,8 @@ struct tk_lane {
 	char *headers;		/* a page for each */
 	uint32_t first, count;
 	uint64_t bytes; /* of these */
-	int unsubmitted;
+	uint32_t unsubmitted;
+	uint64_t submit_at_ns; /* at the latest */
 
 	pthread_mutex_t lock; /* for all that follows */
 	struct tk_ground ground; /* what is left of it */
@@ -227,7 +230,9 @@ static void prepare(struct tk_lane *lane, struct record *record)
 	io_uring_prep_writev(sqe, 0, parts, (unsigned)(record->parts + 2 - parts), record->told.offset + record->moved);
 	sqe->flags |= IOSQE_FIXED_FILE;
 	io_uring_sqe_set_data(sqe, record);
-	lane->unsubmitted = 1;
+	uint64_t at_ns = record->word.word ? 0 : lane->fabric->now_ns + UNHURRIED_NS;
+	if (!lane->unsubmitted++ || at_ns < lane->submit_at_ns)
+		lane->submit_at_ns = at_ns;
 }
 
 /* The next pages and the next generation; 0: there is no room. */
@@ -331,13 +336,20 @@ static int reap(struct tk_lane *lane)
 	return busy;
 }
 
-/* The kernel may not take what there is now; then it is offered again in the next round. */
+/* What no peer waits for goes together, and not between a peer that was told `landed` and its next put. The kernel may not
+ * take what there is now; then it is offered again in the next round. */
 static void submit(struct tk_lane *lane)
 {
 	if (!lane->unsubmitted)
 		return;
+	if (lane->unsubmitted < UNHURRIED_COUNT && lane->submit_at_ns > lane->fabric->now_ns) {
+		if (lane->submit_at_ns < lane->fabric->next_deadline_ns)
+			lane->fabric->next_deadline_ns = lane->submit_at_ns;
+		return;
+	}
 	io_uring_submit(&lane->ring);
-	lane->unsubmitted = io_uring_sq_ready(&lane->ring) > 0;
+	lane->unsubmitted = io_uring_sq_ready(&lane->ring);
+	lane->submit_at_ns = 0;
 }
 
 /* Says whether the peer has been told as far as it is to be. */
@@ -440,6 +452,7 @@ void lanes_end(struct tk_fabric *fabric)
 			struct record *record = &lane->records[(lane->first + i) % lane->setup.depth];
 			while (!record->has_ended) {
 				struct io_uring_cqe *cqe;
+				lane->submit_at_ns = 0;
 				submit(lane);
 				if (io_uring_wait_cqe(&lane->ring, &cqe))
 					continue;
