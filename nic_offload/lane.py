@@ -37,6 +37,13 @@ class RecordFormat(NamedTuple):
     secret: bytes
     name: bytes
 
+    def put_into(self, setup: Any) -> None:
+        """Tell the core, in the setup of a lane or of a reader."""
+        setup.version, setup.kind = self.version, self.kind
+        ffi.memmove(setup.magic, self.magic, len(self.magic))
+        ffi.memmove(setup.secret, self.secret, len(self.secret))
+        ffi.memmove(setup.name, self.name, len(self.name))
+
 
 class Ground(NamedTuple):
     """Pages that lie one behind the other, and as many generations as records may stand there."""
@@ -68,10 +75,7 @@ class Lane:
         """`tag` is that of its events; so many writes are under way at a time, and so many bytes."""
         setup = ffi.new("struct tk_lane_setup *")
         setup.tag, setup.fd, setup.depth, setup.bytes_max = tag, drive_fd, depth, bytes_max
-        setup.version, setup.kind = record.version, record.kind
-        ffi.memmove(setup.magic, record.magic, len(record.magic))
-        ffi.memmove(setup.secret, record.secret, len(record.secret))
-        ffi.memmove(setup.name, record.name, len(record.name))
+        record.put_into(setup)
         out = ffi.new("struct tk_lane **")
         code = lib.tk_lane_open(fabric.handle, setup, out)
         if code:

@@ -58,10 +58,7 @@ class Reader:
         """So many reads are under way at a time."""
         setup = ffi.new("struct tk_reader_setup *")
         setup.fd, setup.depth = drive_fd, depth
-        setup.version, setup.kind = record.version, record.kind
-        ffi.memmove(setup.magic, record.magic, len(record.magic))
-        ffi.memmove(setup.secret, record.secret, len(record.secret))
-        ffi.memmove(setup.name, record.name, len(record.name))
+        record.put_into(setup)
         out = ffi.new("struct tk_reader **")
         code = lib.tk_reader_open(fabric.handle, setup, out)
         if code:
