@@ -1,5 +1,5 @@
 /*
- * How a record begins on a drive, for those who write it and those who read it.
+ * How a record begins on a drive, for lanes, which write it, and readers.
  */
 #ifndef TRIGGERKV_HEADER_H
 #define TRIGGERKV_HEADER_H

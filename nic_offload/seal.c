@@ -7,7 +7,7 @@
  * direction, or on another connection.
  *
  * A word (a flag, an acknowledgement) is 56 bits of its tag, and its lowest byte in the clear, which is the code of an
- * acknowledgement. Its generation is not in it: who waits for the word knows that. Heads of puts, calls and answers have a
+ * acknowledgement. Its generation is not in it: its reader knows that. Heads of puts, calls and answers have a
  * tag of 64 bits.
  *
  * What it doesn't do: payloads. Their CRC32C is in the head, and whoever can write to a slot can make bytes that have it.

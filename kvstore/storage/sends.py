@@ -3,7 +3,7 @@
 Always holds: the extents of what is handed on are pinned, and the blocks guarded, from before it is handed on until the
 drive is done with it; it is handed on when it is its tenant's turn at the drive, and counts there until then.
 
-It checks nothing and reports nothing: who reads checks the header and the payload, and what was found broken or could
+It checks nothing and reports nothing: the reader checks header and payload, and what was found broken or could
 not be read is got once more, the usual way (`kvstore.storage.gets`), which knows what to do about it.
 """
 
@@ -55,7 +55,7 @@ class Send:
         return None
 
     def end(self, result: int) -> None:
-        """Nothing ends here: who has them tells `Sends.over`."""
+        """Nothing ends here: `Sends` is told when the drive is done with them."""
         raise AssertionError(f"it was handed on, and ended here with {result}")
 
 

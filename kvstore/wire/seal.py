@@ -3,7 +3,7 @@
 The node makes a secret for each connection and says it in the answer to `Attach`, inside TLS where there is TLS. Each
 direction has a key of its own, made from it; what is tagged with them, and how, is in `nic_offload/seal.c`.
 
-What always holds: a secret is used for one connection and is not shown by whoever prints it.
+What always holds: a secret is used for one connection, and its repr doesn't show it.
 """
 
 from __future__ import annotations
