@@ -41,6 +41,7 @@ __all__ = [
     "DOOR_STREAMS_MAX",
     "DOOR_TIMEOUT_MS",
     "DOOR_UNPROVED_BYTES_MAX",
+    "DOOR_UNPROVED_BYTES_MS",
     "DOOR_UNPROVED_OF_SOURCE_MAX",
     "DOOR_WINDOW_MS",
     "DRIVES_MAX",
@@ -239,7 +240,7 @@ HEAP_LOOK_MS = 5_000
 DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in
 DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
-DOOR_FIRST_MESSAGE_MS = 5_000  # from a stream's beginning to its first message
+DOOR_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
 DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
 DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
 DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
@@ -249,9 +250,8 @@ DOOR_WINDOW_MS = 2_000
 DOOR_KNOCKS_OF_SOURCE_MAX = (
     200  # connections begun and calls refused, in that time; a source with more is barred
 )
-DOOR_UNPROVED_BYTES_MAX = (
-    256 << 10
-)  # that came over such a connection; an honest one's first window is 64 KiB
+DOOR_UNPROVED_BYTES_MAX = 256 << 10  # that may come over such a connection,
+DOOR_UNPROVED_BYTES_MS = 1_000  # and for how long there may be more, as a busy node lets calls in late
 DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
 DOOR_BARRED_MS = 10_000
 DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5

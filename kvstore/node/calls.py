@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
-
-import grpc
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from kvstore.node.statistics import Counters
 
 __all__ = [
-    "KINDS",
     "Context",
     "Ends",
     "HasMetadata",
@@ -35,14 +32,6 @@ __all__ = [
     "kept_durability_of",
     "refusals",
 ]
-
-# A handler's behaviour and what makes such a handler, by whether requests and whether answers are a stream.
-KINDS: Final = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
 
 Context: TypeAlias = "ServicerContext[Any, Any]"
 T = TypeVar("T")

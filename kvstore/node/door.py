@@ -1,7 +1,7 @@
 """The door: the caller is authenticated before anything is read or made for the call, and again while it goes on.
 
 It stands around all services of a server, as an interceptor. A call whose token is nobody's is refused before its
-message is awaited, so that nothing is kept for it; a stream's first message comes within its time; whatever stays open
+message is awaited, so that nothing is kept for it; a call's first message comes within its time; whatever stays open
 ends as soon as what let it in is no longer in the file of tenants; every refusal is in the audit log. It also counts
 each call, how long it took and how it ended.
 
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from kvstore.errors import DeadlineExceeded, NotAuthenticated
+from kvstore.errors import DeadlineExceeded, NotAuthenticated, ProtocolError
 from kvstore.limits import DOOR_FIRST_MESSAGE_MS
-from kvstore.node.calls import KINDS, refusals
+from kvstore.node.calls import refusals
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -45,14 +45,10 @@ _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_
 class Door(grpc.aio.ServerInterceptor):
     """Of one server."""
 
-    def __init__(
-        self, gate: Gate, counters: Counters, timings: Timings, *, wants_certificates: bool = False
-    ) -> None:
-        """With `wants_certificates` the handshake has turned away whoever has none, and a token is not needed."""
+    def __init__(self, gate: Gate, counters: Counters, timings: Timings) -> None:
         self._gate = gate
         self._counters = counters
         self._timings = timings
-        self._wants_certificates = wants_certificates
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -67,44 +63,41 @@ class Door(grpc.aio.ServerInterceptor):
             found = await continuation(handler_call_details)
             if found is None:
                 return None
-            handler = self._wrapped[method] = self._guarded(method.rpartition("/")[2], found)
-        if (
-            method not in _PUBLIC
-            and not self._wants_certificates
-            and not self._gate.knows(handler_call_details.invocation_metadata or ())
-        ):
-            return grpc.stream_stream_rpc_method_handler(self._refusing(_said(method.rpartition("/")[2])))
+            handler = self._wrapped[method] = self._guarded(method, found)
         return handler
 
-    def _refusing(self, what: str) -> Any:
-        async def refuse(_: object, context: Context) -> None:
-            async with refusals(context, self._counters):
-                self._gate.enter(what, context)
-
-        return refuse
-
-    def _guarded(self, call: str, handler: Any) -> Any:
-        kind, make = KINDS[handler.request_streaming, handler.response_streaming]
-        behaviour = getattr(handler, kind)
-        in_time = _InTime if handler.request_streaming else _as_it_is
+    def _guarded(self, method: str, handler: Any) -> Any:
+        call, is_public = method.rpartition("/")[2], method in _PUBLIC
+        sides = handler.request_streaming, handler.response_streaming
+        behaviour = getattr(handler, "_".join("stream" if many else "unary" for many in sides))
+        takes = _as_it_is if handler.request_streaming else _only
         if inspect.isasyncgenfunction(behaviour):
             behaviour = _writing(behaviour)
 
-        async def answering(request: Any, context: Any) -> Any:
+        async def answering(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
+                async with refusals(context, self._counters):
+                    if not is_public:
+                        self._gate.begins(_said(call), context)
+                    request = await _only(_InTime(requests))
                 return await behaviour(request, context)
 
-        async def staying(request: Any, context: Any) -> Any:
+        async def staying(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
                 if handler.response_streaming:
                     # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
                     await context.send_initial_metadata(())
                 async with self._staying(_said(call), context):
-                    return await behaviour(in_time(request), context)
+                    return await behaviour(await takes(_InTime(requests)), context)
 
-        stays = handler.request_streaming or handler.response_streaming
+        # One request is taken as a stream of one: gRPC would wait for it before it asked anybody here.
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
         return make(
-            staying if stays else answering, handler.request_deserializer, handler.response_serializer
+            staying if any(sides) else answering, handler.request_deserializer, handler.response_serializer
         )
 
     @asynccontextmanager
@@ -157,7 +150,7 @@ def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
 
 
 class _InTime:
-    """A stream's messages, of which the first must come within its time."""
+    """A call's messages, of which the first must come within its time."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
@@ -175,12 +168,19 @@ class _InTime:
                 return await anext(self._messages)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"A stream's first message did not come within {DOOR_FIRST_MESSAGE_MS} ms."
+                f"A call's first message did not come within {DOOR_FIRST_MESSAGE_MS} ms."
             ) from None
 
 
-def _as_it_is(request: Any) -> Any:
-    return request
+async def _as_it_is(requests: _InTime) -> _InTime:
+    return requests
+
+
+async def _only(requests: _InTime) -> Any:
+    """The message of a call that has one."""
+    async for request in requests:
+        return request
+    raise ProtocolError("The call's message did not come.")
 
 
 def _said(call: str) -> str:

@@ -2,11 +2,11 @@
 
 gRPC and libfabric accept whoever connects, from wherever, and keep them for as long as they like. The doorkeeper lists
 the process's sockets ten times a second while there is something to see, and closes those that should not stay:
-a connection to the port for calls over which nothing was let in within its time or so many bytes, more of one source
-than it may have, and at an endpoint of the fabric anybody but the client it is for. A source that goes on knocking is
-barred for a time: a filter on the listening socket, which the kernel runs on each packet, has its connections come to
-nothing. While nobody has come it reads one counter of the kernel's twice a second, which costs an idle node nothing.
-It also has the heap give back what a crowd has left in it.
+a connection to the port for calls over which nothing was let in within its time, or within a moment of many bytes,
+more of one source than it may have, and at an endpoint of the fabric anybody but the client it is for. A source that
+goes on knocking is barred for a time: a filter on the listening socket, which the kernel runs on each packet, has its
+connections come to nothing. While nobody has come it reads one counter of the kernel's twice a second, which costs an
+idle node nothing. It also has the heap give back what a crowd has left in it.
 
 What always holds: a connection over which a call was let in is hung up on only when its source has more than it may; a
 socket is ended by `shutdown` on a copy of its descriptor that was found to be the same socket, so its library sees an
@@ -40,6 +40,7 @@ from kvstore.limits import (
     DOOR_LOOK_MS,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
+    DOOR_UNPROVED_BYTES_MS,
     DOOR_UNPROVED_OF_SOURCE_MAX,
     DOOR_WINDOW_MS,
     HEAP_LOOK_MS,
@@ -151,6 +152,9 @@ class Doorkeeper:
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
         self._barred: dict[str, int] = {}  # until when
         self._opened: int | None = None  # connections that came to the machine, when that was last read
+        self._much_since: dict[
+            str, int
+        ] = {}  # by socket: when it was seen to have brought much, and not let in
         self._unproved = 0  # connections over which no call had been let in, at the last look
         self._expects_more = False  # there is an endpoint that was not there then
         self._filter_failed = False
@@ -172,9 +176,8 @@ class Doorkeeper:
             self._thread.join()
 
     def proved(self, peer: str) -> None:
-        """Note that a call of this peer was let in."""
-        if peer not in self._proved:
-            self._proved[peer] = self._clock.monotonic_ns()
+        """Note that a call of this peer was let in; again for each, as a port may be another connection's by now."""
+        self._proved[peer] = self._clock.monotonic_ns()
 
     def refused(self, peer: str) -> None:
         """Note that a call of this peer was not let in."""
@@ -226,6 +229,7 @@ class Doorkeeper:
         for port in expected:
             if port not in self._listening.values():
                 self._fabric.pop(port, None)
+        self._much_since = {name: at for name, at in self._much_since.items() if name in self._links}
         peers = self._peers()
         knocked = [link.source for link in new if link.own_port in self._ports]
         while self._refused:
@@ -292,7 +296,7 @@ class Doorkeeper:
         self._unproved += len(unproved)
         timeout_ms = 0 if source in self._barred else DOOR_TIMEOUT_MS
         late = [one for one in unproved if now_ns - one.since_ns >= timeout_ms * _MS]
-        loud = [one for one in unproved if _received_bytes(one) > DOOR_UNPROVED_BYTES_MAX]
+        loud = [one for one in unproved if self._is_loud(one, now_ns)]
         self._knocks(source, len(loud) * DOOR_KNOCKS_OF_LOUD, now_ns)
         # An honest client has made a call within a moment: the oldest go.
         crowd = unproved[: max(0, len(unproved) - DOOR_UNPROVED_OF_SOURCE_MAX)]
@@ -304,6 +308,15 @@ class Doorkeeper:
         if gone:
             self._hang_up(gone.values())
             self._turned_away(source, "connections over which no call was let in, or too many", len(gone))
+
+    def _is_loud(self, link: _Link, now_ns: int) -> bool:
+        """Whether so much came that the call it belongs to should have been let in by now.
+
+        gRPC widens the window of a fresh connection by itself, and the thread that lets calls in may be behind.
+        """
+        if _received_bytes(link) <= DOOR_UNPROVED_BYTES_MAX:
+            return False
+        return now_ns - self._much_since.setdefault(link.name, now_ns) >= DOOR_UNPROVED_BYTES_MS * _MS
 
     def _keep_fabric(self, port: int, links: list[_Link]) -> None:
         client = self._fabric.get(port)

@@ -81,13 +81,10 @@ class Gate:
         self.let_in(peer)
         return caller, tenant
 
-    def knows(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call that has nothing but this to show may be one of a tenant's; of an open node any may."""
-        try:
-            self.tenants.caller(metadata, {})
-        except NotAuthenticated:
-            return False
-        return True
+    def begins(self, what: str, context: _Context) -> None:
+        """Authenticate whose call's message is still to come: from here on its connection may bring it."""
+        metadata, certificate = context.invocation_metadata() or (), context.auth_context()
+        self._let_in(what, metadata, certificate, context.peer(), "")
 
     def credentials(self, context: _Context) -> Credentials:
         """By what a call that stays open was let in."""

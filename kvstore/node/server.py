@@ -268,10 +268,9 @@ async def _serve_node(
         told = _reload(told, read_again, node, gate, certificates)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
-    wants_certificates = config.tls_clients is not None
     server = grpc.aio.server(
         options=_GRPC_OPTIONS,
-        interceptors=(Door(gate, node.counters, node.timings, wants_certificates=wants_certificates),),
+        interceptors=(Door(gate, node.counters, node.timings),),
     )
     health = add_services(server, node, gate)
     http = keeper = None

@@ -14,6 +14,7 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.errors import Overloaded
 from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.node import door
 from kvstore.node.audit import Audit
 from kvstore.node.calls import refusals
 from kvstore.node.door import Door
@@ -114,6 +115,41 @@ def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_u
     asyncio.run(call_it())
     assert gate._open.total == 0
     assert timings.calls_failed["Stand", "RESOURCE_EXHAUSTED"] == 1
+
+
+def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_come_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the doorkeeper sees of a connection until then it takes for a stranger's."""
+    monkeypatch.setattr(door, "DOOR_FIRST_MESSAGE_MS", 700)
+    clock = SystemClock()
+    gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
+    let_in: list[str] = []
+    gate.let_in = let_in.append
+
+    async def echo(request: bytes, _: Context) -> bytes:
+        return request
+
+    async def call_it() -> None:
+        server = grpc.aio.server(interceptors=(Door(gate, Counters(), timings),))
+        handler: Any = grpc.unary_unary_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Echo": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
+                link.sendall(h2.headers(1, "/test/Echo"))
+                await asyncio.sleep(0.3)
+                assert len(let_in) == 1
+                link.sendall(h2.data(1, b"spoken", ends=True))
+                assert b"spoken" in await asyncio.to_thread(answered, link, 5)
+                link.sendall(h2.headers(3, "/test/Echo"))
+                assert b"did not come within" in await asyncio.to_thread(answered, link, 5)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(call_it())
+    assert timings.calls_failed["Echo", "DEADLINE_EXCEEDED"] == 1
 
 
 def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvstore.limits import (
     DOOR_KNOCKS_OF_SOURCE_MAX,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
+    DOOR_UNPROVED_BYTES_MS,
     DOOR_UNPROVED_OF_SOURCE_MAX,
 )
 from kvstore.node import doorkeeper
@@ -104,7 +105,7 @@ def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Doo
     assert stays(other)
 
 
-def test_who_says_much_and_proves_nothing_is_hung_up_on(door: Door) -> None:
+def test_who_says_much_and_proves_nothing_is_hung_up_on_a_moment_later(door: Door) -> None:
     def loud_one() -> socket.socket:
         link = door.come()
         for _ in range(DOOR_UNPROVED_BYTES_MAX // 1024 + 1):
@@ -112,11 +113,31 @@ def test_who_says_much_and_proves_nothing_is_hung_up_on(door: Door) -> None:
             assert door.theirs.recv(1024, socket.MSG_WAITALL)
         return link
 
-    loud, proved = loud_one(), loud_one()
+    loud, proved, late = loud_one(), loud_one(), loud_one()
     door.keeper.proved(peer(proved))
     door.look()
+    door.look(DOOR_UNPROVED_BYTES_MS - 1)
+    assert all(map(stays, (loud, proved, late)))
+    door.keeper.proved(peer(late))  # the node was busy
+    door.look(1)
     assert not stays(loud)
     assert stays(proved)
+    assert stays(late)
+
+
+def test_a_peer_that_comes_from_a_port_again_is_let_in_again(door: Door) -> None:
+    with socket.socket() as link:
+        link.bind((HERE, 0))
+        door.keeper.proved(peer(link))  # over a connection that has gone
+        door.look(DOOR_TIMEOUT_MS)
+        door.keeper.proved(peer(link))  # over one that no look has seen yet
+        door.look(1)
+        link.connect((HERE, door.port))
+        theirs, _ = door.listener.accept()
+        with theirs:
+            door.look()
+            door.look(2 * DOOR_TIMEOUT_MS)
+            assert stays(link)
 
 
 def test_who_knocks_too_often_is_barred_by_the_kernel_for_a_time_and_nobody_else(door: Door) -> None:
