@@ -65,7 +65,7 @@ peers: ## .cache/peers: Redis and hiredis, out of Debian's packages (8 MB), for 
 
 .PHONY: test-hostile
 test-hostile: setup ## tests/hostile: attacks with one tenant's token or none, beside a well-behaved neighbour (minutes)
-	@$(py) -m pytest tests/hostile $(PYTEST_ARGS)
+	@$(if $(PYTEST_ARGS),$(py) -m pytest tests/hostile $(PYTEST_ARGS),tools/test.sh hostile)
 
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments

@@ -6,18 +6,20 @@
 # speed. If it failed, it is run again alone when all parts have ended, and counts as passed if it passes then. Every
 # first failure is listed at the end, whatever became of it.
 #
-# What it doesn't do: choose tests, but for those that compare a neighbour's times with and without an attack beside it,
-# which say nothing with other tests beside them: `make test-hostile`. With arguments it hands them to one pytest.
+# `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
+# other tests beside them they would say nothing. With other arguments it hands them to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
 # Hundreds of processes are started, and each would compile every module anew: half of what its start costs.
 unset PYTHONDONTWRITEBYTECODE
-if (($#)); then exec "$py" -m pytest "$@"; fi
+if (($#)) && [[ $1 != hostile ]]; then exec "$py" -m pytest "$@"; fi
 
 parts=(service fabric rest)
 declare -A paths=([service]="tests/client tests/node" [fabric]="tests/conformance tests/crash tests/nic_offload")
 paths[rest]=$(printf -- '--ignore=%s ' ${paths[service]} ${paths[fabric]} tests/hostile)
+paths[hostile]=tests/hostile
+(($# == 0)) || parts=(hostile)
 
 part() { # its paths are words, hence no quotes
   TRIGGERKV_FAILURES=".cache/failures-$1" "$py" -m pytest ${paths[$1]} -o cache_dir=".cache/pytest-$1"

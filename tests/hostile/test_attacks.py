@@ -29,13 +29,13 @@ from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 from tests.hostile.attacks import attach_request
-from tests.hostile.beside import FIRST_S, SECONDS, Beside, is_as_fast, p99
+from tests.hostile.beside import FIRST_S, SECONDS, Beside, TooSlow, check_speed, p99
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.timed, pytest.mark.slow]
+pytestmark = [pytest.mark.timed(TooSlow), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -49,40 +49,40 @@ def beside(tmp_path: Path) -> Iterator[Beside]:
 def test_rapid_reset(beside: Beside, name: str, token: dict[str, Any]) -> None:
     alone, under, did = beside.endure(name, **token)
     assert did["resets"] > 0
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 @pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
 def test_silent_streams(beside: Beside, token: dict[str, Any]) -> None:
     alone, under, did = beside.endure("silent_streams", streams=3000, **token)
     assert did["streams"] > 0
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 def test_idle_connections_to_the_port_for_calls(beside: Beside) -> None:
     alone, under, did = beside.endure("idle", connections=1000)
     assert did["held"] <= 64
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 def test_calls_of_nobody(beside: Beside) -> None:
     alone, under, did = beside.endure("unknown", token="nobody's")
     assert did["UNAUTHENTICATED"] > 0
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 @pytest.mark.parametrize("call", ["Exists", "Prefix", "Explain"])
 def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)
     assert did["OK"] > 0
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 def test_who_floods_the_drive_and_the_memory_of_blocks_leaves_others_theirs(beside: Beside) -> None:
     """More connections write and read than the hot memory has room for."""
     alone, under, did = beside.endure("flood", token="evil", connections=12)
     assert sum(did.values()) > 0
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 @pytest.mark.parametrize("name", ["attaches", "landing"])
@@ -108,7 +108,7 @@ def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside,
     assert did["held"] > 0
     assert did.get("leased_bytes", 0) <= LANDING_BYTES_MAX // 2
     assert came == ["None"]
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
             probing.join()
     assert did["begun"] > 0
     assert len(took) > 20
-    assert p99(took) < 0.5
-    assert max(took) < 5
-    assert is_as_fast(alone, under)
+    if p99(took) >= 0.5 or max(took) >= 5:
+        raise TooSlow(f"99 of 100 answers came within {p99(took):.2f} s, all within {max(took):.1f}")
+    check_speed(alone, under)
 
 
 def test_attaches_that_fail(beside: Beside) -> None:
@@ -144,7 +144,7 @@ def test_attaches_that_fail(beside: Beside) -> None:
     lines = [one for one in beside.audited() if (one["what"], one["outcome"]) == ("attach", "refused")]
     assert {one["tenant"] for one in lines} == {"evil"}
     assert sum(one.get("refusals_left_out", 0) + 1 for one in lines) > 0
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
 
 
 def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside) -> None:
@@ -153,7 +153,7 @@ def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside)
     assert link is not None
     alone, under, did = beside.endure("idle", connections=1000, port=SocketAddress.of(link.node_address).port)
     assert did["held"] <= 64
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
     with small_client(beside.node.target, token="good") as another:
         another.attach()
     beside.client.attach()

@@ -18,7 +18,7 @@ from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.checksum import crc32c
 from nic_offload.memory import allocate
 from tests.conftest import small_client
-from tests.hostile.beside import Beside, is_as_fast
+from tests.hostile.beside import Beside, TooSlow, check_speed
 from tests.nic_offload.test_granted import head_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.wire import kvstore_pb2 as pb
 
-pytestmark = [pytest.mark.timed, pytest.mark.slow]
+pytestmark = [pytest.mark.timed(TooSlow), pytest.mark.slow]
 
 LENGTH = 5000
 WORDS = 64
@@ -160,4 +160,4 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         before = len(victim.errors)
         victim.one()
         assert len(victim.errors) == before, "it goes on, whatever was spoilt"
-    assert is_as_fast(alone, under)
+    check_speed(alone, under)
