@@ -116,8 +116,8 @@ def test_a_lost_node_costs_its_own_users_a_miss_and_the_others_nothing(pair: lis
     [
         ([], None, "1 to 64 nodes, not 0"),
         ([f"h:{port}" for port in range(65)], None, "not 65"),
-        (THREE, {"elsewhere:1": 1}, "not that of a node"),
-        (THREE, {THREE[0]: 0}, "below 1"),
+        (THREE, {"elsewhere:1": 1}, "is not one of the nodes"),
+        (THREE, {THREE[0]: 0}, "A node's weight is 1 to"),
     ],
 )
 def test_lists_that_cannot_be_used_are_refused(

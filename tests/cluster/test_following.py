@@ -63,7 +63,8 @@ class Teller(cluster_pb2_grpc.ClusterServicer):
 class World:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self.one, self.other = Teller(stack), Teller(stack)
+        # In the order in which they are asked.
+        self.one, self.other = sorted((Teller(stack), Teller(stack)), key=lambda teller: teller.node)
 
     def follow(self, call_timeout_ms: int = 10_000) -> Following:
         nodes = self.one.node, self.other.node

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.timed(TooSlow), pytest.mark.slow]
+pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.wire import kvstore_pb2 as pb
 
-pytestmark = [pytest.mark.timed(TooSlow), pytest.mark.slow]
+pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
 
 LENGTH = 5000
 WORDS = 64
