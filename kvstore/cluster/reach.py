@@ -41,7 +41,7 @@ class EtcdReach:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A certificate for etcd and its key come together.")
         if self.certificate is not None and self.ca is None:
-            raise ConfigError("A certificate for etcd is shown over TLS: say who signed etcd's own as well.")
+            raise ConfigError("A certificate for etcd is shown over TLS: give --cluster-ca as well.")
         if (self.user is None) != (self.password is None):
             raise ConfigError("A user of etcd and the file with its password come together.")
 

@@ -1,4 +1,4 @@
-"""The service Cluster: the map of the nodes, to whoever is let in, for as long as they listen."""
+"""The service Cluster: the map of the nodes, told to each caller that is let in, until its call ends."""
 
 from __future__ import annotations
 
