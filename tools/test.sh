@@ -6,6 +6,9 @@
 # speed. If it failed, it is run again alone when all parts have ended, and counts as passed if it passes then. Every
 # first failure is listed at the end, whatever became of it.
 #
+# Each part has half an hour. What hangs where pytest's own timeout can't end it (in C, or behind the last test) is a
+# failure: its part is ended, and this output ends with where each of its threads stood.
+#
 # `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
 # other tests beside them they would say nothing. With other arguments it hands them to one pytest.
 set -uo pipefail
@@ -21,24 +24,27 @@ paths[rest]=$(printf -- '--ignore=%s ' ${paths[service]} ${paths[fabric]} tests/
 paths[hostile]=tests/hostile
 (($# == 0)) || parts=(hostile)
 
-part() { # its paths are words, hence no quotes
-  TRIGGERKV_FAILURES=".cache/failures-$1" "$py" -m pytest ${paths[$1]} -o cache_dir=".cache/pytest-$1"
+part() { # in a process of its own; its paths are words, hence no quotes
+  export TRIGGERKV_FAILURES=".cache/failures-$1"
+  exec timeout --foreground --signal=ABRT --kill-after=30 "${PART_S:-1800}" \
+    "$py" -X faulthandler -m pytest ${paths[$1]} -o cache_dir=".cache/pytest-$1"
 }
+log() { echo ".cache/tests-$1.log"; }
 
 mkdir -p .cache
 rm -f .cache/failures-*
 running=()
 for name in "${parts[@]:1}"; do
-  part "$name" >".cache/tests-$name.log" 2>&1 &
+  part "$name" >"$(log "$name")" 2>&1 &
   running+=($!)
 done
 trap 'kill "${running[@]}" 2>/dev/null' EXIT
-part "${parts[0]}"
-ended=($?)
+part "${parts[0]}" 2>&1 | tee "$(log "${parts[0]}")"
+ended=("${PIPESTATUS[0]}")
 for at in "${!running[@]}"; do
   wait "${running[$at]}"
   ended+=($?)
-  cat ".cache/tests-${parts[$at + 1]}.log"
+  cat "$(log "${parts[$at + 1]}")"
 done
 trap - EXIT
 
@@ -68,4 +74,9 @@ if ((${#words[@]})); then
   printf '\nFailed in the first run:\n'
   printf '  %s\n' "${words[@]}"
 fi
+for at in "${!ended[@]}"; do
+  ((ended[at] < 124)) && continue # timeout's own statuses, and signals
+  printf '\nThe tests of %s did not end by themselves (%s):\n' "${parts[$at]}" "${ended[$at]}"
+  tail -n 60 "$(log "${parts[$at]}")"
+done
 exit $status
