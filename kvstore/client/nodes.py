@@ -22,7 +22,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client
-from kvstore.errors import ConfigError, RegionBusy
+from kvstore.errors import Closed, ConfigError, RegionBusy
 from kvstore.placement import Placement
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
@@ -78,7 +78,7 @@ class Nodes(Handle):
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(self.targets)}.")
         with self._lock:
             if self._closed:
-                raise ConfigError("The nodes' clients are closed.")
+                raise Closed("The nodes' clients are closed.")
             client = self._clients.get(target)
             if client is None:
                 client = self._clients[target] = Client(self.reach.at(target), **self._of_clients)
