@@ -1,6 +1,6 @@
 """What keeps the bytes: the storage node, and how to reach it."""
 
-from kvstore.version import package_version
+from kvcli.version import package_version
 
 __all__: list[str] = []
 

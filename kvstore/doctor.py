@@ -1,7 +1,7 @@
 """`kvstore doctor`: what this machine offers the store, what that means, and what to do about it.
 
 What always holds: every check ends in a `Result`, also when what it looks at is absent or broken; no check
-can stop another. The machine is left as it was. Exit status 0 unless a check says `fail`.
+can stop another. The machine is left as it was. Exit status 3 if a check says `fail`.
 
 What it doesn't do: change settings, install anything, create the data folder, or test another machine.
 """
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from kvcli import running
 from kvstore.errors import FabricError, FabricUnavailable, StorageError
 from kvstore.limits import LANDING_BYTES_MAX
 from kvstore.probes import (
@@ -309,7 +310,7 @@ def show(results: Sequence[Result], *, as_json: bool) -> int:
     else:
         text = table(results, colour=sys.stdout.isatty())
     sys.stdout.write(text + "\n")
-    return int(any(result.status == "fail" for result in results))
+    return running.Status.NO if any(result.status == "fail" for result in results) else running.Status.DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

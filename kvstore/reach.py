@@ -96,10 +96,17 @@ class Reach:
                     )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None = None, *, where: str = "the call") -> Reach:
+    def of(
+        cls,
+        given: Mapping[str, Any] | None = None,
+        *,
+        where: str = "the call",
+        default_node: str | None = None,
+    ) -> Reach:
         """By what is given (as `where` says, to a person), the environment, the file and the defaults.
 
-        `node` names one node and stands for `nodes`; what is None is not given.
+        `node` names one node and stands for `nodes`; what is None is not given. A node that nobody names is
+        `default_node`, if there is one: a program's, that a person started, but no library's.
         """
         settings: dict[str, Any] = {}
         stated = {name: value for name, value in (given or {}).items() if value is not None}
@@ -110,6 +117,8 @@ class Reach:
             }
         if "node" in settings:
             settings["nodes"] = settings.pop("node")
+        if "nodes" not in settings and default_node is not None:
+            settings["nodes"] = (default_node,)
         if "nodes" not in settings:
             raise ConfigError(
                 f"No node is named: say node, HOST:PORT, in {where}, {_VARIABLE}NODE or {_FILE}."

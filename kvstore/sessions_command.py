@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import Client
+from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
 from kvstore.config import printable
 from kvstore.errors import ConfigError, SessionFileError
@@ -42,12 +43,6 @@ class Asked(NamedTuple):
         return Client(self.reach, layout=layout)
 
 
-class _Known(NamedTuple):
-    """A layout of which nothing else is known."""
-
-    fingerprint: bytes
-
-
 def list_all(asked: Asked, *, as_json: bool = False) -> int:
     """Print them; the exit status."""
     with asked.client() as client:
@@ -67,7 +62,7 @@ def export_one(asked: Asked, session: str, path: Path) -> int:
         )
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with asked.client(_Known(fingerprint)) as client, unfinished.open("wb") as file:
+        with asked.client(KnownLayout(fingerprint)) as client, unfinished.open("wb") as file:
             blocks = client.session(asked.user, session).export(file)
             file.flush()
             os.fsync(file.fileno())
@@ -87,7 +82,7 @@ def import_one(asked: Asked, session: str, path: Path) -> int:
         with path.open("rb") as file:
             fingerprint = Reader(file).content.fingerprint
             file.seek(0)
-            with asked.client(_Known(fingerprint)) as client:
+            with asked.client(KnownLayout(fingerprint)) as client:
                 blocks = client.import_session(file, asked.user, session).info().blocks
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import kvstore
+from kvcli.version import package_version
 from kvstore import client, errors, testing
-from kvstore.version import package_version
 from tools.generate_api import PAGE, page
 
 TEXT = PAGE.read_text()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
     from nic_offload.pieces import Pieces
 
-__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of", "regions_of"]
+__all__ = ["Block", "HasFingerprint", "Hit", "KnownLayout", "PutResult", "fingerprint_of", "regions_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,12 @@ class HasFingerprint(Protocol):
     def fingerprint(self) -> bytes:
         """Its digest."""
         ...
+
+
+class KnownLayout(NamedTuple):
+    """A layout of which nothing but its fingerprint is known: that of blocks which somebody else put."""
+
+    fingerprint: bytes
 
 
 def regions_of(blocks: Iterable[Block]) -> list[Region]:

@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.bay import FolderBay
@@ -119,14 +120,14 @@ class Report:
 
 
 def run(data: Path, *, repair: bool, payloads: bool) -> int:
-    """Check a folder and print what was found; exit status 0 if nothing is wrong now, 2 otherwise."""
+    """Check a folder and print what was found; exit status 0 if nothing is wrong now, 3 otherwise."""
     report = check(data, repair=repair, payloads=payloads)
     verdict = "repaired" if report.repaired else "nothing is wrong"
     if report.left:
         mendable = any(_DAMAGE[what] for what in report.left)
         verdict = "damaged; --repair mends the index" if mendable else "damaged; what is lost will be misses"
     print("\n".join([*report.lines(), f"{data}: {verdict}"]))  # noqa: T201 - what the command is for
-    return 2 if report.left else 0
+    return Status.NO if report.left else Status.DONE
 
 
 def check(

@@ -385,7 +385,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
 def test_errors_of_the_command_are_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore", "serve", "--data", str(tmp_path), "--listen", "8.8.8.8:1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.startswith("kvstore: The node does not listen on 8.8.8.8")
     assert "Traceback" not in ended.stderr
 

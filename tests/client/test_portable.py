@@ -173,7 +173,7 @@ def test_the_command_exports_and_imports(
     assert main(["sessions", "import", *ours, "--session", "again"]) == 0
     assert capsys.readouterr().out == "5 blocks exported\n6 blocks imported\n"
     assert main(["sessions", "import", *ours, "--session", "again"]) == 1
-    assert main(["sessions", "export", *ours]) == 1
+    assert main(["sessions", "export", *ours]) == 2
     assert main(["sessions", "export", *ours, "--session", "none"]) == 1
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["sessions", "import", *ours, "--session", "third"]) == 1
