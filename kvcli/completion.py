@@ -38,7 +38,7 @@ _ZSH = """\
 # zsh completion for {name}: {name} completion zsh > a folder of $fpath/_{name}
 _{name}() {{
     local command="" word
-    for word in "${{words[@]:1:CURRENT-2}}"; do
+    for word in "${{(@)words[2,CURRENT-1]}}"; do
         case "$command $word" in
 {steps}
         esac

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-__all__ = ["bar", "spinner"]
+__all__ = ["Told", "bar", "bars", "spinner"]
+
+Told = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 _BAR_CELLS = 40
 _SHOWN_AFTER_S = 1.0
@@ -45,6 +49,29 @@ def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[f
         sys.stderr.flush()
 
     return progress
+
+
+@contextmanager
+def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
+    """Give what is told of work of several parts: a bar for each; none is left, whatever ends the work."""
+    doing, at = "", 0
+    show = bar(doing, clock_s)
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal doing, at, show
+        if what != doing or done < at:
+            show(1.0)
+            show = bar(what, clock_s)
+        doing, at = what, done
+        show(done / total if total else 1.0)
+
+    if not sys.stderr.isatty():
+        yield lambda _what, _done, _total: None
+        return
+    try:
+        yield tell
+    finally:
+        show(1.0)
 
 
 def spinner(what: str) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from kvcli.running import run_command
 from kvcli.version import add_version
 from kvstore.block_commands import add_block_commands
 from kvstore.errors import ConfigError, KvError, RuleError, UsageError
-from kvstore.node_commands import add_node_commands, reach, reach_node
+from kvstore.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ def _config(arguments: argparse.Namespace) -> int:
 
     if arguments.print_defaults:
         print(defaults_shown(), end="")
+    elif arguments.client:
+        from kvstore.reach import Reach
+        from kvstore.show_commands import table
+
+        print("\n".join(table(Reach.told(DEFAULT_NODE))))
     else:
         check_file(arguments.check)
         print(f"{arguments.check}: nothing is wrong with it")
@@ -171,12 +176,14 @@ def _parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser(
         "config",
-        help="check a file of a node's settings, or print one",
-        description="Check a file of settings for `kvstore serve --config`, or print one with what holds by default.",
+        help="check a file of a node's settings, print one, or show a client's",
+        description="Check a file of settings for `kvstore serve --config`, or print one with what holds by default."
+        " Or show how commands reach their node, and where that is said.",
     )
     action = config.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with a file")
     action.add_argument("--print-defaults", action="store_true", help="print a file to begin with")
+    action.add_argument("--client", action="store_true", help="show how commands reach their node")
     config.set_defaults(run=_config)
 
     token = commands.add_parser(

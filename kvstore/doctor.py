@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvcli import running
+from kvcli.progress import bars
 from kvstore.errors import FabricError, FabricUnavailable, StorageError
 from kvstore.limits import LANDING_BYTES_MAX
 from kvstore.probes import (
@@ -33,6 +34,8 @@ from kvstore.probes import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvcli.progress import Told
 
 __all__ = [
     "Library",
@@ -260,7 +263,7 @@ def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
         yield Result("GPU", "ok", "none", "Any process can store to the flags instead.")
 
 
-def examine(data: Path) -> list[Result]:
+def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> list[Result]:
     """Every check, each on its own: one that breaks becomes a `fail` and the next one runs."""
     checks: tuple[tuple[str, Callable[[], Iterable[Result]]], ...] = (
         ("libfabric", check_fabric),
@@ -270,7 +273,8 @@ def examine(data: Path) -> list[Result]:
         ("GPU", check_gpu),
     )
     results: list[Result] = []
-    for name, check in checks:
+    for number, (name, check) in enumerate(checks):
+        progress("examining this machine", number, len(checks))
         try:
             results.extend(check())
         except (OSError, KeyError, ValueError, IndexError) as error:
@@ -300,7 +304,9 @@ def table(results: Sequence[Result], *, colour: bool) -> str:
 
 def run(data: Path, *, as_json: bool) -> int:
     """Examine this machine, print, and give the exit status."""
-    return show(examine(data), as_json=as_json)
+    with bars() as progress:
+        results = examine(data, progress)
+    return show(results, as_json=as_json)
 
 
 def show(results: Sequence[Result], *, as_json: bool) -> int:

@@ -32,15 +32,8 @@ _GIVEN = {"ArmedPuts", "Arrival", "FlagWord", "FlagWords", "Pin", "Reservation",
 # Called from inside the package, across modules.
 _INSIDE = {
     *("ArmedPuts.event", "ArmedPuts.lost", "Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
-    *(
-        "FlagWord.bell",
-        "Reach.bearer",
-        "Reach.credentials",
-        "Reach.given",
-        "Reach.settings",
-        "Reach.split_from",
-    ),
-    *("Session.manifest", "Session.resume_span"),
+    *("FlagWord.bell", "Session.manifest", "Session.resume_span"),
+    *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
 }
 _FIRST = ("Client", "Block")  # before the others, which follow by name
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvstore.client.gets import Ended, Get, NoGet
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
+    from kvstore.client.portable import Progress
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.sessions import ListedSession, Session
@@ -471,10 +472,17 @@ class Client(Handle):
         return self._sessions.of_user(user)
 
     def import_session(
-        self, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+        self,
+        file: BinaryIO,
+        user: str,
+        name: str,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        progress: Progress | None = None,
     ) -> Session:
         """Keep a session that was exported into a file under a name that is free; it becomes this client's tenant's.
 
+        `progress` is told, after each block, how many are stored, and of how many.
         SessionFileError, and no session, if the file is not whole, to its last byte.
 
         >>> from io import BytesIO
@@ -487,7 +495,7 @@ class Client(Handle):
         >>> client.import_session(file, "bob", "a copy").info().tokens
         16
         """
-        return self._sessions.import_one(file, user, name, durability=durability)
+        return self._sessions.import_one(file, user, name, durability, progress)
 
     # --- what the node does
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.client.core import Core
+    from kvstore.client.portable import Progress
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.resuming import Resumed
@@ -128,10 +129,10 @@ class SessionCalls:
         return Session(self, user, name, follower)
 
     def import_one(
-        self, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+        self, file: BinaryIO, user: str, name: str, durability: Durability, progress: Progress | None
     ) -> Session:
         """As `Client.import_session`."""
-        return import_session(self.client, file, user, name, durability=durability)
+        return import_session(self.client, file, user, name, durability, progress)
 
 
 class Session:
@@ -269,12 +270,13 @@ class Session:
         with self._calls.calling("Limiting a session"):
             return int(self._calls.stub.LimitSession(request, timeout=self._calls.timeout_s).expires_unix_ms)
 
-    def export(self, file: BinaryIO) -> int:
+    def export(self, file: BinaryIO, *, progress: Progress | None = None) -> int:
         """Write it, with its blocks, into a file from which any tenant's client can import it; returns its blocks.
 
+        `progress` is told, after each block, how many are written, and of how many.
         SessionFileError if a block can't be had; then no import takes what was written.
         """
-        return export_session(self._calls.client, self, file)
+        return export_session(self._calls.client, self, file, progress)
 
     def protect(self, blocks: int = 0) -> None:
         """Keep its first blocks from being evicted, or all, those to come as well, until that is ended.

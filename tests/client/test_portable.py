@@ -59,6 +59,16 @@ def names(client: Client, user: str) -> list[str]:
     return [one.session for one in client.sessions(user)]
 
 
+def test_both_say_how_far_they_are(ada: Client) -> None:
+    written: list[tuple[int, int]] = []
+    stored: list[tuple[int, int]] = []
+    file = io.BytesIO()
+    count = ada.session("ada", "chat").export(file, progress=lambda *told: written.append(told))
+    file.seek(0)
+    ada.import_session(file, "ada", "told", progress=lambda *told: stored.append(told))
+    assert written == stored == [(number, count) for number in range(1, count + 1)]
+
+
 def test_another_tenant_imports_it_as_his_own(node: NodeInProcess, ada: Client) -> None:
     file = exported(ada)
     for name in (b"acme", b"ada", b"chat"):

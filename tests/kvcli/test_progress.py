@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING
 
-from kvcli.progress import bar
+import pytest
 
-if TYPE_CHECKING:
-    import pytest
+from kvcli.progress import bar, bars
 
 
 class _Terminal(io.StringIO):
@@ -46,4 +44,36 @@ def test_what_is_piped_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
     bar("replay")(0.5)
+    assert pipe.getvalue() == ""
+
+
+def test_each_part_of_the_work_has_a_bar_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, now_s = _Terminal(), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def work() -> None:
+        with bars(lambda: now_s[0]) as tell:
+            tell("scanning", 0, 8)
+            now_s[0] = 2.0
+            tell("scanning", 2, 8)
+            assert terminal.getvalue().startswith("\rscanning [")
+            assert "25 %, 6 s left" in terminal.getvalue()
+            tell("scanning", 0, 8)  # another drive
+            assert terminal.getvalue().endswith("\r\033[K")
+            tell("reading", 0, 4)
+            now_s[0] = 4.0
+            tell("reading", 1, 4)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert "reading" in terminal.getvalue()
+    assert terminal.getvalue().endswith("s left\033[K\r\033[K")
+
+
+def test_bars_in_a_pipe_are_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    with bars(lambda: 99.0) as tell:
+        tell("scanning", 1, 8)
     assert pipe.getvalue() == ""

@@ -88,9 +88,9 @@ def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
         f"        open({str(tmp_path / 'clean')!r}, 'w').close()\n"
         "sys.exit(run_command('x', work))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+    command = ["env", "--default-signal=INT", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == b"begun\n"
@@ -103,6 +103,7 @@ def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
 @BOTH
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["completion", "bash"]])
 def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], arguments: list[str]) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reads, writes = os.pipe()
     os.close(reads)
     try:
@@ -111,6 +112,7 @@ def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], argu
             stdout=writes,
             stderr=subprocess.PIPE,
             text=True,
+            env=buffered,
             timeout=WAIT_S,
             check=False,
         )
