@@ -356,7 +356,8 @@ class Client(Handle):
     ) -> list[PutResult]:
         """Put blocks, each a key and its bytes, or pieces of them, in one stream; says of each how it ended, in order.
 
-        If the stream breaks, what has no answer yet has its error, and may be kept or not.
+        If the stream breaks, what has no answer yet has its error, and may be kept or not. What was not taken from
+        `blocks` by then has no result: the list is shorter.
 
         >>> pages = [(block_key(b"many", bytes([i])), bytes([i]) * 4096) for i in range(3)]
         >>> [result.durability.name for result in client.put_many_inline(pages)]
