@@ -40,7 +40,7 @@ demo: setup-engines ## blocks put by a flag store and read back; a chat that goe
 	@.venv-engines/bin/python -m kvstore chat
 
 .PHONY: test
-test: setup ## all tests, in three parts beside each other; with PYTEST_ARGS one pytest with these
+test: setup etcd ## all tests, in three parts beside each other; with PYTEST_ARGS one pytest with these
 	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines
@@ -54,6 +54,10 @@ test-engines: setup-engines ## tests/engines: real engines with our node beside 
 .PHONY: test-hosts
 test-hosts: setup-engines ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)
 	@tools/test_hosts.sh $(PYTEST_ARGS)
+
+.PHONY: etcd
+etcd: ## .cache/etcd, out of Debian's package (20 MB), for tests/cluster
+	@tools/etcd.sh
 
 .PHONY: promtool
 promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of the alerts

@@ -12,8 +12,9 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvstore.cluster.reach import EtcdReach
 from kvstore.errors import ConfigError
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
@@ -21,13 +22,17 @@ from kvstore.limits import (
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
 )
+from kvstore.reach import split_target
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvstore.endpoints import Ports
     from kvstore.node.fabric_address import Network
 
 __all__ = [
+    "ClusterConfig",
     "DriveSpec",
     "EventsConfig",
     "NodeConfig",
@@ -43,6 +48,8 @@ __all__ = [
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
+_WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - to know them when they are seen
+_OF_ETCD = {"_cert": "certificate"}
 _SIZE_MAX = 2**63 - 1
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
@@ -62,6 +69,27 @@ class EventsConfig(NamedTuple):
     as_arrays: bool = False
 
 
+class ClusterConfig(NamedTuple):
+    """How a node is one of several: where etcd is, and where clients are told that the node is."""
+
+    etcd: EtcdReach
+    address: str | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
+        """By the values of the options, by what their names have behind `cluster`; None without the first of them."""
+        given = {name: value for name, value in told.items() if name and value is not None}
+        if told[""] is None:
+            if given:
+                raise ConfigError(f"--cluster{min(given).replace('_', '-')} says nothing without --cluster.")
+            return None
+        address = given.pop("_address", None)
+        if address is not None:
+            split_target(address)
+        more = {_OF_ETCD.get(name, name[1:]): value for name, value in given.items()}
+        return cls(EtcdReach.of(told[""], **more), address)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """What `kvstore serve` was asked to do."""
@@ -78,6 +106,7 @@ class NodeConfig:
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
     eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
     provider: str | None = None  # None: the best that libfabric offers
+    cluster: ClusterConfig | None = None
     tied: bool = False  # to standard input: the node stops when it ends
     tenants: Path | None = None  # who may call; None: anybody, and only from this machine
     tls_certificate: Path | None = None  # the node's own, with its chain, and its key
@@ -108,6 +137,7 @@ class NodeConfig:
             )
         self._check_events()
         self._check_where()
+        self._check_cluster()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
@@ -132,6 +162,12 @@ class NodeConfig:
             raise ConfigError(
                 "--events tells whoever listens of all tenants' blocks, so a node with --tenants publishes none;"
                 " each tenant hears of its own by `client.watch`."
+            )
+
+    def _check_cluster(self) -> None:
+        if self.cluster is not None and self.cluster.address is None and self.host in _WILDCARDS:
+            raise ConfigError(
+                f"The node listens on {self.host}, which is no address that clients can be told: say --cluster-address."
             )
 
     def _check_where(self) -> None:
@@ -177,7 +213,7 @@ def _is_loopback(host: str) -> bool:
 def _are_one(one: tuple[str, int], other: tuple[str, int]) -> bool:
     """Whether two can't both listen: a wildcard is that of both families, and takes the port of every address."""
     hosts = {one[0], other[0]}
-    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(("::", "0.0.0.0")))  # noqa: S104
+    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(_WILDCARDS))
 
 
 def _check_stays_here(endpoint: str) -> None:

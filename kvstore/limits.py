@@ -22,6 +22,10 @@ __all__ = [
     "CHECKS_AT_ONCE",
     "CHECK_PIECE_BYTES",
     "CLIENTS_MAX",
+    "CLUSTER_KEEP_MS",
+    "CLUSTER_LEASE_S",
+    "CLUSTER_RETRY_MS",
+    "CLUSTER_WEIGHT_MAX",
     "CONNECT_TIMEOUT_MS",
     "CONTACT_HURRIED_MS",
     "DELETES_QUEUED_MAX",
@@ -52,6 +56,9 @@ __all__ = [
     "DRIVE_INFLIGHT_OPS_MIN",
     "DRIVE_INFLIGHT_READ_BYTES_MAX",
     "DRIVE_QUEUE_DEPTH",
+    "ETCD_CALL_MS",
+    "ETCD_ENDPOINTS_MAX",
+    "ETCD_RELIST_MS",
     "EVICTIONS_REMEMBERED",
     "EVICTION_BATCH_BLOCKS",
     "EVICTION_GHOSTS_MAX",
@@ -63,6 +70,7 @@ __all__ = [
     "FETCH_CANCEL_MS",
     "FETCH_TIMEOUT_MS",
     "FINGERPRINT_BYTES",
+    "FOLLOW_RETRY_MS",
     "FREE_HEADERS_CHECKED_MAX",
     "GENERATIONS_PER_DRIVE",
     "GENERATION_MAX",
@@ -256,6 +264,14 @@ DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
 DOOR_BARRED_MS = 10_000
 DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
 OPEN_CALLS_MAX = 16_384  # streams of a node, attached clients among them
+CLUSTER_LEASE_S = 5  # how long a member may say nothing
+CLUSTER_KEEP_MS = 1_500  # between two times it says something
+CLUSTER_RETRY_MS = 500  # until etcd is asked again after it was away
+CLUSTER_WEIGHT_MAX = 1 << 20  # of a member
+FOLLOW_RETRY_MS = 500  # until a client asks its nodes for the map again, when none has told it
+ETCD_CALL_MS = 2_000
+ETCD_ENDPOINTS_MAX = 16
+ETCD_RELIST_MS = 10_000  # between two looks at the list of members, beside being told of changes
 TENANTS_MAX = 4096  # of a node
 QUOTA_OWNERS_MAX = TENANTS_MAX  # tenants who have had a quota since the node was started
 NODES_MAX = 64  # in one client's list

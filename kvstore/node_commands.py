@@ -143,6 +143,12 @@ def _drives(arguments: argparse.Namespace) -> int:
     return _of_each(arguments, lambda client: drives(client, as_json=arguments.json))
 
 
+def _cluster(arguments: argparse.Namespace) -> int:
+    from kvstore.cluster_command import show
+
+    return show(reach(arguments), as_json=arguments.json)
+
+
 def _top(arguments: argparse.Namespace) -> int:
     import sys
     from threading import Event
@@ -210,6 +216,15 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     reach_node(drives)
     drives.set_defaults(run=_drives)
+
+    cluster = commands.add_parser(
+        "cluster",
+        help="show the nodes of a cluster, and their shares of the users",
+        description="Show the map of a node's cluster: its nodes, their weights and shares. Any of them may be asked."
+        " Exit status 3 if the node is in no cluster, or not on its map.",
+    )
+    reach_node(cluster)
+    cluster.set_defaults(run=_cluster)
 
     top = commands.add_parser(
         "top",

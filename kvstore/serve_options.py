@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.config import (
+    ClusterConfig,
     EventsConfig,
     NodeConfig,
     environment,
@@ -135,6 +136,21 @@ OPTIONS: Final = (
     Option("hot", "memory in which blocks that are read stay", parse_size, "256MiB", "SIZE"),
     Option("eviction", "which blocks go when room is needed: lru or s3fifo", str, "lru", "POLICY"),
     Option("provider", "libfabric provider; by default the best there is", metavar="NAME"),
+    Option(
+        "cluster",
+        "be one of several nodes: where etcd is, and the cluster's name there",
+        metavar="HOST:PORT[,HOST:PORT]/NAME",
+    ),
+    Option(
+        "cluster_address",
+        "where clients of the cluster are told that the node takes calls; by default where it listens",
+        metavar="HOST:PORT",
+    ),
+    _path("cluster_ca", "who signed etcd's certificate, PEM; turns TLS to etcd on"),
+    _path("cluster_cert", "a certificate to show to etcd, PEM"),
+    _path("cluster_key", "its key, PEM"),
+    Option("cluster_user", "as whom etcd is asked", metavar="NAME"),
+    _path("cluster_password", "a file with that user's password"),
     Option("tied", "stop when standard input ends, as it does when the starter dies", is_switch=True),
     _path("tenants", "a file of tenants and their tokens", reloads=True),
     _path("tls_cert", "the node's certificate and its chain, PEM", reloads=True),
@@ -174,6 +190,7 @@ OPTIONS: Final = (
         "FORMAT",
     ),
 )
+_CLUSTER: Final = ("", "_address", "_ca", "_cert", "_key", "_user", "_password")
 _BY_NAME: Final = {option.name: option for option in OPTIONS}
 
 
@@ -201,6 +218,7 @@ class Settings(NamedTuple):
                 f"Say where the node's folder is: --data, {_BY_NAME['data'].variable}, or data in a file."
             )
         host, port = told.pop("listen")
+        cluster = ClusterConfig.of({name: told.pop(f"cluster{name}") for name in _CLUSTER})
         told["fabric_clients"] = told["fabric_clients"] or ()
         events, replay = told.pop("events"), told.pop("events_replay")
         as_arrays = told.pop("events_as") == "arrays"
@@ -219,6 +237,7 @@ class Settings(NamedTuple):
         return NodeConfig(
             host=host,
             port=port,
+            cluster=cluster,
             events=None if events is None else EventsConfig(events, replay, as_arrays),
             **told,
         )

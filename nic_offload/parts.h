@@ -134,6 +134,7 @@ uint32_t gather_some(struct work *work, uint32_t bytes_max);
 
 /* receiver.c: the node's side */
 int poll_receivers(struct tk_fabric *fabric);
+void receivers_tell(struct tk_fabric *fabric);
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 
 /* reader.c: puts of what is read from a drive */

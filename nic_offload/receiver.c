@@ -579,6 +579,18 @@ int poll_receivers(struct tk_fabric *fabric)
 	return busy;
 }
 
+/* The application is about to hear of a call: it is to know of all that came before. */
+void receivers_tell(struct tk_fabric *fabric)
+{
+	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
+		if (!__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED))
+			continue;
+		pthread_mutex_lock(&receiver->lock);
+		tell(receiver);
+		pthread_mutex_unlock(&receiver->lock);
+	}
+}
+
 /* The endpoint is about to be closed. What has come, as far as there are rooms, is taken; nobody is told. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {

@@ -308,6 +308,8 @@ void fail(struct tk_fabric *fabric, struct work *work, int status)
 void landed(struct tk_fabric *fabric, struct work *work)
 {
 	uint64_t value = work->landing.desk ? work->landing.generation : work->crc;
+	if (work->landing.desk)
+		receivers_tell(fabric);
 	report(fabric, TK_LANDED, work->landing.tag, value, 0, work->fired_ns);
 	release(fabric, work);
 }

@@ -215,7 +215,7 @@ def test_a_client_takes_a_reach_or_its_settings_and_not_both(file: Path) -> None
 def test_several_nodes_share_their_settings(file: Path) -> None:
     file.write_text('nodes = ["127.0.0.1:2", "127.0.0.1:1"]\ntenant = "ada"\n')
     with Nodes() as nodes:
-        assert nodes.targets == ["127.0.0.1:1", "127.0.0.1:2"]
+        assert [one.node for one in nodes.map.members] == ["127.0.0.1:1", "127.0.0.1:2"]
         assert nodes.of("user").tenant == "ada"
 
 

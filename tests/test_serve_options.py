@@ -59,6 +59,40 @@ def test_the_first_that_says_it_counts(
     assert values["eviction"] == "lru"
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (("--cluster", "10.0.0.2:2379"), "names no cluster; write HOST:PORT"),
+        (("--cluster", "10.0.0.2/chat"), "is not where a node is"),
+        (("--cluster", "e:1/a b"), "A cluster's name has letters"),
+        (("--cluster", "e:1/x", "--cluster-user", "u"), "the file with its password come together"),
+        (("--cluster", "e:1/x", "--cluster-ca", "c", "--cluster-key", "k"), "and its key come together"),
+        (("--cluster-user", "u"), "--cluster-user says nothing without --cluster"),
+        (("--cluster", "e:1/x", "--cluster-address", "h"), "is not where a node is"),
+        (
+            (
+                "--cluster",
+                "e:1/x",
+                "--listen",
+                "0.0.0.0:1",
+                "--tenants",
+                "t",
+                "--tls-cert",
+                "c",
+                "--tls-key",
+                "k",
+            ),
+            "is no address that clients can be told: say --cluster-address",
+        ),
+    ],
+)
+def test_a_cluster_that_can_not_be_is_refused_in_one_sentence(
+    told: Callable[..., Settings], said: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        told("--data", "d", *said).node()
+
+
 def test_each_option_can_be_said_in_each_place(
     told: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +101,8 @@ def test_each_option_can_be_said_in_each_place(
         "eviction": "s3fifo", "provider": "net", "tenants": "t", "tls_cert": "c", "tls_key": "k", "tls_clients": "ca",
         "audit": "log", "events": "ipc://x", "events_replay": "ipc://y", "events_as": "arrays", "http": "127.0.0.1:9",
         "otel": "http://h:1", "fabric_address": "h", "fabric_ports": "7071-7080",
+        "cluster": "e:1,e:2/x", "cluster_address": "h:5", "cluster_ca": "eca", "cluster_cert": "ec",
+        "cluster_key": "ek", "cluster_user": "u", "cluster_password": "p",
         "fabric_clients": "10.0.0.0/8", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     switches = {option.name for option in OPTIONS if option.is_switch}

@@ -6,14 +6,14 @@
         client.get([Block(key, kv.at(client), offset, length), ...])
 
 All that belongs to a user lies on one node, their home, so that a session and its blocks are together; users are spread
-over the nodes by rendezvous hashing. A client of a node is made when it is first wanted.
+over the nodes by rendezvous hashing. A client of a node is made when it is first wanted. If the nodes are of a cluster,
+those that are named are where its map is asked for, and homes follow the map (`docs/cluster.md`).
 
-What always holds: who has the same list of nodes, in whatever order, and the same weights finds the same home; adding
-a node moves the users that it takes, and no others, and their KV is computed once more. A home that is away stays the
-home: its gets are misses and its puts fail, as `Client` says, at no more than one deadline's cost, and other users
-notice nothing.
-What it doesn't do: find out which nodes there are, move or copy what is stored. Take a node that is gone for good off
-the list.
+What always holds: clients with the same map, or the same list of nodes, in whatever order, and the same weights, find
+the same home; adding a node moves the users that it takes, and no others, and their KV is computed once more. A home
+that is away stays the home as long as the map, or the list, has it: its gets are misses and its puts fail, as `Client`
+says, at no more than one deadline's cost, and other users notice nothing.
+What it doesn't do: move or copy what is stored, or close clients of nodes that have left before it is closed itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client
+from kvstore.client.following import Following
+from kvstore.cluster.map import Map, Member
 from kvstore.errors import Closed, ConfigError, RegionBusy
-from kvstore.placement import Placement
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
@@ -47,35 +48,46 @@ class Nodes(Handle):
         weights: Mapping[str, int] | None = None,
         **of_clients: Any,
     ) -> None:
-        """`of_clients` is what each `Client` is made with; a node without a weight has 1."""
+        """`of_clients` is what each `Client` is made with; a node has the weight 1 if nobody says another."""
         known = {name: of_clients.pop(name) for name in Reach.settings() & of_clients.keys()}
         if isinstance(nodes, Reach):
             self.reach = Reach.given(nodes, known)
         else:
             self.reach = Reach.of({"nodes": None if nodes is None else sorted(set(nodes)), **known})
-        self.targets = sorted(self.reach.nodes)
         weight_of = dict(weights or {})
-        for target, weight in weight_of.items():
-            if target not in self.targets or weight < 1:
-                raise ConfigError(f"The weight {weight} of {target!r} is not that of a node, or below 1.")
-        self._placement = Placement([(one.encode(), weight_of.get(one, 1)) for one in self.targets])
+        for target in weight_of:
+            if target not in self.reach.nodes:
+                raise ConfigError(f"{target!r} has a weight and is not one of the nodes.")
+        given = Map.of(0, (Member(one, one, weight_of.get(one, 1)) for one in self.reach.nodes))
+        self._following = Following(self.reach, given)
         self._of_clients = of_clients
         self._lock = threading.Lock()
         self._clients: dict[str, Client] = {}
         self._closed = False
 
+    @property
+    def map(self) -> Map:
+        """The nodes as they are known now. The first time it waits for one to tell, for a call's time at most."""
+        return self._following.map
+
     def home(self, user: str) -> str:
-        """Where a user's KV is kept."""
-        return self.targets[self._placement.order(self.reach.tenant.encode(), user.encode())[0]]
+        """Where a user's KV is kept, now."""
+        home = self.map.home(self.reach.tenant, user)
+        assert home is not None, "a map that is followed has members"
+        return home.node
 
     def of(self, user: str) -> Client:
         """The client of a user's home."""
-        return self.at(self.home(user))
+        return self._client(self.home(user))
 
     def at(self, target: str) -> Client:
         """The client of one node."""
-        if target not in self.targets:
-            raise ConfigError(f"{target!r} is not one of the nodes {', '.join(self.targets)}.")
+        nodes = [one.node for one in self.map.members]
+        if target not in nodes:
+            raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
+        return self._client(target)
+
+    def _client(self, target: str) -> Client:
         with self._lock:
             if self._closed:
                 raise Closed("The nodes' clients are closed.")
@@ -93,6 +105,7 @@ class Nodes(Handle):
         with self._lock:
             self._closed = True
             clients, self._clients = self._clients, {}
+        self._following.close()
         for client in clients.values():
             client.close()
 

@@ -27,6 +27,7 @@ from kvstore.node.timings import BUCKETS_S
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from kvstore.cluster.membership import Membership
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant, Tenants
     from kvstore.node.timings import Histogram
@@ -61,6 +62,7 @@ def gathered(node: Node, tenants: Tenants, asking: Tenant, version: str) -> list
     """Take all metrics; quotas are the asking tenant's own, and everybody's if it observes."""
     return [
         *_of_node(node, version),
+        *_of_cluster(node.membership),
         *_of_blocks(node),
         *_of_bounds(node),
         *_of_times(node),
@@ -141,6 +143,22 @@ def _of_node(node: Node, version: str) -> list[Metric]:
             "kvstore_foreign_words_total",
             "Words that came over the fabric and were not believed; more than a few say that somebody forges.",
             node.fabric.statistics().stale_words,
+        ),
+    ]
+
+
+def _of_cluster(membership: Membership | None) -> list[Metric]:
+    """All of them 0 on a node that is in no cluster."""
+    members = 0 if membership is None else len(membership.map.members)
+    is_member = membership is not None and not membership.outside
+    away_ms = 0 if membership is None else membership.away_ms
+    return [
+        _gauge("kvstore_cluster_members", "Nodes on the map of the cluster, as this one has it.", members),
+        _gauge("kvstore_cluster_member", "1 if this node is one of them.", float(is_member)),
+        _gauge(
+            "kvstore_cluster_etcd_away_seconds",
+            "For how long etcd has not answered this node; 0 if it does.",
+            away_ms / 1000,
         ),
     ]
 

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.clock import Clock
+    from kvstore.cluster.membership import Membership
     from kvstore.errors import StorageError
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
@@ -82,9 +83,7 @@ __all__ = ["Node"]
 
 log = logging.getLogger(__name__)
 
-_FILLER_NICE: Final = (
-    10  # of the thread that has memory for those who put, so that it takes what others leave
-)
+_FILLER_NICE: Final = 10  # of the thread that has memory for puts: it takes what others leave
 _TAKEN: Final = "Another block is stored under the key, of another length or layout."
 
 
@@ -106,6 +105,7 @@ class Node:
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
         self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
+        self.membership: Membership | None = None  # of a cluster
         self.spans = spans
         self.store = store
         self.fabric = fabric

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvcli.version import package_version
 from kvstore.clock import SystemClock
+from kvstore.cluster.map import Member
 from kvstore.config import show_size
 from kvstore.errors import ConfigError, KvError
 from kvstore.limits import DOOR_HANDSHAKE_MS, DOOR_STREAMS_MAX, KEEPALIVE_MS, READINESS_RETRY_MS
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
+from kvstore.node.cluster_calls import ClusterService
 from kvstore.node.door import Door
 from kvstore.node.doorkeeper import Doorkeeper
 from kvstore.node.fabric_address import FabricAddress
@@ -44,6 +47,7 @@ from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
     blocks_pb2_grpc,
+    cluster_pb2_grpc,
     kvstore_pb2_grpc,
     lookups_pb2_grpc,
     observing_pb2_grpc,
@@ -59,7 +63,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.cluster.membership import Membership
+    from kvstore.config import ClusterConfig, EventsConfig, NodeConfig
     from kvstore.node.fabric_address import Network
     from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
@@ -92,6 +97,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(node, gate), server)  # type: ignore[no-untyped-call]
     lookups_pb2_grpc.add_LookupsServicer_to_server(LookupsService(node, gate), server)  # type: ignore[no-untyped-call]
     observing_pb2_grpc.add_ObservingServicer_to_server(ObservingService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
@@ -208,6 +214,13 @@ def _drives_shown(store: Store) -> str:
     return f"{shown} without drive {' and '.join(away)}" if away else shown
 
 
+def _membership(config: ClusterConfig, clock: Clock) -> Membership:
+    from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - what etcd says is nothing to a node by itself
+    from kvstore.cluster.membership import Membership  # noqa: PLC0415 - the same
+
+    return Membership(Etcd(config.etcd), clock)
+
+
 def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
     try:
         from kvstore.node.kv_events import KvEvents  # noqa: PLC0415 - its packages are an extra
@@ -272,6 +285,7 @@ async def _serve_node(
         options=_GRPC_OPTIONS,
         interceptors=(Door(gate, node.counters, node.timings),),
     )
+    membership = node.membership = None if config.cluster is None else _membership(config.cluster, node.clock)
     health = add_services(server, node, gate)
     http = keeper = None
     try:
@@ -293,10 +307,17 @@ async def _serve_node(
         if config.http is not None:
             http = _serve_http(node, gate, config, certificates, *config.http)
             keeper.also_at(http.port)
+        if membership is not None:
+            membership.start()
         await _become_ready(node, health, address, stop)
+        if membership is not None and config.cluster is not None and not stop.is_set():
+            weight = max(1, statistics.capacity_bytes >> 30)
+            membership.join(Member(store.name, config.cluster.address or address, weight, package_version()))
         await stop.wait()
         log.info("stopping")
     finally:  # a start that failed as well: a server that is left to the interpreter ends in a traceback
+        if membership is not None:
+            await membership.close()
         await health.enter_graceful_shutdown()
         if http is not None:
             await http.close()

@@ -54,7 +54,7 @@ class MachineProfile:
 
     seen: Mapping[tuple[str, int], Sequence[Seen]]
     _medians: dict[tuple[str, int], dict[tuple[int, int], float]] = field(default_factory=dict)
-    _later: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    _later: dict[tuple[str, int], list[tuple[int, int, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, all_seen in self.seen.items():
@@ -63,7 +63,10 @@ class MachineProfile:
                 groups.setdefault((one.blocks, one.block_bytes), []).append(one.seconds)
             medians = {shape: statistics.median(times) for shape, times in groups.items()}
             self._medians[key] = medians
-            self._later[key] = [one.seconds - medians[one.blocks, one.block_bytes] for one in all_seen]
+            self._later[key] = [
+                (one.blocks, one.block_bytes, one.seconds - medians[one.blocks, one.block_bytes])
+                for one in all_seen
+            ]
 
     def clients(self, kind: str) -> list[int]:
         """The numbers of clients that a kind was measured with."""
@@ -98,13 +101,16 @@ class MachineProfile:
         )
         return first + across * (last - first)
 
-    def later_s(self, kind: str, clients: int) -> list[float]:
-        """By how much single operations took longer than their median, as they came, with the next number of clients.
+    def later_s(self, kind: str, clients: int, blocks: int, block_bytes: int) -> list[float]:
+        """By how much single operations of the shapes around took longer than their median, as they came.
 
-        In seconds, not as a share: the wait for a core is as long for a small operation as for a large one.
+        In seconds, not as a share: the wait for a core is as long for a small operation as for a large one. But what
+        larger ones do to each other is not what small ones wait for.
         """
         near = min(self.clients(kind), key=lambda one: (abs(one - clients), -one))
-        return self._later[kind, near]
+        counts, sizes = (sorted({shape[i] for shape in self._medians[kind, near]}) for i in (0, 1))
+        wanted = {(count, size) for count in _around(counts, blocks) for size in _around(sizes, block_bytes)}
+        return [later_s for count, size, later_s in self._later[kind, near] if (count, size) in wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,12 @@ def _place(known: Sequence[int], value: int) -> tuple[int, float]:
     """After which of the known a value lies, and how far on the way to the next one."""
     at = max(0, min(bisect_right(known, value) - 1, len(known) - 2))
     return at, (value - known[at]) / (known[at + 1] - known[at]) if len(known) > 1 else 0.0
+
+
+def _around(known: Sequence[int], value: int) -> tuple[int, int]:
+    """The last of the known up to a value, and the next."""
+    row, across = _place(known, value)
+    return known[row], known[min(row + 1, len(known) - 1) if across else row]
 
 
 class Outcome(NamedTuple):
@@ -165,13 +177,8 @@ class _Replay:
         make, capacity = policy_maker("lru"), load.capacity_blocks
         self._nodes = [Catalogue(make(capacity), capacity) for _ in load.nodes]
         self._clients = [_Client(todo) for todo in load.requests]
-        stretch, place = max(_STRETCH_MIN, sum(map(len, load.requests))), self._rng.random()
-        self._later = {}
-        for kind in KINDS:
-            if profile.clients(kind):
-                later_s = profile.later_s(kind, len(self._clients))
-                begin = int(place * max(0, len(later_s) - stretch))
-                self._later[kind] = later_s[begin : begin + stretch]
+        self._stretch, self._place = max(_STRETCH_MIN, sum(map(len, load.requests))), self._rng.random()
+        self._later: dict[tuple[str, int], list[float]] = {}
         self._under_way: list[tuple[float, int]] = []  # until when, and whose
         self._hits = 0
 
@@ -186,9 +193,16 @@ class _Replay:
 
     def _begin(self, now_s: float, number: int, kind: str, blocks: int) -> None:
         median_s = self._profile.median_s(kind, len(self._clients), blocks, self._load.block_bytes)
-        later_s = self._later[kind]
+        later_s = self._later.get((kind, blocks)) or self._drawn_from(kind, blocks)
         took_s = max(_FASTEST * median_s, median_s + later_s[self._rng.randrange(len(later_s))])
         heapq.heappush(self._under_way, (now_s + took_s, number))
+
+    def _drawn_from(self, kind: str, blocks: int) -> list[float]:
+        """The stretch of the profile whose slow operations an operation's time is drawn from."""
+        later_s = self._profile.later_s(kind, len(self._clients), blocks, self._load.block_bytes)
+        begin = int(self._place * max(0, len(later_s) - self._stretch))
+        found = self._later[kind, blocks] = later_s[begin : begin + self._stretch]
+        return found
 
     def _get(self, now_s: float, number: int) -> None:
         client = self._clients[number]

@@ -45,7 +45,7 @@ _SIZES = (64 * _KIB, 160 * _KIB, 512 * _KIB)
 _COUNTS = (1, 6, 16)
 _CLIENTS = (1, 2, 4)
 _USERS = 12
-_GETS, _PUTS = 100, 24  # of a shape in the profile
+_GETS, _PUTS, _TURNS = 100, 16, 3  # of a shape in the profile
 _EDGE = 0.05  # of a client's requests, at both ends, that do not count there
 _POINT_GETS, _CHATS_GETS = 480, 480
 _FILLS, _REPLAYS = 5, 9
@@ -161,17 +161,17 @@ class _Profiler:
         self._note(clients, size, self._memory.run(size, _dealt(asked, clients)))
 
     def _puts(self, clients: int, size: int, counts: Sequence[int]) -> None:
-        """And gets, of what is not there; then of what is there in part."""
-        fresh, some = [], []
+        """And gets, of what is not there and of what is there in part: a chat's beginning and some of its turns."""
+        begun: list[Requests] = []
         for blocks in counts:
             for user in range(_PUTS):
                 old = self._names.fresh(blocks)
                 kept = old[_lacking(blocks) :] if blocks > 1 else old
-                fresh.append((user, old))
-                some.append((user, [*kept, *self._names.fresh(_lacking(blocks))]))
-        self._rng.shuffle(fresh)
-        self._rng.shuffle(some)
-        self._note(clients, size, self._writing.run(size, _dealt([*fresh, *some], clients)))
+                turns = [[*kept, *self._names.fresh(_lacking(blocks))] for _ in range(_TURNS)]
+                begun.append([(user, one) for one in (old, *turns)])
+        self._rng.shuffle(begun)
+        together = _dealt([one for chat in begun for one in chat], clients)
+        self._note(clients, size, self._writing.run(size, together))
 
     def _note(self, clients: int, size: int, parts: Sequence[Sequence[Row]]) -> None:
         """What each operation took; of what a client does between, all that is neither get nor put.

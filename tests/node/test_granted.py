@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.client import Hit
 from kvstore.durability import Durability
+from kvstore.miss import Miss
 from kvstore.storage.uring import UringDisk
+from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
 
     from kvstore.node.node import Node
     from kvstore.storage.items import PutItem, PutsDone
-    from tests.conftest import Rig
 
 WAIT_S = 20.0
 
@@ -69,3 +71,20 @@ def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_toget
     assert all(one.durability is Durability.WRITTEN for put in puts for one in put.wait(WAIT_S))
     assert (drive.put[0], sum(drive.put)) == (1, 9)
     assert len(drive.put) <= calls
+
+
+@pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN])
+def test_what_was_acknowledged_is_found_beside_what_was_never_stored(
+    tmp_path: Path, durability: Durability
+) -> None:
+    """A get of which all is in memory is answered by the core; this one by Python, which hears of puts in batches."""
+    with NodeInProcess(tmp_path / "laned") as node:
+        rig = Rig(node)
+        for number in range(200):
+            stored, unknown = rig.block(2 * number, 4096), rig.block(2 * number + 1, 4096)
+            (put,) = rig.client.arm([stored], durability=durability).wait(WAIT_S)
+            assert put.error is None
+            found, missed = rig.client.get([rig.wanted(stored), rig.wanted(unknown)], timeout_s=WAIT_S)
+            assert (number, isinstance(found, Hit), isinstance(missed, Miss)) == (number, True, True)
+            assert rig.is_exact(stored)
+        rig.close()

@@ -1,0 +1,227 @@
+"""What we ask of etcd: a lease, one record under it, and a list that is followed.
+
+    etcd = Etcd(EtcdReach(("10.0.0.2:2379", "10.0.0.3:2379")))
+    lease = await etcd.grant(5)
+    await etcd.put(b"/triggerkv/chat/nodes/7f", b"...", lease)
+    async for listed in etcd.follow(b"/triggerkv/chat/nodes/"):
+        ...
+
+Why not a library: those for asyncio stay with the endpoint that they began with, and wait for one that hangs. This is
+eight calls of a documented interface, each with its deadline.
+
+What always holds: a call is answered or raises `EtcdAway` within its time, whatever etcd does; the next one begins with
+another endpoint then. What was found of a list is whole at some revision, and each later one is of a higher revision.
+What it doesn't do: wait and try again, which is its caller's decision. It runs in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import grpc
+import grpc.aio
+
+from kvstore.errors import KvError
+from kvstore.limits import ETCD_CALL_MS, ETCD_RELIST_MS, KEEPALIVE_MS
+from kvstore.wire import etcd_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Mapping
+
+    from google.protobuf.message import Message
+
+    from kvstore.cluster.reach import EtcdReach
+
+__all__ = ["Etcd", "EtcdAway", "Listed"]
+
+_DELETED: Final = 1
+_CREATED: Final = 1
+_AUTHENTICATE: Final = "Auth/Authenticate"
+_CALL_S: Final = ETCD_CALL_MS / 1000
+_OPTIONS: Final = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", ETCD_CALL_MS),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+T = TypeVar("T", bound="Message")
+
+
+class EtcdAway(KvError):
+    """etcd has not answered, or not so that it can be used."""
+
+
+class Listed(NamedTuple):
+    """A list as of a revision: values and their leases, by key."""
+
+    revision: int
+    values: Mapping[bytes, tuple[bytes, int]]
+
+
+def _credentials(reach: EtcdReach) -> grpc.ChannelCredentials | None:
+    files = reach.pem()
+    return None if files is None else grpc.ssl_channel_credentials(*files)
+
+
+def _end_of(prefix: bytes) -> bytes:
+    """The first key behind all that begin so."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+class Etcd:
+    """A client of one etcd."""
+
+    def __init__(self, reach: EtcdReach) -> None:
+        self.reach = reach
+        self._credentials = _credentials(reach)
+        self._at = 0  # of the endpoints
+        self._channel: grpc.aio.Channel | None = None
+        self._token: str | None = None
+        self._closing: set[asyncio.Future[None]] = set()
+
+    async def grant(self, ttl_s: int) -> int:
+        """A lease that ends so long after it was last kept."""
+        request = pb.EtcdLeaseGrantRequest(ttl_s=ttl_s)
+        return (await self._call("Lease/LeaseGrant", request, pb.EtcdLeaseGrantResponse)).id
+
+    async def keep(self, lease: int) -> bool:
+        """Keep a lease from ending; False if it has ended."""
+        channel = self._open()
+        call = self._stream(channel, "Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse)
+        try:
+            await self._within(channel, call.write(pb.EtcdLeaseKeepAliveRequest(id=lease)))
+            answer = await self._within(channel, call.read())
+        finally:
+            call.cancel()
+        if answer is grpc.aio.EOF:
+            raise self._failed(channel, "it ended a call without an answer")
+        return bool(answer.ttl_s > 0)
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, and with it what was put under it."""
+        await self._call("Lease/LeaseRevoke", pb.EtcdLeaseRevokeRequest(id=lease), pb.EtcdLeaseRevokeResponse)
+
+    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int:
+        """Write a record that goes with a lease; gives the revision that has it, 0 if there was one and it stays."""
+        request = pb.EtcdTxnRequest()
+        request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
+        if only_new:
+            request.compare.add(key=key, create_revision=0, target=_CREATED)
+        answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)
+        return answer.header.revision if answer.succeeded else 0
+
+    async def listed(self, prefix: bytes) -> Listed:
+        """All that is below a prefix."""
+        request = pb.EtcdRangeRequest(key=prefix, range_end=_end_of(prefix))
+        found = await self._call("KV/Range", request, pb.EtcdRangeResponse)
+        return Listed(found.header.revision, {one.key: (one.value, one.lease) for one in found.kvs})
+
+    async def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]:
+        """All that is below a prefix, again whenever it changes, and now and then: a watch may have died unseen."""
+        while True:
+            now = await self.listed(prefix)
+            yield now
+            async with aclosing(self._watched(prefix, now)) as lists:
+                async for later in lists:
+                    yield later
+
+    async def _watched(self, prefix: bytes, now: Listed) -> AsyncGenerator[Listed, None]:
+        """What becomes of a list, for a while."""
+        loop, values = asyncio.get_running_loop(), dict(now.values)
+        until_s = loop.time() + ETCD_RELIST_MS / 1000
+        create = pb.EtcdWatchCreateRequest(
+            key=prefix, range_end=_end_of(prefix), start_revision=now.revision + 1
+        )
+        channel = self._open()
+        call = self._stream(channel, "Watch/Watch", pb.EtcdWatchResponse)
+        try:
+            await self._within(channel, call.write(pb.EtcdWatchRequest(create_request=create)))
+            while (left_s := until_s - loop.time()) > 0:
+                reading = asyncio.ensure_future(call.read())
+                done, _ = await asyncio.wait([reading], timeout=left_s)
+                if not done:
+                    return
+                told = await self._within(channel, reading)
+                if told is grpc.aio.EOF or told.canceled:
+                    raise self._failed(channel, "it ended what it told of the list.")
+                for event in told.events:
+                    if event.type == _DELETED:
+                        values.pop(event.kv.key, None)
+                    else:
+                        values[event.kv.key] = (event.kv.value, event.kv.lease)
+                if told.events:
+                    yield Listed(told.header.revision, dict(values))
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Leave it."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    # --- how it is asked
+
+    async def _call(self, name: str, request: Message, kind: type[T]) -> T:
+        channel = self._open()
+        if self._token is None and self.reach.user is not None and name != _AUTHENTICATE:
+            await self._authenticate(self.reach.user)
+        call: Any = channel.unary_unary(
+            f"/etcdserverpb.{name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=kind.FromString,
+        )
+        answer: T = await self._within(channel, call(request, metadata=self._metadata()))
+        return answer
+
+    async def _authenticate(self, user: str) -> None:
+        request = pb.EtcdAuthenticateRequest(name=user, password=self.reach.secret())
+        self._token = (await self._call(_AUTHENTICATE, request, pb.EtcdAuthenticateResponse)).token
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self._token is None else (("token", self._token),)
+
+    def _stream(self, channel: grpc.aio.Channel, name: str, kind: type[Message]) -> Any:
+        call: Any = channel.stream_stream(
+            f"/etcdserverpb.{name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=kind.FromString,
+        )
+        return call(metadata=self._metadata())
+
+    async def _within(self, channel: grpc.aio.Channel, asked: Awaitable[Any]) -> Any:
+        task = asyncio.current_task()
+        try:
+            async with asyncio.timeout(_CALL_S):
+                return await asked
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(channel, error.details() or error.code().name.lower()) from error
+        except (TimeoutError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            raise self._failed(channel, f"no answer within {_CALL_S:g} s") from error
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling():
+                raise
+            raise self._failed(channel, "another call to it failed") from error  # and closed the channel
+
+    def _failed(self, channel: grpc.aio.Channel, why: str) -> EtcdAway:
+        """Begin with the next endpoint, and with a token of its own, unless somebody has."""
+        if channel is not self._channel:
+            return EtcdAway(f"etcd: {why}")
+        endpoint = self.reach.endpoints[self._at]
+        self._at = (self._at + 1) % len(self.reach.endpoints)
+        self._token = self._channel = None
+        self._closing.add(closing := asyncio.ensure_future(channel.close()))
+        closing.add_done_callback(self._closing.discard)
+        return EtcdAway(f"etcd at {endpoint}: {why}")
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            endpoint = self.reach.endpoints[self._at]
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(endpoint, self._credentials, options=_OPTIONS)
+        return self._channel

@@ -1,0 +1,172 @@
+"""A node's membership: how it gets onto the map of its cluster, stays there, and follows it.
+
+What always holds: the map that is told never goes back; while etcd is away it stays as it was; a node whose record was
+replaced by another process's leaves the record to that one, and says so until it is started again; each step is over
+within etcd's deadline, and tried again a moment later.
+What it doesn't do: touch the path of a block. Whether a node is a member changes nothing in what it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Protocol
+
+from kvstore.cluster.etcd import EtcdAway
+from kvstore.cluster.map import Map, Member
+from kvstore.errors import ConfigError
+from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from kvstore.clock import Clock
+    from kvstore.cluster.etcd import Listed
+    from kvstore.cluster.reach import EtcdReach
+
+__all__ = ["Membership"]
+
+log = logging.getLogger(__name__)
+
+_REPLACED = "another process has taken its place: has its folder been copied?"
+
+
+class _Etcd(Protocol):
+    """What it asks of etcd; the tests have one without processes."""
+
+    reach: EtcdReach
+
+    async def grant(self, ttl_s: int) -> int: ...
+    async def keep(self, lease: int) -> bool: ...
+    async def revoke(self, lease: int) -> None: ...
+    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int: ...
+    def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
+    async def close(self) -> None: ...
+
+
+class Membership:
+    """Of one node, in its event loop."""
+
+    def __init__(self, etcd: _Etcd, clock: Clock) -> None:
+        self._etcd, self._clock = etcd, clock
+        self._folder = etcd.reach.folder + b"nodes/"
+        self._member: Member | None = None
+        self.map = Map(0)
+        self.outside = "it has not joined yet"  # why it is no member; "" if it is one
+        self._away_since_ns: int | None = None
+        self._lease = 0
+        self.leases: set[int] = set()  # all that were ours
+        self._joined_at = 0  # the revision that had our record first
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def away_ms(self) -> int:
+        """For how long etcd has not answered."""
+        since_ns = self._away_since_ns
+        return 0 if since_ns is None else (self._clock.monotonic_ns() - since_ns) // 1_000_000
+
+    def start(self) -> None:
+        """Follow the map."""
+        self._tasks.append(asyncio.create_task(self._follow()))
+
+    def join(self, member: Member) -> None:
+        """Be a member from now on."""
+        self._member = member
+        self._tasks.append(asyncio.create_task(self._stay(member)))
+
+    async def close(self) -> None:
+        """Leave: others take over at once, if etcd hears of it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._lease:
+            with suppress(EtcdAway):
+                await self._etcd.revoke(self._lease)
+        await self._etcd.close()
+
+    async def later_than(self, revision: int, timeout_s: float) -> Map:
+        """The map, when it is of a later revision, or after so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.map.revision <= revision:
+                    await self._changed.wait()
+        return self.map
+
+    # --- being a member
+
+    def _key(self, member: Member) -> bytes:
+        return self._folder + member.name.encode()
+
+    async def _stay(self, member: Member) -> None:
+        """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is."""
+        while self.outside != _REPLACED:
+            try:
+                self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
+                self.leases.add(lease)
+                again = self._joined_at > 0
+                revision = await self._etcd.put(self._key(member), member.encoded(), lease, only_new=again)
+                self._joined_at = self._joined_at or revision
+                self._answered()
+                while revision and self.outside != _REPLACED and await self._etcd.keep(lease):
+                    self._answered()
+                    await asyncio.sleep(CLUSTER_KEEP_MS / 1000)
+                if not revision:  # it may be our own, of a lease that has an end; what we follow says so
+                    await asyncio.sleep(CLUSTER_RETRY_MS / 1000)
+            except EtcdAway as error:
+                await self._retry(error)
+
+    # --- following the map
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with aclosing(self._etcd.follow(self._folder)) as lists:
+                    async for listed in lists:
+                        self._answered()
+                        self._take(listed)
+            except EtcdAway as error:
+                await self._retry(error)
+
+    def _take(self, listed: Listed) -> None:
+        members = []
+        for key, (value, _) in listed.values.items():
+            try:
+                members.append(Member.decoded(value))
+            except ConfigError:
+                log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
+        if self._member is not None:
+            self._look_for_ourselves(self._member, listed)
+        if listed.revision <= self.map.revision:
+            return
+        before, self.map = self.map, Map.of(listed.revision, members)
+        if before.members != self.map.members:
+            log.info("the cluster's nodes: %s", ", ".join(one.node for one in self.map.members) or "none")
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
+        """Whether our record is there; and if another process's is, which came after ours."""
+        _, lease = listed.values.get(self._key(member), (b"", 0))
+        if lease in self.leases:
+            self.outside = ""
+        elif lease and 0 < self._joined_at <= listed.revision:
+            if self.outside != _REPLACED:
+                log.error("the node is no member of its cluster any more: %s", _REPLACED)
+            self.outside = _REPLACED
+        elif self.outside != _REPLACED:
+            self.outside = "its record is not in etcd"
+
+    # --- etcd away
+
+    def _answered(self) -> None:
+        if self._away_since_ns is not None:
+            log.warning("etcd answers again, after %d ms", self.away_ms)
+        self._away_since_ns = None
+
+    async def _retry(self, error: EtcdAway) -> None:
+        if self._away_since_ns is None:
+            self._away_since_ns = self._clock.monotonic_ns()
+            log.warning("%s. The node goes on by the map that it has.", error)
+        await asyncio.sleep(CLUSTER_RETRY_MS / 1000)

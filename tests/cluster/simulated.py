@@ -1,0 +1,176 @@
+"""An etcd without processes, and an event loop in which time passes only when nothing else is to be done.
+
+What always holds: the same seed gives the same run. The etcd has leases, revisions and a list that can be followed, as
+a real one has (`test_etcd.py` asks a real one the same); it can be out of reach for each of its clients by itself, and
+loses what a call said, or only its answer, then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from kvstore.clock import SystemClock
+from kvstore.cluster.etcd import EtcdAway, Listed
+from kvstore.cluster.reach import EtcdReach
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import AsyncGenerator, Coroutine, Iterable
+
+CALL_S = 2.0
+
+
+class _Selector(selectors.SelectSelector):
+    """Waits for nobody: it moves the clock on instead."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now_s += max(0.0, timeout or 0.0)
+        return super().select(0)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.selector = _Selector()
+        super().__init__(self.selector)
+
+    def time(self) -> float:
+        return self.selector.now_s
+
+
+class LoopClock(SystemClock):
+    """The time of the loop that runs."""
+
+    def monotonic_ns(self) -> int:
+        return int(asyncio.get_running_loop().time() * 1e9)
+
+
+async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(doing: Coroutine[Any, Any, None]) -> None:
+    """Run it in such a loop."""
+    loop = _Loop()
+    try:
+        loop.run_until_complete(doing)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(_ended(left))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+class FakeEtcd:
+    """All of it, for any number of clients."""
+
+    def __init__(self) -> None:
+        self.revision = 1
+        self.values: dict[bytes, tuple[bytes, int]] = {}
+        self.leases: dict[int, tuple[float, int]] = {}  # until when, and for how long it is kept
+        self.joined: dict[bytes, int] = {}  # by whose lease, last
+        self._ids = itertools.count(1)
+        self.changed = asyncio.Condition()
+
+    def grant(self, ttl_s: int) -> int:
+        lease = next(self._ids)
+        self.leases[lease] = (asyncio.get_running_loop().time() + ttl_s, ttl_s)
+        return lease
+
+    def keep(self, lease: int) -> bool:
+        if lease not in self.leases:
+            return False
+        ttl_s = self.leases[lease][1]
+        self.leases[lease] = (asyncio.get_running_loop().time() + ttl_s, ttl_s)
+        return True
+
+    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool) -> int:
+        if lease not in self.leases:
+            raise EtcdAway("etcd: requested lease not found")
+        if only_new and key in self.values:
+            return 0
+        if not only_new:
+            self.joined[key] = lease
+        self.revision += 1
+        self.values[key] = (value, lease)
+        await self.tell()
+        return self.revision
+
+    async def drop(self, leases: list[int]) -> None:
+        for lease in leases:
+            self.leases.pop(lease, None)
+            for key in [key for key, (_, of) in self.values.items() if of == lease]:
+                del self.values[key]
+                self.revision += 1
+                await self.tell()
+
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def run(self) -> None:
+        """Let leases end."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])
+            await asyncio.sleep(0.1)
+
+    def listed(self) -> Listed:
+        return Listed(self.revision, dict(self.values))
+
+
+class FakeClient:
+    """One client's way to it."""
+
+    reach = EtcdReach(("127.0.0.1:1",), "test")
+
+    def __init__(self, etcd: FakeEtcd, rng: random.Random) -> None:
+        self._etcd, self._rng = etcd, rng
+        self.is_away = False
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(self._rng.random() * 0.05)
+        if self.is_away:
+            await asyncio.sleep(CALL_S)
+            raise EtcdAway("etcd: no answer")
+
+    async def grant(self, ttl_s: int) -> int:
+        await self._reach()
+        lease = self._etcd.grant(ttl_s)
+        await self._reach()
+        return lease
+
+    async def keep(self, lease: int) -> bool:
+        await self._reach()
+        kept = self._etcd.keep(lease)
+        await self._reach()
+        return kept
+
+    async def revoke(self, lease: int) -> None:
+        await self._reach()
+        await self._etcd.drop([lease])
+
+    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int:
+        await self._reach()
+        revision = await self._etcd.put(key, value, lease, only_new=only_new)
+        await self._reach()
+        return revision
+
+    async def follow(self, _prefix: bytes) -> AsyncGenerator[Listed, None]:
+        while True:
+            await self._reach()
+            now = self._etcd.listed()
+            yield now
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1), self._etcd.changed:
+                    await self._etcd.changed.wait_for(lambda: self._etcd.revision > now.revision)  # noqa: B023
+
+    async def close(self) -> None:
+        pass

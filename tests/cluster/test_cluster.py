@@ -1,0 +1,196 @@
+"""Real nodes on a real etcd, and clients that were told of one of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Nodes
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from tests.cluster.real_etcd import RealEtcd
+from tests.conftest import small_node
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+WAIT_S = 20.0
+USERS = [f"user {number}" for number in range(60)]
+
+
+class Cluster:
+    """One etcd and three nodes; a client that knows the first."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.etcd = stack.enter_context(RealEtcd(folder / "etcd"))
+        self.nodes: list[NodeProcess] = []
+        for number in range(3):
+            self.add(folder / f"node{number}")
+        self.client = self.clients(self.nodes[0])
+        self.settled(self.nodes)
+
+    def add(self, data: Path) -> NodeProcess:
+        told = ("--cluster", f"{','.join(self.etcd.endpoints)}/test")
+        node = self._stack.enter_context(small_node(data, arguments=told))
+        self.nodes.append(node)
+        return node
+
+    def clients(self, *known: NodeProcess) -> Nodes:
+        reach = [node.target for node in known]
+        return self._stack.enter_context(Nodes(reach, slots=16, block_bytes_max=1 << 20))
+
+    def settled(self, nodes: list[NodeProcess], within_s: float = WAIT_S) -> None:
+        wanted = {node.target for node in nodes}
+        wait_until(
+            lambda: {one.node for one in self.client.map.members} == wanted, f"{wanted} are the map", within_s
+        )
+
+    def homes(self) -> dict[str, str]:
+        return {user: self.client.home(user) for user in USERS}
+
+    def fill(self) -> None:
+        for user in USERS:
+            self.client.of(user).put_inline(key(user), user.encode())
+
+    def hits(self) -> set[str]:
+        return {user for user in USERS if self.got(user) == user.encode()}
+
+    def got(self, user: str) -> bytes | Miss:
+        return self.client.of(user).get_inline(key(user), len(user))
+
+
+def key(user: str) -> bytes:
+    return block_key(b"cluster", user.encode())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(tmp_path, stack)
+
+
+def test_users_of_a_node_that_was_killed_go_to_the_others_and_come_back_with_it(cluster: Cluster) -> None:
+    cluster.fill()
+    assert cluster.hits() == set(USERS)
+    before = cluster.homes()
+    lost = cluster.nodes[1]
+    theirs = {user for user, home in before.items() if home == lost.target}
+    assert 0 < len(theirs) < len(USERS)
+    lost.kill()
+    began = time.monotonic()
+    some = min(theirs)
+    away = cluster.got(some)
+    assert isinstance(away, Miss)
+    assert away.reason is MissReason.NODE_AWAY
+    cluster.settled([cluster.nodes[0], cluster.nodes[2]])
+    assert time.monotonic() - began < 12
+    assert {user for user, home in cluster.homes().items() if home != before[user]} == theirs
+    assert cluster.hits() == set(USERS) - theirs, "and nobody else has lost anything"
+    missed = cluster.got(some)
+    assert isinstance(missed, Miss)
+    assert missed.reason is not MissReason.NODE_AWAY
+    lost.start()
+    cluster.settled(cluster.nodes)
+    assert cluster.homes() == before
+    wait_until(lambda: cluster.hits() == set(USERS), "what it had is there again", WAIT_S)
+
+
+def test_a_node_that_joins_takes_its_part_and_one_that_stops_leaves_at_once(cluster: Cluster) -> None:
+    before = cluster.homes()
+    fourth = cluster.add(cluster.folder / "node3")
+    cluster.settled(cluster.nodes)
+    moved = {user for user, home in cluster.homes().items() if home != before[user]}
+    assert {cluster.client.home(user) for user in moved} == {fourth.target}
+    assert 0 < len(moved) < len(USERS) // 2
+    began = time.monotonic()
+    fourth.stop()
+    cluster.settled(cluster.nodes[:3])
+    assert time.monotonic() - began < 4, "it doesn't wait for the end of a lease"
+    assert cluster.homes() == before
+
+
+def test_without_etcd_all_goes_on_by_the_map_that_there_is(cluster: Cluster) -> None:
+    cluster.fill()
+    (member,) = cluster.etcd.members
+    member.kill()
+    time.sleep(7)  # beyond the lease of every node
+    assert cluster.hits() == set(USERS)
+    late = cluster.clients(cluster.nodes[2])  # which never spoke with etcd, nor ever will
+    assert {one.node for one in late.map.members} == {node.target for node in cluster.nodes}
+    shown = command(cluster.nodes[0])
+    assert shown.returncode == 0
+    assert "etcd has not answered it for" in shown.stdout
+    member.start(cluster.etcd.members)
+    wait_until(
+        lambda: "etcd has not answered" not in command(cluster.nodes[0]).stdout, "etcd is back", WAIT_S
+    )
+    cluster.settled(cluster.nodes)
+    assert cluster.hits() == set(USERS)
+
+
+def test_a_client_follows_on_though_the_node_that_told_it_has_gone_or_hangs(cluster: Cluster) -> None:
+    """It was told of one node only; the map tells it of others."""
+    assert len(cluster.client.map.members) == 3
+    told_by, others = cluster.nodes[0], cluster.nodes[1:]
+    os.kill(told_by.pid, signal.SIGSTOP)
+    try:
+        cluster.settled(others, 40)
+        fourth = cluster.add(cluster.folder / "node3")
+        cluster.settled([*others, fourth], 40)
+    finally:
+        os.kill(told_by.pid, signal.SIGCONT)
+    cluster.settled([*others, fourth, told_by], 40)
+
+
+def test_of_two_processes_with_one_folders_name_the_later_is_the_member(cluster: Cluster) -> None:
+    original = cluster.nodes[2]
+    original.stop()
+    copy = cluster.folder / "copy"
+    shutil.copytree(cluster.folder / "node2", copy)
+    original.start()
+    cluster.settled(cluster.nodes[:3])
+    twin = cluster.add(copy)
+    cluster.settled([*cluster.nodes[:2], twin])
+    shown = command(original)
+    assert shown.returncode == 3
+    assert "is no member: another process has taken its place" in shown.stdout
+    time.sleep(3)
+    cluster.settled([*cluster.nodes[:2], twin], 1)
+    twin.stop()
+    cluster.settled(cluster.nodes[:2])
+    assert "another process has taken its place" in original.log()
+
+
+def test_the_command_shows_the_nodes_and_their_shares(cluster: Cluster) -> None:
+    shown = command(cluster.nodes[1])
+    assert shown.returncode == 0
+    head, *rows = shown.stdout.splitlines()
+    assert head.split() == ["node", "name", "weight", "users", "version"]
+    assert {row.split()[0] for row in rows} == {node.target for node in cluster.nodes}
+    assert sum(float(row.split()[3].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
+
+
+def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
+    with small_node(tmp_path / "node") as node, Nodes([node.target]) as nodes:
+        assert [one.node for one in nodes.map.members] == [node.target]
+        assert nodes.map.revision == 0
+        shown = command(node)
+    assert (shown.returncode, shown.stdout) == (3, "The node is in no cluster.\n")
+
+
+def command(node: NodeProcess) -> subprocess.CompletedProcess[str]:
+    asked = [sys.executable, "-m", "kvstore", "cluster", "--node", node.target]
+    return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)

@@ -1,0 +1,140 @@
+"""What we ask of a real etcd, and what comes of its deaths and silences."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.cluster.etcd import Etcd, EtcdAway
+from kvstore.cluster.reach import EtcdReach
+from tests.cluster.real_etcd import RealEtcd
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from pathlib import Path
+
+    from kvstore.cluster.etcd import Listed
+
+FOLDER = b"/triggerkv/test/nodes/"
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEtcd]:
+    with RealEtcd(tmp_path_factory.mktemp("one") / "etcd") as etcd:
+        yield etcd
+
+
+def run(doing: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(doing, 60))
+
+
+async def until(following: AsyncIterator[Listed], values: set[bytes]) -> Listed:
+    async for listed in following:
+        if {value for value, _ in listed.values.values()} == values:
+            return listed
+    raise AssertionError
+
+
+def test_what_is_put_is_listed_and_followed_and_goes_with_its_lease(etcd: RealEtcd) -> None:
+    async def doing() -> None:
+        ours, theirs = Etcd(EtcdReach(etcd.endpoints, "test")), Etcd(EtcdReach(etcd.endpoints, "test"))
+        following = theirs.follow(FOLDER)
+        before = await anext(following)
+        lease = await ours.grant(2)
+        revision = await ours.put(FOLDER + b"a", b"one", lease)
+        there = await until(following, {b"one"})
+        assert there.values[FOLDER + b"a"] == (b"one", lease)
+        assert before.revision < revision == there.revision
+        assert await ours.keep(lease)
+        assert await ours.put(FOLDER + b"a", b"not this", lease, only_new=True) == 0
+        assert await ours.put(FOLDER + b"a", b"two", lease) > revision
+        await ours.put(b"/triggerkv/test/nodes0", b"no part of it", lease)
+        await until(following, {b"two"})
+        await ours.revoke(lease)
+        gone = await until(following, set())
+        assert gone.revision > there.revision
+        assert not await ours.keep(lease)
+        over = await ours.grant(2)
+        assert await ours.put(FOLDER + b"b", b"three", over, only_new=True) > gone.revision
+        await until(following, {b"three"})
+        await until(following, set())  # nobody kept it
+        await ours.close()
+        await theirs.close()
+
+    run(doing())
+
+
+def test_a_list_is_whole_though_its_watch_has_died_unseen(
+    etcd: RealEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.cluster.etcd.ETCD_RELIST_MS", 300)
+
+    async def doing() -> None:
+        ours, theirs = Etcd(EtcdReach(etcd.endpoints, "test")), Etcd(EtcdReach(etcd.endpoints, "test"))
+        following = theirs.follow(FOLDER)
+        await anext(following)
+        listed = await asyncio.wait_for(anext(following), 5)  # with nothing changed
+        lease = await ours.grant(5)
+        await ours.put(FOLDER + b"a", b"one", lease)
+        assert (await until(following, {b"one"})).revision > listed.revision
+        await ours.revoke(lease)
+        await ours.close()
+        await theirs.close()
+
+    run(doing())
+
+
+def test_where_no_etcd_answers_a_call_ends_in_its_time() -> None:
+    async def doing() -> None:
+        etcd = Etcd(EtcdReach(("127.0.0.1:1", "127.0.0.1:2"), "test"))
+        began = time.monotonic()
+        with pytest.raises(EtcdAway, match=r"127\.0\.0\.1:1"):
+            await etcd.grant(5)
+        with pytest.raises(EtcdAway, match=r"127\.0\.0\.1:2"):
+            await etcd.listed(FOLDER)
+        with pytest.raises(EtcdAway):
+            await etcd.keep(7)
+        with pytest.raises(EtcdAway):
+            await anext(etcd.follow(FOLDER))
+        assert time.monotonic() - began < 9
+        await etcd.close()
+
+    run(doing())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_of_three_members_one_may_die_or_hang(tmp_path: Path, number: signal.Signals) -> None:
+    """The one that everything is asked of: the next call begins with another."""
+
+    async def doing(three: RealEtcd) -> None:
+        etcd = Etcd(EtcdReach(three.endpoints, "test"))
+        following = etcd.follow(FOLDER)
+
+        async def trying(call: Any) -> Any:
+            for _ in range(6):
+                try:
+                    return await call()
+                except EtcdAway:
+                    await asyncio.sleep(0.2)
+            raise AssertionError
+
+        lease = await trying(lambda: etcd.grant(30))  # the members may not have a leader yet
+        await trying(lambda: anext(following))
+        watching = asyncio.create_task(until(following, {b"never"}))
+        await asyncio.sleep(0.3)
+        three.members[etcd._at].signal(number)
+        began = time.monotonic()
+        assert await trying(lambda: etcd.keep(lease))
+        await trying(lambda: etcd.put(FOLDER + b"a", b"one", lease))
+        assert time.monotonic() - began < 10
+        with pytest.raises(EtcdAway):  # what was followed there is over, and begun anew elsewhere
+            await asyncio.wait_for(watching, 10)
+        await trying(lambda: until(etcd.follow(FOLDER), {b"one"}))
+        await etcd.close()
+
+    with RealEtcd(tmp_path / "etcd", members=3) as three:
+        run(doing(three))

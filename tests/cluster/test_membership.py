@@ -1,0 +1,201 @@
+"""Membership: nodes that come, go, are cut off, come back or are copied, in simulated time, and what each tells."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.cluster.etcd import Listed
+from kvstore.cluster.map import Map, Member
+from kvstore.cluster.membership import Membership
+from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEEDS = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "150"))
+STEPS = 25
+SETTLED_S = 20.0  # a lease, a call's deadline, a pause, and the same again
+
+
+class Process:
+    """One process of a node: a folder's name, and an address of its own."""
+
+    def __init__(self, etcd: FakeEtcd, rng: random.Random, name: str, port: int) -> None:
+        self.way = FakeClient(etcd, rng)
+        self.member = Member(name, f"10.0.0.1:{port}")
+        self.membership = Membership(self.way, LoopClock())
+        self.revisions = [0]
+        self.membership.start()
+        self.membership.join(self.member)
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            self.revisions.append((await self.membership.later_than(self.revisions[-1], 5)).revision)
+
+    async def end(self, *, kindly: bool) -> None:
+        self._looking.cancel()
+        if kindly:
+            await self.membership.close()
+        else:
+            for task in self.membership._tasks:
+                task.cancel()
+
+    @property
+    def told(self) -> Map:
+        return self.membership.map
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.etcd = FakeEtcd()
+        self.processes: list[Process] = []  # that are alive, in the order in which they began
+        self.copied: set[str] = set()
+        self._ports = 1000
+
+    def begin(self, name: str) -> None:
+        if name in {one.member.name for one in self.processes}:
+            self.copied.add(name)
+        self._ports += 1
+        self.processes.append(Process(self.etcd, self.rng, name, self._ports))
+
+    async def end(self, *, kindly: bool) -> None:
+        one = self.rng.choice(self.processes)
+        self.processes.remove(one)
+        await one.end(kindly=kindly)
+
+    def cut_off(self, *some: Process) -> None:
+        """All of them, or let them through again."""
+        is_away = not some[0].way.is_away
+        for one in some:
+            one.way.is_away = is_away
+
+    async def step(self) -> None:
+        rng = self.rng
+        names = [f"node{number}" for number in range(5)]
+        here = {one.member.name for one in self.processes}
+        doing: list[Callable[[], object]] = [lambda: self.begin(rng.choice(names))]
+        if self.processes:
+            one = rng.choice(self.processes)
+            doing += [lambda: self.cut_off(one)] * 2
+            doing += [lambda: self.cut_off(*self.processes)]
+        chosen = rng.randrange(len(doing) + 2)
+        if chosen < len(doing):
+            doing[chosen]()
+        elif self.processes and len(here) > 1:
+            await self.end(kindly=bool(rng.randrange(2)))
+        await asyncio.sleep(rng.random() * rng.choice((0.05, 2, 8)))
+
+    async def settle(self) -> None:
+        for one in self.processes:
+            one.way.is_away = False
+        await asyncio.sleep(SETTLED_S)
+
+    def check(self) -> None:
+        """All that are alive tell the same map; whoever was never copied is on it, and of copies one at most."""
+        maps = {one.told.members for one in self.processes}
+        assert len(maps) <= 1, maps
+        for one in self.processes:
+            name = one.member.name
+            of_name = [other for other in one.told.members if other.name == name]
+            assert len(of_name) <= 1
+            joined = self.etcd.joined[b"/triggerkv/test/nodes/" + name.encode()]
+            came_last = joined in self.etcd.leases and joined in one.membership.leases
+            if came_last or name not in self.copied:
+                assert of_name == [one.member]
+        on_it = [one for one in self.processes if one.member in one.told.members]
+        for one in self.processes:
+            assert (one.membership.outside == "") == (one in on_it), one.membership.outside
+            assert one.revisions == sorted(one.revisions), "a map that goes back"
+            assert one.membership.away_ms == 0
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_whatever_happened_all_tell_the_same_map_a_moment_later(tenth: int) -> None:
+    async def history(seed: int) -> None:
+        world = World(seed)
+        leases = asyncio.create_task(world.etcd.run())
+        for _ in range(STEPS):
+            await world.step()
+        await world.settle()
+        world.check()
+        for one in world.processes:
+            await one.end(kindly=True)
+        await asyncio.sleep(1)
+        assert world.etcd.values == {}, "who leaves leaves nothing"
+        leases.cancel()
+
+    for seed in range(tenth, SEEDS, 10):
+        try:
+            run(history(seed))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_while_etcd_is_away_the_map_stays_and_for_how_long_is_told() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(1)
+        one, other = (Process(etcd, rng, name, port) for name, port in (("a", 1), ("b", 2)))
+        await asyncio.sleep(1)
+        before = one.told
+        assert before.members == (one.member, other.member)
+        one.way.is_away = True
+        await asyncio.sleep(3600)
+        assert one.told is before
+        assert 3_590_000 <= one.membership.away_ms <= 3_600_000
+        assert list(other.told.members) == [other.member], "its lease is over, and others know"
+        one.way.is_away = False
+        await asyncio.sleep(5)
+        assert one.told.members == before.members
+        assert other.told.members == before.members
+        assert (one.membership.outside, one.membership.away_ms) == ("", 0)
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_who_comes_back_leaves_its_place_to_the_copy_that_took_it(seed: int) -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        one = Process(etcd, rng, "a", 1)
+        await asyncio.sleep(1)
+        one.way.is_away = True
+        await asyncio.sleep(10 + rng.random())
+        copy = Process(etcd, rng, "a", 2)
+        await asyncio.sleep(10 + rng.random())
+        one.way.is_away = False
+        for _ in range(100):
+            await asyncio.sleep(0.2)
+            assert list(copy.told.members) == [copy.member]
+        assert list(one.told.members) == [copy.member]
+        assert "another process" in one.membership.outside
+        leases.cancel()
+
+    run(history())
+
+
+def test_an_older_list_is_not_taken() -> None:
+    """Another member of etcd may be behind."""
+
+    async def history() -> None:
+        etcd = FakeEtcd()
+        one = Process(etcd, random.Random(1), "a", 1)
+        await asyncio.sleep(1)
+        now = one.told
+        assert now.members == (one.member,)
+        one.membership._take(Listed(now.revision - 1, {}))
+        assert one.told is now
+
+    run(history())
