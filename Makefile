@@ -126,6 +126,10 @@ bench-engines: setup-engines ## a real engine: time to first token, computed, ca
 proto: setup ## generate kvstore/wire/*_pb2* from proto/
 	@$(py) tools/generate_wire.py
 
+.PHONY: api
+api: setup ## generate docs/api.md from the docstrings
+	@$(py) -m tools.generate_api
+
 .PHONY: wheel
 wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3.11 on
 	@LDFLAGS=-s $(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .

@@ -1,14 +1,20 @@
-"""The `kvstore` command. Each subcommand imports what it needs when it is run, so `--help` needs nothing."""
+"""The `kvstore` command. Each subcommand imports what it needs when it is run, so `--help` needs nothing.
+
+How it ends, whatever happens, is `kvcli.running`'s; docs/commands.md lists commands and exit statuses.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore.errors import KvError
-from kvstore.node_commands import add_node_commands, reach, reach_node
+from kvcli.completion import add_completion, script
+from kvcli.running import run_command
+from kvcli.version import add_version
+from kvstore.block_commands import add_block_commands
+from kvstore.errors import ConfigError, KvError, RuleError, UsageError
+from kvstore.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
@@ -21,9 +27,11 @@ _DAYS_MAX = 3650
 
 def _serve(arguments: argparse.Namespace) -> int:
     from kvstore.node.server import serve
-    from kvstore.serve_options import settings
+    from kvstore.serve_options import check_machine, settings
 
-    return serve(settings(arguments), lambda: settings(arguments))
+    told = settings(arguments)
+    check_machine(told.node())
+    return serve(told, lambda: settings(arguments))
 
 
 def _config(arguments: argparse.Namespace) -> int:
@@ -31,9 +39,19 @@ def _config(arguments: argparse.Namespace) -> int:
 
     if arguments.print_defaults:
         print(defaults_shown(), end="")
+    elif arguments.client:
+        from kvstore.reach import Reach
+        from kvstore.show_commands import table
+
+        print("\n".join(table(Reach.told(DEFAULT_NODE))))
     else:
         check_file(arguments.check)
         print(f"{arguments.check}: nothing is wrong with it")
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    print(script(_parser(), arguments.shell), end="")
     return 0
 
 
@@ -49,7 +67,6 @@ def _token(_: argparse.Namespace) -> int:
 
 def _certificates(arguments: argparse.Namespace) -> int:
     from kvstore.certificates_command import make
-    from kvstore.errors import ConfigError
 
     if not 1 <= arguments.days <= _DAYS_MAX:
         raise ConfigError(f"--days takes 1 to {_DAYS_MAX}.")
@@ -146,8 +163,11 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore", description="A storage node for the KV caches of large language models."
+        prog="kvstore",
+        description="A storage node for the KV caches of large language models.",
+        epilog="Exit status: 0 done, 1 failed, 2 used wrongly, 3 the answer is no; docs/commands.md has more.",
     )
+    add_version(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="run a storage node", description="Run a storage node.")
@@ -156,12 +176,14 @@ def _parser() -> argparse.ArgumentParser:
 
     config = commands.add_parser(
         "config",
-        help="check a file of a node's settings, or print one",
-        description="Check a file of settings for `kvstore serve --config`, or print one with what holds by default.",
+        help="check a file of a node's settings, print one, or show a client's",
+        description="Check a file of settings for `kvstore serve --config`, or print one with what holds by default."
+        " Or show how commands reach their node, and where that is said.",
     )
     action = config.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with a file")
     action.add_argument("--print-defaults", action="store_true", help="print a file to begin with")
+    action.add_argument("--client", action="store_true", help="show how commands reach their node")
     config.set_defaults(run=_config)
 
     token = commands.add_parser(
@@ -193,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         "fsck",
         help="check a node's data folder while no node has it open",
         description="Check the drive's superblock and headers, and the index against them. Exit status 0 if nothing"
-        " is wrong, 2 if something is, 1 if the folder could not be checked.",
+        " is wrong, 3 if something is.",
     )
     fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
     fsck.add_argument(
@@ -202,8 +224,10 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
 
+    add_block_commands(commands)
     add_node_commands(commands)
     _add_match(commands)
+    add_completion(commands).set_defaults(run=_completion)
     return parser
 
 
@@ -222,14 +246,18 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     match.set_defaults(run=_match)
 
 
+def _is_usage(error: Exception) -> bool | None:
+    if isinstance(error, KvError):
+        return isinstance(error, (ConfigError, RuleError, UsageError))
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; errors of ours are one sentence and exit status 1."""
-    arguments = _parser().parse_args(argv)
-    try:
+    """Run a command; errors of ours are one sentence, and the exit status says which kind."""
+
+    def work() -> int:
+        arguments = _parser().parse_args(argv)
         status: int = arguments.run(arguments)
-    except KvError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return status
+        return status
+
+    return run_command("kvstore", work, _is_usage)

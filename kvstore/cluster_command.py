@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvcli.running import Status
 from kvstore.client.channel import open_channel
 from kvstore.cluster.map import Map, Member
 from kvstore.wire import cluster_pb2 as pb
@@ -40,7 +41,7 @@ def show(reach: Reach, *, as_json: bool) -> int:
         print("The node is in no cluster.")  # noqa: T201
     else:
         print(_text(now, told))  # noqa: T201
-    return int(not told.clustered or bool(told.outside))
+    return Status.NO if not told.clustered or told.outside else Status.DONE
 
 
 def _ask(reach: Reach) -> pb.MapResponse:

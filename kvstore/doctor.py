@@ -1,7 +1,7 @@
 """`kvstore doctor`: what this machine offers the store, what that means, and what to do about it.
 
 What always holds: every check ends in a `Result`, also when what it looks at is absent or broken; no check
-can stop another. The machine is left as it was. Exit status 0 unless a check says `fail`.
+can stop another. The machine is left as it was. Exit status 3 if a check says `fail`.
 
 What it doesn't do: change settings, install anything, create the data folder, or test another machine.
 """
@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from kvcli import running
+from kvcli.progress import bars
 from kvstore.errors import FabricError, FabricUnavailable, StorageError
 from kvstore.limits import LANDING_BYTES_MAX
 from kvstore.probes import (
@@ -32,6 +34,8 @@ from kvstore.probes import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvcli.progress import Told
 
 __all__ = [
     "Library",
@@ -259,7 +263,7 @@ def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
         yield Result("GPU", "ok", "none", "Any process can store to the flags instead.")
 
 
-def examine(data: Path) -> list[Result]:
+def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> list[Result]:
     """Every check, each on its own: one that breaks becomes a `fail` and the next one runs."""
     checks: tuple[tuple[str, Callable[[], Iterable[Result]]], ...] = (
         ("libfabric", check_fabric),
@@ -269,7 +273,8 @@ def examine(data: Path) -> list[Result]:
         ("GPU", check_gpu),
     )
     results: list[Result] = []
-    for name, check in checks:
+    for number, (name, check) in enumerate(checks):
+        progress("examining this machine", number, len(checks))
         try:
             results.extend(check())
         except (OSError, KeyError, ValueError, IndexError) as error:
@@ -299,7 +304,9 @@ def table(results: Sequence[Result], *, colour: bool) -> str:
 
 def run(data: Path, *, as_json: bool) -> int:
     """Examine this machine, print, and give the exit status."""
-    return show(examine(data), as_json=as_json)
+    with bars() as progress:
+        results = examine(data, progress)
+    return show(results, as_json=as_json)
 
 
 def show(results: Sequence[Result], *, as_json: bool) -> int:
@@ -309,7 +316,7 @@ def show(results: Sequence[Result], *, as_json: bool) -> int:
     else:
         text = table(results, colour=sys.stdout.isatty())
     sys.stdout.write(text + "\n")
-    return int(any(result.status == "fail" for result in results))
+    return running.Status.NO if any(result.status == "fail" for result in results) else running.Status.DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,10 @@
     ├── LayoutError            a layout that can't be, or bytes that can't be moved between shards
     ├── NotAuthenticated       the caller has not proved who it is
     ├── TenantDenied           the caller may not act for this tenant
+    ├── UsageError             a mistake of the caller's, found before anything is sent
+    │   ├── InvalidArgument    an argument that can't be: a length, a number of blocks, a time
+    │   ├── NotRegistered      memory that is not registered with this client, or no longer
+    │   └── Closed             what is called has been closed
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   ├── AddressRefused     a fabric address that is not where its call comes from, which is in `caller`
     │   └── LeaseExpired       the lease of a reserved slot is over
@@ -58,6 +62,7 @@ from nic_offload.errors import (
 
 __all__ = [
     "AddressRefused",
+    "Closed",
     "ConfigError",
     "Corrupt",
     "CudaUnavailable",
@@ -68,6 +73,7 @@ __all__ = [
     "FabricUnavailable",
     "FolderLocked",
     "ForeignDrive",
+    "InvalidArgument",
     "KeyTaken",
     "KvError",
     "LayoutError",
@@ -77,6 +83,7 @@ __all__ = [
     "NoSpace",
     "NodeUnavailable",
     "NotAuthenticated",
+    "NotRegistered",
     "Overloaded",
     "PortTaken",
     "ProtocolError",
@@ -91,6 +98,7 @@ __all__ = [
     "StorageError",
     "TableFull",
     "TenantDenied",
+    "UsageError",
     "WrongVersion",
 ]
 
@@ -117,6 +125,22 @@ class NotAuthenticated(KvError):
 
 class TenantDenied(KvError):
     """The caller may not act for this tenant."""
+
+
+class UsageError(KvError):
+    """A mistake of the caller's, found on its own side before anything is sent. It never travels."""
+
+
+class InvalidArgument(UsageError):
+    """An argument that can't be: a length, a number of blocks, a time."""
+
+
+class NotRegistered(UsageError):
+    """A block lies in memory that is not registered with this client, or no longer."""
+
+
+class Closed(UsageError):
+    """What is called has been closed."""
 
 
 class ProtocolError(KvError):

@@ -8,12 +8,13 @@ a resume begins with, they are those of the resume.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcli.running import Status
 from kvstore.config import printable, show_size, show_time
-from kvstore.errors import ConfigError
 from kvstore.limits import LOOKUPS_LISTED_MAX
 from kvstore.lookups import HITS, Kind, Outcome
 
@@ -102,10 +103,12 @@ def explain(client: Client, request_id: str, session: tuple[str, str], last: int
     if not told.lookups:
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))
         since = f", the earliest of {_date(told.since_unix_ms)}" if told.remembered else ""
-        raise ConfigError(
-            f"The node remembers no look-up{f' of {asked}' if asked else ''}; it has {told.remembered} of this"
-            f" tenant's{since}. Did the engine ask this node, and say this request's id?"
+        print(  # noqa: T201 - its output
+            f"kvstore: The node remembers no look-up{f' of {asked}' if asked else ''}; it has {told.remembered} of this"
+            f" tenant's{since}. Did the engine ask this node, and say this request's id?",
+            file=sys.stderr,
         )
+        return Status.NO
     statistics = client.statistics()
     print(json.dumps(document(told, statistics), indent=2) if as_json else page(told, statistics))  # noqa: T201 - its output
     return 0

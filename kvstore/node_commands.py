@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add_node_commands", "reach", "reach_node"]
 
+DEFAULT_NODE = "127.0.0.1:7070"  # where `kvstore serve` listens if it is told nothing
 _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 
 def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
     """What every command takes that asks a node. What is not said is taken from where `kvstore.reach` looks."""
-    parser.add_argument("--node", metavar="HOST:PORT", help="the node that is asked, or several, with commas")
+    parser.add_argument(
+        "--node",
+        metavar="HOST:PORT",
+        help=f"the node, or several with commas (TRIGGERKV_NODE, the client's settings, or {DEFAULT_NODE})",
+    )
     if whose_user:
         parser.add_argument(
             "--user", required=True, help="whose sessions; a node knows users by digests only"
@@ -59,7 +64,7 @@ def reach(arguments: argparse.Namespace) -> Reach:
 
     names = Reach.settings() & vars(arguments).keys() - {"node"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
-    return Reach.of(given, where="the command")
+    return Reach.of(given, where="the command", default_node=DEFAULT_NODE)
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
@@ -216,7 +221,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "cluster",
         help="show the nodes of a cluster, and their shares of the users",
         description="Show the map of a node's cluster: its nodes, their weights and shares. Any of them may be asked."
-        " It ends with 1 if the node is in no cluster, or not on its map.",
+        " Exit status 3 if the node is in no cluster, or not on its map.",
     )
     reach_node(cluster)
     cluster.set_defaults(run=_cluster)

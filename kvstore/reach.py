@@ -24,7 +24,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import grpc
 
@@ -50,6 +50,7 @@ _TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}")
 _DIGITS_MAX: Final = 18
+_Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and what it says
 # Settings that say the same in two ways: whoever says one of them says all of them.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"))
 
@@ -96,20 +97,25 @@ class Reach:
                     )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None = None, *, where: str = "the call") -> Reach:
+    def of(
+        cls,
+        given: Mapping[str, Any] | None = None,
+        *,
+        where: str = "the call",
+        default_node: str | None = None,
+    ) -> Reach:
         """By what is given (as `where` says, to a person), the environment, the file and the defaults.
 
-        `node` names one node and stands for `nodes`; what is None is not given.
+        `node` names one node and stands for `nodes`; what is None is not given. A node that nobody names is
+        `default_node`, if there is one: a program's, that a person started, but no library's.
         """
-        settings: dict[str, Any] = {}
         stated = {name: value for name, value in (given or {}).items() if value is not None}
-        for level in (_read(stated, where, Path()), _of_environment(), _of_file()):
-            said = {name for group in _TOGETHER if settings.keys() & set(group) for name in group}
-            settings |= {
-                name: value for name, value in level.items() if name not in settings and name not in said
-            }
+        merged = _merged((where, _read(stated, where, Path())), _of_environment(), _of_file())
+        settings = {name: value for name, (value, _) in merged.items()}
         if "node" in settings:
             settings["nodes"] = settings.pop("node")
+        if "nodes" not in settings and default_node is not None:
+            settings["nodes"] = (default_node,)
         if "nodes" not in settings:
             raise ConfigError(
                 f"No node is named: say node, HOST:PORT, in {where}, {_VARIABLE}NODE or {_FILE}."
@@ -131,6 +137,24 @@ class Reach:
         ours = {name: value for name, value in given.items() if name in _KINDS}
         others = {name: value for name, value in given.items() if name not in _KINDS}
         return cls.of(ours, where=where), others
+
+    @classmethod
+    def told(cls, default_node: str) -> list[tuple[str, str, str]]:
+        """Each setting of a command that is given none: its name, what it is, and where that is said.
+
+        A token is not shown, only that there is one.
+        """
+        reach = cls.of(default_node=default_node)
+        merged = _merged(_of_environment(), _of_file())
+        where = {"nodes" if name == "node" else name: place for name, (_, place) in merged.items()}
+        rows = []
+        for name in (one.name for one in fields(cls)):
+            value = getattr(reach, name)
+            shown = ",".join(value) if name == "nodes" else "" if value is None else str(value)
+            rows.append(
+                (name, "(not shown)" if name == "token" and shown else shown, where.get(name, "default"))
+            )
+        return rows
 
     @property
     def node(self) -> str:
@@ -298,7 +322,18 @@ def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _of_environment() -> dict[str, Any]:
+def _merged(*levels: _Level) -> dict[str, tuple[Any, str]]:
+    """Each setting as the first place says it that does, with that place."""
+    settings: dict[str, tuple[Any, str]] = {}
+    for where, level in levels:
+        said = {name for group in _TOGETHER if settings.keys() & set(group) for name in group}
+        settings |= {
+            name: (value, where) for name, value in level.items() if name not in settings and name not in said
+        }
+    return settings
+
+
+def _of_environment() -> _Level:
     given: dict[str, Any] = {}
     for name, kind in _KINDS.items():
         text = os.environ.get(variable := _VARIABLE + name.upper(), "")
@@ -316,27 +351,27 @@ def _of_environment() -> dict[str, Any]:
             given[name] = text
     if "node" in given and "nodes" in given:
         raise ConfigError(f"{_VARIABLE}NODE or {_VARIABLE}NODES is set, not both.")
-    return _read(given, "the environment", Path())
+    return "the environment", _read(given, "the environment", Path())
 
 
-def _of_file() -> dict[str, Any]:
+def _of_file() -> _Level:
     named = os.environ.get(f"{_VARIABLE}CONFIG", "")
     try:
         path = (Path(named) if named else _FILE).expanduser()
     except RuntimeError:  # of a user that this machine has not, or one who has no home
         if named:
             raise ConfigError(f"{named}, which {_VARIABLE}CONFIG names, is in nobody's home here.") from None
-        return {}
+        return "", {}
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if named:
             raise ConfigError(f"{path}, which {_VARIABLE}CONFIG names, is not there.") from None
-        return {}
+        return "", {}
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for settings.") from None
     except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
-    return _read(given, str(path), path.parent)
+    return str(path), _read(given, str(path), path.parent)

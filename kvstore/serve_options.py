@@ -11,6 +11,7 @@ What it doesn't do: look for a file that nobody named, or open anything that a s
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,6 +24,7 @@ from kvstore.config import (
     parse_drive,
     parse_listen,
     parse_size,
+    show_size,
     variables,
 )
 from kvstore.endpoints import Ports
@@ -40,6 +42,7 @@ __all__ = [
     "Settings",
     "add_options",
     "check_file",
+    "check_machine",
     "defaults_shown",
     "read_file",
     "settings",
@@ -363,6 +366,15 @@ def _default(option: Option) -> Any:
     if option.default is not None:
         return option.read(option.default)
     return () if option.is_many else False if option.is_switch else None
+
+
+def check_machine(config: NodeConfig) -> None:
+    """Refuse, before a drive is made, what this machine can't give."""
+    has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.hot_bytes > has_bytes:
+        raise ConfigError(
+            f"--hot {show_size(config.hot_bytes)} is more memory than this machine has, {show_size(has_bytes)}."
+        )
 
 
 def defaults_shown() -> str:

@@ -13,7 +13,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcli.progress import bars
 from kvstore.client import Client
+from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
 from kvstore.config import printable
 from kvstore.errors import ConfigError, SessionFileError
@@ -42,12 +44,6 @@ class Asked(NamedTuple):
         return Client(self.reach, layout=layout)
 
 
-class _Known(NamedTuple):
-    """A layout of which nothing else is known."""
-
-    fingerprint: bytes
-
-
 def list_all(asked: Asked, *, as_json: bool = False) -> int:
     """Print them; the exit status."""
     with asked.client() as client:
@@ -67,8 +63,9 @@ def export_one(asked: Asked, session: str, path: Path) -> int:
         )
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with asked.client(_Known(fingerprint)) as client, unfinished.open("wb") as file:
-            blocks = client.session(asked.user, session).export(file)
+        with asked.client(KnownLayout(fingerprint)) as client, unfinished.open("wb") as file, bars() as tell:
+            chat = client.session(asked.user, session)
+            blocks = chat.export(file, progress=lambda done, of: tell("exporting blocks", done, of))
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
@@ -87,8 +84,11 @@ def import_one(asked: Asked, session: str, path: Path) -> int:
         with path.open("rb") as file:
             fingerprint = Reader(file).content.fingerprint
             file.seek(0)
-            with asked.client(_Known(fingerprint)) as client:
-                blocks = client.import_session(file, asked.user, session).info().blocks
+            with asked.client(KnownLayout(fingerprint)) as client, bars() as tell:
+                imported = client.import_session(
+                    file, asked.user, session, progress=lambda done, of: tell("importing blocks", done, of)
+                )
+                blocks = imported.info().blocks
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     print(f"{blocks} blocks imported")  # noqa: T201

@@ -8,7 +8,6 @@ there is none, one view stands below the other.
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, TextIO
 
 from kvstore.config import printable, show_size, show_time
@@ -155,14 +154,12 @@ class Top:
         self._client, self._node, self._clock, self._pause, self._out = client, node, clock, pause, out
 
     def run(self, interval_s: float, *, once: bool, as_json: bool) -> int:
-        """Show it until the terminal, or whoever reads, has enough; the exit status."""
+        """Show it until it is ended; the exit status."""
         on_screen = self._out.isatty() and not once and not as_json
         try:
             if on_screen:
                 self._out.write(_ALTERNATE)
             self._show(interval_s, once=once, as_json=as_json, clear=_CLEAR if on_screen else "")
-        except BrokenPipeError:
-            sys.stderr.close()  # so that nobody is told of it again at the exit
         finally:
             if on_screen:
                 self._out.write(_BACK)

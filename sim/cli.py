@@ -1,17 +1,20 @@
 """The command `kvsim`. It computes, prints and exits; nothing here needs libfabric, a drive or a network.
 
-What always holds: the caveats of a preset are printed with its numbers, in every form of output. A bad
-argument is one sentence on stderr and exit status 2. A command imports what it needs when it is run, so
-`--help` and `curve` answer at once.
+What always holds: the caveats of a preset are printed with its numbers, in every form of output. How it ends is
+`kvcli.running`'s, as for `kvstore`. A command imports what it needs when it is run, so `--help` and `curve` answer at
+once.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from typing import TYPE_CHECKING
+
+from kvcli.completion import add_completion, script
+from kvcli.running import run_command
+from kvcli.version import add_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -270,31 +273,33 @@ _COMMANDS = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvsim", description="What a KV offload would cost on hardware that isn't here."
+        prog="kvsim",
+        description="What a KV offload would cost on hardware that isn't here.",
+        epilog="Exit status: 0 done, 1 failed, 2 used wrongly; docs/commands.md has more.",
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, _, add, line) in _COMMANDS.items():
         add(commands.add_parser(name, help=line, description=line[0].upper() + line[1:]))
+    add_completion(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    arguments = _parser().parse_args(argv)
-    module, function, *_ = _COMMANDS[arguments.command]
-    function = function or arguments.function  # of a step
-    try:
-        text: str = getattr(importlib.import_module(module), function)(arguments)
-    except ValueError as error:  # OutOfRange, and nothing else raises one here
-        print(f"kvsim: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # whoever read has seen enough; nothing is left to be flushed at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+
+    def work() -> int:
+        arguments = _parser().parse_args(argv)
+        if arguments.command == "completion":
+            print(script(_parser(), arguments.shell), end="")
+            return 0
+        module, function, *_ = _COMMANDS[arguments.command]
+        function = function or arguments.function  # of a step
+        print(getattr(importlib.import_module(module), function)(arguments))
+        return 0
+
+    # A ValueError is an OutOfRange, and nothing else raises one here.
+    return run_command("kvsim", work, lambda error: True if isinstance(error, ValueError) else None)
 
 
 if __name__ == "__main__":

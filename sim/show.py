@@ -1,27 +1,19 @@
-"""How results are shown: aligned tables, CSV, JSON, files of plots, and a bar for what takes long.
-
-What always holds: the bar goes to stderr, only if that is a terminal, and is gone when the work is done; so a
-result that is piped is the result alone.
-"""
+"""How results are shown: aligned tables, CSV, JSON and files of plots."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["as_csv", "as_json", "bar", "save", "save_plot", "spinner", "table"]
-
-_BAR_CELLS = 40
+__all__ = ["as_csv", "as_json", "save", "save_plot", "table"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
@@ -65,42 +57,3 @@ def save_plot(parameter: str, path: Path, svg: str) -> str:
     if path.suffix.lower() != ".svg":
         raise OutOfRange(parameter, str(path), "a file for a plot", "named *.svg: plots are SVG")
     return save(parameter, path, svg)
-
-
-def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[float], None]:
-    """Give what has to be told of the progress, from 0 to 1; at 1 the bar is wiped.
-
-    How long it will still take is what it took so far, by the share that is done.
-    """
-    shown = -1
-    begun_s = clock_s()
-
-    def progress(share: float) -> None:
-        nonlocal shown
-        if not sys.stderr.isatty():
-            return
-        percent = int(100 * share)
-        if share >= 1:
-            sys.stderr.write("\r\033[K")
-        elif percent != shown:
-            cells = int(_BAR_CELLS * share)
-            left = f", {(clock_s() - begun_s) * (1 - share) / share:,.0f} s left" if percent else ""
-            sys.stderr.write(f"\r{what} [{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {percent} %{left}\033[K")
-        shown = percent
-        sys.stderr.flush()
-
-    return progress
-
-
-def spinner(what: str) -> Callable[[], None]:
-    """Give what has to be told of each step of something whose steps nobody can count beforehand."""
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{what}: trial {steps}\r")
-            sys.stderr.flush()
-
-    return step

@@ -7,9 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.progress import bar
 from sim.gpu_cost import read_cost_table
 from sim.paper import findings
-from sim.show import as_csv, as_json, bar
+from sim.show import as_csv, as_json
 
 if TYPE_CHECKING:
     import argparse

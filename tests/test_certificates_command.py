@@ -53,7 +53,7 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
     assert {stat.S_IMODE((certs / name).stat().st_mode) for name in before if name.endswith(".key")} == {
         0o600
     }
-    assert main(["certificates", str(certs), "--client", "a"]) == 1
+    assert main(["certificates", str(certs), "--client", "a"]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["certificates", str(certs), "--client", "b", "--node", "::1"]) == 0  # of the same authority
     after = {path.name: path.read_bytes() for path in certs.iterdir()}
@@ -74,6 +74,6 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
 def test_what_cannot_be_made_is_refused_before_anything_is(
     tmp_path: Path, asked: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["certificates", str(tmp_path / "certs"), *asked]) == 1
+    assert main(["certificates", str(tmp_path / "certs"), *asked]) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "certs").exists()

@@ -222,11 +222,11 @@ def test_the_table_is_aligned_and_coloured_only_when_asked() -> None:
     assert "\x1b[31mfail\x1b[0m  longer" in doctor.table(results, colour=True)
 
 
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 3)])
 def test_only_a_fail_changes_the_exit_status(
     status: doctor.Status, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda _: [Result("c", status, "f", "m", "d")])
+    monkeypatch.setattr(doctor, "examine", lambda *_: [Result("c", status, "f", "m", "d")])
     assert doctor.main(["--json"]) == code
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry == {"check": "c", "status": status, "found": "f", "means": "m", "do": "d"}

@@ -107,7 +107,7 @@ def test_the_json_says_the_same(rules: str, capsys: pytest.CaptureFixture[str]) 
         ("", "colour=a", "no field 'colour'"),
     ],
 )
-def test_an_error_is_one_sentence_and_status_1(
+def test_an_error_is_one_sentence_and_status_2(
     text: str | None,
     request_text: str | None,
     message: str,
@@ -118,7 +118,7 @@ def test_an_error_is_one_sentence_and_status_1(
     if text is not None:
         path.write_text(text)
     more = [] if request_text is None else ["--request", request_text]
-    assert main(["match", str(path), *more]) == 1
+    assert main(["match", str(path), *more]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("kvstore: ")
@@ -129,7 +129,7 @@ def test_an_error_is_one_sentence_and_status_1(
 def test_rules_that_are_not_utf8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rules.toml"
     path.write_bytes(b"# \xff")
-    assert main(["match", str(path)]) == 1
+    assert main(["match", str(path)]) == 2
     assert "are not UTF-8: byte 2 is not." in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.cli import _parser
+from kvstore.cli import _parser, main
 from kvstore.client import Client, Nodes
 from kvstore.engines.settings import EngineSettings
 from kvstore.errors import ConfigError
@@ -243,3 +243,26 @@ def test_a_token_that_no_call_can_carry_is_refused(token: str) -> None:
 def test_a_name_whose_labels_cannot_be_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="is not where a node is"):
         Client(f"{host}:7070")
+
+
+def test_a_person_sees_where_each_setting_is_said(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text('token = "secret"\ntenant = "ada"\nget_timeout_ms = 7\n')
+    monkeypatch.setenv("TRIGGERKV_TENANT", "bob")
+    assert main(["config", "--client"]) == 0
+    text = capsys.readouterr().out
+    shown = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert shown["nodes"] == ["127.0.0.1:7070", "default"]
+    assert shown["tenant"] == ["bob", "the", "environment"]
+    assert shown["get_timeout_ms"] == ["7", str(file)]
+    assert shown["token"] == ["(not", "shown)", str(file)]
+    assert "secret" not in text
+    monkeypatch.setenv("TRIGGERKV_NODES", "127.0.0.1:1,127.0.0.1:2")
+    assert Reach.told("c:3")[0] == ("nodes", "127.0.0.1:1,127.0.0.1:2", "the environment")
+
+
+def test_a_library_has_no_node_that_nobody_named() -> None:
+    with pytest.raises(ConfigError, match="No node is named"):
+        Client()
+    assert of_command(_parser().parse_args(["stats"])).node == "127.0.0.1:7070"

@@ -177,7 +177,7 @@ def test_a_file_with_a_mistake_is_refused_in_a_sentence(
 ) -> None:
     file = tmp_path / "node.toml"
     file.write_text(text + "\n")
-    assert main(["config", "--check", str(file)]) == 1
+    assert main(["config", "--check", str(file)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("kvstore: ")
     assert len(said.splitlines()) == 1

@@ -100,7 +100,7 @@ def test_top_shows_an_interval_once(node: NodeProcess) -> None:
     }
     assert set(told["triggers"]) == {"armed", "leased", "landed", "late"}
     wrong = run(node, "top", "--interval", "0")
-    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "--interval takes" in wrong.stderr
 
 

@@ -20,6 +20,7 @@ PLANTED = [
     ("imports_run_one_way", "nic_offload/a.py", "import kvstore.errors", "kvstore.errors"),
     ("imports_run_one_way", "nic_offload/a.py", "from sim import cli", "must not import sim"),
     ("imports_run_one_way", "kvstore/node/a.py", "import tests.fakes", "tests.fakes"),
+    ("imports_run_one_way", "kvcli/a.py", "import kvstore.errors", "kvcli must not import"),
     ("no_pickle", "kvstore/a.py", "import pickle", "pickle"),
     ("no_pickle", "tests/a.py", "from marshal import loads", "marshal"),
     ("no_builtin_hash", "kvstore/a.py", "key = hash(b'x')", "hash()"),

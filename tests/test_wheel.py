@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CHECK = """
 import pathlib, sys
-import kvstore, nic_offload, kvstore.errors, kvstore.client, sim
+import kvstore, nic_offload, kvstore.errors, kvstore.client, sim, kvcli.running
 home = pathlib.Path(sys.prefix)
-for package in (kvstore, nic_offload, sim):
+for package in (kvstore, nic_offload, sim, kvcli):
     assert home in pathlib.Path(package.__file__).parents, package.__file__
 from nic_offload.cuda import KERNEL_SOURCE
 assert KERNEL_SOURCE.is_file(), KERNEL_SOURCE

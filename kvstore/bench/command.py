@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kvcli.progress import bars
 from kvstore.bench.measure import PARTS, measure
 from kvstore.demo.show import say, table
 from kvstore.errors import ConfigError
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from kvstore.bench.measure import Sample
 
 __all__ = ["run"]
-
-
-def _progress(what: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{what}")
-        sys.stderr.flush()
 
 
 def _machine() -> dict[str, object]:
@@ -59,9 +53,8 @@ def run(parts: Sequence[str], data: Path, *, as_json: bool) -> int:
     if not data.is_dir():
         raise ConfigError(f"{data} is no folder; name one on the drive that is to be measured.")
     machine = _machine()
-    samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, _progress)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
+    with bars() as tell:
+        samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, tell)
     if as_json:
         say(json.dumps({"machine": machine, "samples": [asdict(sample) for sample in samples]}, indent=2))
     else:

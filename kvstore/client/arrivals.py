@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 from kvstore.client.blocks import Hit
+from kvstore.client.checks import check_memory
 from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.resuming import Manifest, Resumed
 from kvstore.client.watch import within
 from kvstore.clock import SystemClock
-from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.errors import Closed, DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     ARRIVAL_GRACE_MS,
     BATCH_BLOCKS_MAX,
@@ -208,7 +209,7 @@ class Arrivals(Handle):
         """
         with self._lock:
             if self._closed:
-                raise ProtocolError("The arrivals are closed.")
+                raise Closed("The arrivals are closed.")
             self._take_in()
             entry = self.rules.match(request, self._clock.monotonic_ns())
         if entry is None:
@@ -234,8 +235,8 @@ class Arrivals(Handle):
         chat = self.session(owner.user, request.context)
         actions = ", ".join(map(str, entry.actions))
         chat.notes.note(Step.ARRIVED, detail=f"rule {entry.name}: {actions}")
-        manifest, spans = None, self._nodes.of(owner.user).spans
-        span = None if spans is None or place is None else spans.resume()
+        manifest = None
+        span = None if place is None else chat.resume_span()
         try:
             with within(span):
                 if place is not None:
@@ -250,7 +251,7 @@ class Arrivals(Handle):
         if manifest is not None and place is not None:
             places = _places(manifest, place, gone)
             blocks = [block for some in places.values() for block in some]
-            self._nodes.of(owner.user).check_memory(blocks)
+            check_memory(self._nodes.of(owner.user).fabric, blocks)
             if blocks:
                 chat.notes.registered(blocks[0].region)
             placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone), span=span)
@@ -434,7 +435,7 @@ def _places(
             continue
         block = place(number, key)
         if block.key != key:
-            raise ProtocolError(f"Block {number} of the session was given a place under another key.")
+            raise InvalidArgument(f"Block {number} of the session was given a place under another key.")
         places.setdefault(key, []).append(block)
     return places
 

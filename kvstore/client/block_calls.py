@@ -104,11 +104,7 @@ class BlockCalls:
     def exists(
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
-        """Say of each block whether it could be got: one that is there, or the Miss that a get would give.
-
-        Without `lengths` a block of any length will do. Asking is no use: it keeps no block from being evicted.
-        The timeout is each call's.
-        """
+        """As `Client.exists`."""
         names = [
             kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint, length=length)
             for key, length in zip(keys, lengths or [0] * len(keys), strict=True)
@@ -129,7 +125,7 @@ class BlockCalls:
         ]
 
     def fingerprint_of(self, key: bytes) -> bytes | None:
-        """Say which layout a block is stored in, whichever the client's is; None if it is not stored."""
+        """As `Client.fingerprint_of`."""
         with self._calling("Asking for a block's layout"):
             name = kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint)
             request = pb.ExistsRequest(tenant=self._tenant, blocks=[name])
@@ -137,7 +133,7 @@ class BlockCalls:
         return state.fingerprint or None
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's."""
+        """As `Client.prefix`."""
         blocks = 0
         for some in _batches(keys):
             request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
@@ -152,10 +148,7 @@ class BlockCalls:
         return Prefix(blocks, None)
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
-        """Forget blocks for good; says of each whether there was anything to delete.
-
-        When this returns they are gone from the drives, for as long as `durability` says.
-        """
+        """As `Client.delete`."""
         found: list[bool] = []
         for some in _batches(keys):
             with self._calling("Deleting blocks"):
@@ -166,7 +159,7 @@ class BlockCalls:
         return found
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
-        """Say where each block is, or how it went, as far as the node remembers."""
+        """As `Client.explain`."""
         told: list[pb.Explanation] = []
         for some in _batches(keys):
             with self._calling("Asking what became of blocks"):
@@ -175,11 +168,7 @@ class BlockCalls:
         return [_explained(key, one) for key, one in zip(keys, told, strict=True)]
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
-        """Keep blocks from being evicted, until the pin is closed or its time is over; 0 is the node's choice.
-
-        The node gives no more than ten minutes, and a bounded part of its drives: beyond that it says Overloaded, and
-        nothing is pinned. A pin keeps no block from being deleted or from expiring.
-        """
+        """As `Client.pin`."""
         numbers: list[int] = []
         pinned: list[bool] = []
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvstore.errors import KeyTaken, ProtocolError
+from kvstore.errors import InvalidArgument, KeyTaken
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 from kvstore.names import layout_fingerprint
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
     from nic_offload.pieces import Pieces
 
-__all__ = ["Block", "HasFingerprint", "Hit", "PutResult", "fingerprint_of", "regions_of"]
+__all__ = ["Block", "HasFingerprint", "Hit", "KnownLayout", "PutResult", "fingerprint_of", "regions_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +56,22 @@ class Block:
     def __post_init__(self) -> None:
         """Refuse what no node would take, before anything is sent."""
         if self.key and len(self.key) != KEY_BYTES:
-            raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
+            raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
-            raise ProtocolError(
+            raise InvalidArgument(
                 f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}."
             )
         if (self.whole or self.skip) and not 0 <= self.skip <= self.whole - self.length:
-            raise ProtocolError(
+            raise InvalidArgument(
                 f"A block of {self.whole} bytes has no {self.length} of them behind the first {self.skip}."
             )
         if self.pieces is not None:
             if self.pieces.length != self.length:
-                raise ProtocolError(
+                raise InvalidArgument(
                     f"A block of {self.length} bytes has pieces of {self.pieces.length} together."
                 )
         elif not 0 <= self.offset <= self.region.length - self.length:
-            raise ProtocolError(
+            raise InvalidArgument(
                 f"Bytes {self.offset} to {self.offset + self.length} are not in the registered region,"
                 f" which has {self.region.length}."
             )
@@ -108,6 +108,12 @@ class HasFingerprint(Protocol):
     def fingerprint(self) -> bytes:
         """Its digest."""
         ...
+
+
+class KnownLayout(NamedTuple):
+    """A layout of which nothing but its fingerprint is known: that of blocks which somebody else put."""
+
+    fingerprint: bytes
 
 
 def regions_of(blocks: Iterable[Block]) -> list[Region]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import regions_of
-from kvstore.errors import ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.errors import InvalidArgument, NotRegistered
+from kvstore.limits import BATCH_BLOCKS_MAX, LEASE_TIMEOUT_MS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from nic_offload.fabric import Fabric
 
-__all__ = ["check_armed", "check_gets", "check_memory", "check_reserved"]
+__all__ = ["check_armed", "check_gets", "check_lease", "check_memory", "check_reserved"]
 
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Refuse blocks in memory that is not registered here, or no longer."""
     if any(one.handle is None or one not in fabric.regions for one in regions_of(blocks)):
-        raise ProtocolError("A block's memory is not registered with this client, or no longer.")
+        raise NotRegistered("A block's memory is not registered with this client, or no longer.")
 
 
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
     """Refuse a get of these."""
     if not 1 <= len(blocks) <= blocks_max:
-        raise ProtocolError(f"A call names 1 to {blocks_max} blocks, not {len(blocks)}.")
+        raise InvalidArgument(f"A call names 1 to {blocks_max} blocks, not {len(blocks)}.")
     if not all(block.key for block in blocks):
-        raise ProtocolError("A block without a key can only be armed, and is named before it fires.")
+        raise InvalidArgument("A block without a key can only be armed, and is named before it fires.")
     check_memory(fabric, blocks)
 
 
 def _check_whole(blocks: Sequence[Block]) -> None:
     if any(block.whole for block in blocks):
-        raise ProtocolError("A part of a block can be got, and not put.")
+        raise InvalidArgument("A part of a block can be got, and not put.")
 
 
 def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
@@ -46,11 +46,17 @@ def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
 def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_max: int) -> None:
     """Refuse to arm puts of these."""
     if not 1 <= len(blocks) <= blocks_max:
-        raise ProtocolError(f"A batch of puts has 1 to {blocks_max} blocks, not {len(blocks)}.")
+        raise InvalidArgument(f"A batch of puts has 1 to {blocks_max} blocks, not {len(blocks)}.")
     largest = max(block.length for block in blocks)
     if largest > bytes_max:
-        raise ProtocolError(
+        raise InvalidArgument(
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
         )
     _check_whole(blocks)
     check_memory(fabric, blocks)
+
+
+def check_lease(lease_ms: int, what_lasts: str) -> None:
+    """Refuse a time that no slot is leased for, and no put waits."""
+    if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
+        raise InvalidArgument(f"{what_lasts} 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")

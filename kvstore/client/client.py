@@ -1,92 +1,61 @@
-"""The client: what a serving engine imports.
+"""The client: what a serving engine imports. Each method is one delegation; the work is done by the modules beside it.
 
     with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
         kv = client.register(buffer)
         blocks = [Block(key, kv, offset, length, threshold=n), ...]
-        puts = client.reserve(blocks).arm(flags[0])
+        puts = client.arm(blocks, flags[0])
         ...                                   # any process or GPU thread stores n to the flag word
         results = puts.wait(timeout_s=10)
         outcomes = client.get(blocks, timeout_s=10)
 
-Calls may come from any thread. A client attaches to its node at the first call that needs it, and again
-after a loss. What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss
-with its reason, and never raises because a node is away; a reserve that can't be had raises one typed
-error; once a call has ended nothing of it writes to the caller's memory. A node that was away costs one call its
-deadline, and those after it nothing (`kvstore.client.breaker`).
+What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason, and never
+raises because a node is away; a put that can't be had has one typed error; once a call has ended nothing of it writes
+to the caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
-It talks to one node. Sessions and what is asked about blocks have modules of their own.
+It talks to one node; `Nodes` talks to several.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import select
-import threading
-import time
-from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-import grpc
-
-from kvstore.client.asking import Asking, Reserving
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
-from kvstore.client.breaker import Breaker
-from kvstore.client.channel import open_channel
-from kvstore.client.checks import check_armed, check_gets, check_memory, check_reserved
-from kvstore.client.contact import broken_step
-from kvstore.client.gets import Get, NoGet
+from kvstore.client.core import Core
 from kvstore.client.inline import InlineCalls
-from kvstore.client.link import ARMED_BLOCKS_MAX, TAGS_OF_ONE, Link
-from kvstore.client.lookups import ClientLookups, current_request
 from kvstore.client.observing import ObservingCalls
-from kvstore.client.own_side import OwnSide, say_first_word
-from kvstore.client.puts import ArmedPuts
-from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.sessions import SessionCalls
-from kvstore.client.slabs import Slabs
 from kvstore.client.step_calls import StepCalls
-from kvstore.client.windows import get_in_windows, needs_windows
-from kvstore.clock import SystemClock
+from kvstore.client.transfers import Transfers
 from kvstore.durability import Durability
-from kvstore.errors import (
-    AddressRefused,
-    DeadlineExceeded,
-    KvError,
-    NodeUnavailable,
-    Overloaded,
-    ProtocolError,
-)
-from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
-    FETCH_CANCEL_MS,
-    GET_BLOCKS_MAX,
-    LEASE_TIMEOUT_MS,
-    LEASE_TIMEOUT_MS_MAX,
-)
-from kvstore.lookups import Kind
-from kvstore.miss import Miss, MissReason
+from kvstore.limits import LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
 from kvstore.reach import Reach
-from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire import kvstore_pb2_grpc
-from kvstore.wire.status import error_from_rpc
 from nic_offload.handle import Handle
-from nic_offload.sender import Heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from opentelemetry.trace import TracerProvider
     from typing_extensions import Buffer
 
+    from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
-    from kvstore.client.gets import Ended
-    from kvstore.client.spans import ClientSpans, PutSpan
+    from kvstore.client.gets import Ended, Get, NoGet
+    from kvstore.client.inline import Data
+    from kvstore.client.observing import Happened, LookedUp
+    from kvstore.client.portable import Progress
+    from kvstore.client.puts import ArmedPuts
+    from kvstore.client.reserved import Reservation
+    from kvstore.client.sessions import ListedSession, Session
+    from kvstore.client.step_calls import ReadAhead
+    from kvstore.client.trace import Follower
     from kvstore.client.watch import Watch
     from kvstore.layout import Layout
-    from kvstore.wire.fabric_call import Leased
+    from kvstore.miss import Miss
+    from kvstore.wire.kvstore_pb2 import StatusResponse
+    from kvstore.wire.observing_pb2 import StatisticsResponse
     from nic_offload.counter import Counter
     from nic_offload.fabric import Fabric, Region
     from nic_offload.flags import FlagWord
@@ -94,14 +63,21 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 
-def _spans(provider: TracerProvider, target: str) -> ClientSpans:
-    from kvstore.client.spans import ClientSpans  # noqa: PLC0415 - its package is an extra
-
-    return ClientSpans(provider, target)
-
-
 class Client(Handle):
-    """A client of one node."""
+    """A client of one node. Its methods may be called from any thread.
+
+    It attaches to the node at the first call that needs it, and again after a loss.
+
+    >>> from kvstore.client import Block, Client
+    >>> from kvstore.names import block_key
+    >>> client = Client("127.0.0.1:7070", layout=b"my model, bf16")
+    >>> memory = bytearray(b"KV! " * 4096)
+    >>> kv = client.register(memory)
+    >>> key = block_key(b"my model", b"the tokens of the first page")
+    >>> block = Block(key, kv, offset=0, length=4096)
+    >>> [result.durability.name for result in client.put([block])]
+    ['WRITTEN']
+    """
 
     def __init__(
         self,
@@ -149,94 +125,102 @@ class Client(Handle):
             "call_timeout_ms": call_timeout_ms,
             "get_timeout_ms": get_timeout_ms,
         }
-        self.reach = Reach.given(node, given)
-        self.target, self.tenant = self.reach.node, self.reach.tenant
-        self.spans = None if tracer_provider is None else _spans(tracer_provider, self.target)
-        self._channel = open_channel(self.reach, None if self.spans is None else self.spans.header)
-        self.lock = threading.RLock()
-        self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
-        self._own_side = OwnSide(self.reach)
-        self._closed = False
-        self.calls = 0  # made to the node; a test counts that armed puts need none
-        self.fingerprint = fingerprint_of(layout)
-        self._slots = slots
-        self._block_bytes_max = block_bytes_max
-        self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
-        self._link: Link | None = None
-        self._attaching = threading.Lock()
-        self._stub = kvstore_pb2_grpc.KvStoreStub(self._channel)  # type: ignore[no-untyped-call]
-        self._breaker = Breaker(SystemClock())
-        # The node may be there, and its fabric not be reached; to connect takes its time.
-        self._fabric_breaker = Breaker(SystemClock(), self.reach.connect_timeout_ms)
-        # What is asked and told without moving a block stands in modules of its own.
-        self.lookups = ClientLookups(SystemClock())
-        self._asking = Asking(self, self._stub, self._calling, self.lookups)
-        calls = BlockCalls(self._channel, self._calling, self.reach, self.fingerprint, self.lookups)
-        self.exists, self.prefix, self.explain = calls.exists, calls.prefix, calls.explain
-        self.delete, self.pin, self.fingerprint_of = calls.delete, calls.pin, calls.fingerprint_of
-        inline = InlineCalls(
-            self._channel, self._calling, self.reach, self.fingerprint, self.lookups, self.spans
-        )
-        self.put_inline, self.get_inline = inline.put, inline.get
-        self.put_many_inline, self.get_many_inline = inline.put_many, inline.get_many
-        observing = ObservingCalls(self._channel, self._calling, self.reach)
-        self.statistics, self.watch = observing.statistics, observing.watch
-        self.looked_up = observing.looked_up
-        self.slabs = Slabs(self)
-        self.steps = StepCalls(self._channel, self._calling, self.reach)
-        sessions = SessionCalls(self, self._channel, self._calling)
-        self.session, self.sessions = sessions.one, sessions.of_user
-        self.import_session = sessions.import_one
-        self._settling: list[Callable[[], None]] = []
-        self._stopping = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pump: threading.Thread | None = None
+        reach, fingerprint = Reach.given(node, given), fingerprint_of(layout)
+        core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
+        self._core = core
+        self._transfers = Transfers(core)
+        self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
+        self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
+        self._observing = ObservingCalls(core.channel, core.calling, reach)
+        self._steps = StepCalls(core.channel, core.calling, reach)
+        self._sessions = SessionCalls(self, core, self._steps)
 
-    # --- memory
+    # --- the client itself
+
+    @property
+    def reach(self) -> Reach:
+        """How its node is reached, and for how long a call may take."""
+        return self._core.reach
+
+    @property
+    def target(self) -> str:
+        """Its node, HOST:PORT."""
+        return self._core.reach.node
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that it named; a node that asks for tokens goes by the token."""
+        return self._core.reach.tenant
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The digest of its layout."""
+        return self._core.fingerprint
 
     @property
     def fabric(self) -> Fabric:
-        """The fabric of all its links; FabricError where there is none."""
-        with self.lock:
-            if self._fabric is None:
-                if self._closed:
-                    raise ProtocolError("The client is closed.")
-                self._fabric = self._own_side.open_fabric()
-                self._pump = threading.Thread(
-                    target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
-                )
-                self._pump.start()
-            return self._fabric
+        """The fabric of all its links. FabricError where there is none."""
+        return self._core.fabric
+
+    @property
+    def calls(self) -> int:
+        """How many calls it has made to the node; a put that is armed makes none."""
+        return self._core.calls
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a link to the node now."""
+        return self._core.link is not None
+
+    def attach(self) -> None:
+        """Attach now, so that the next put or get need not. It takes as long as the node's memory does.
+
+        >>> client.attach()
+        >>> client.is_attached
+        True
+        """
+        self._core.attached(self._core.reach.call_timeout_s)
+
+    def close(self) -> None:
+        """End everything; puts that had not been acknowledged fail.
+
+        >>> with Client(client.target) as other:
+        ...     other.status().read_only
+        False
+        """
+        self._core.close()
+
+    # --- memory
 
     def register(self, memory: Buffer) -> Region:
-        """Register memory that blocks are put from and got into. Close it when the memory goes."""
-        return self.fabric.register(memory)
+        """Register memory that blocks are put from and got into. Close it when the memory goes.
 
-    # --- puts over the fabric
+        >>> with client.register(bytearray(8192)) as region:
+        ...     region.length
+        8192
+        """
+        return self._core.open_fabric.register(memory)
 
-    def reserve(
+    # --- puts and gets over the fabric
+
+    def put(
         self,
         blocks: Sequence[Block],
         *,
         durability: Durability = Durability.WRITTEN,
-        lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-        watch: Watch | None = None,
-    ) -> Reservation:
-        """Lease a slot on the node for each block, all or none. The only call that a triggered put makes.
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """Put blocks now, and wait until they are as durable as asked; what became of each, in order.
 
-        `watch` is told what becomes of them; a session's `reserve` gives one.
+        >>> (result,) = client.put([block])
+        >>> result.durability.name, result.error
+        ('WRITTEN', None)
         """
-        check_reserved(self.fabric, blocks)
-        if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
-            raise ProtocolError(f"A lease lasts 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
-        span = None if self.spans is None else self.spans.put(blocks, durability)
-        try:
-            return self._reserve(blocks, durability, lease_ms, expires_unix_ms, watch, span)
-        except KvError as error:
-            if span is not None:
-                span.failed(error)
-            raise
+        timeout_s = self._core.reach.get_timeout_s if timeout_s is None else timeout_s
+        lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
+        puts = self.arm(blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms)
+        return puts.wait(timeout_s)
 
     def arm(
         self,
@@ -253,118 +237,46 @@ class Client(Handle):
         Nothing is asked of the node, and any number may be armed. What `reserve` would have said beforehand the results
         say: a block that is stored already is put all the same, and costs the drive nothing. A put that has not gone
         out within `lease_ms` never does. A block that has no key yet is named later, by `ArmedPuts.name`.
-        """
-        check_armed(self.fabric, blocks, ARMED_BLOCKS_MAX, self._block_bytes_max)
-        if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
-            raise ProtocolError(
-                f"A put may wait 1 to {LEASE_TIMEOUT_MS_MAX} ms for its flag, not {lease_ms}."
-            )
-        link = self._attached(self.reach.call_timeout_s)
-        # It has to know the slot beforehand, and to find the bytes in one piece.
-        by_nic = flag is not None and self.fabric.deferred_work and not any(one.pieces for one in blocks)
-        if link.sender is None or by_nic:
-            return self.reserve(
-                blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
-            ).arm(flag)
-        span = None if self.spans is None else self.spans.put(blocks, durability)
-        said = self._asking.said_of_puts(watch, span)
-        deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
-        try:
-            heads = Heads([one.key for one in blocks], self.fingerprint, durability, expires_unix_ms, said)
-            return ArmedPuts(self, link, blocks, durability, flag, deadline_ns, watch, span, heads)
-        except KvError as error:
-            if span is not None:
-                span.failed(error)
-            raise
 
-    def put(
+        >>> from nic_offload.flags import FlagWords
+        >>> with FlagWords.create(1) as flags:
+        ...     puts = client.arm([block], flags[0])
+        ...     flags[0].store(1)  # or any other process, or a GPU
+        ...     [result.durability.name for result in puts.wait(timeout_s=10)]
+        ['WRITTEN']
+        """
+        return self._transfers.arm(
+            blocks,
+            flag,
+            durability=durability,
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+            watch=watch,
+        )
+
+    def reserve(
         self,
         blocks: Sequence[Block],
         *,
         durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-        timeout_s: float | None = None,
-    ) -> list[PutResult]:
-        """Put blocks now, and wait until they are as durable as asked; what became of each, in order."""
-        timeout_s = self.reach.get_timeout_s if timeout_s is None else timeout_s
-        lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
-        puts = self.arm(blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms)
-        return puts.wait(timeout_s)
-
-    def _reserve(
-        self,
-        blocks: Sequence[Block],
-        durability: Durability,
-        lease_ms: int,
-        expires_unix_ms: int,
-        watch: Watch | None,
-        span: PutSpan | None,
+        watch: Watch | None = None,
     ) -> Reservation:
-        link = self._attached(self.reach.call_timeout_s)
-        with self.lock:
-            words = link.take_words(len(blocks))
-        asked_ns = time.monotonic_ns()
-        try:
-            wanted = Reserving(blocks, words, self.fingerprint, durability, lease_ms, expires_unix_ms, watch)
-            leases = self._asking.reserve(link, wanted, span)
-        except KvError:
-            with self.lock:
-                link.give_back_words(words)
-            raise
-        if span is not None:
-            span.reserved()
-        deadline_ns = lease_deadline_ns(asked_ns, lease_ms)
-        return Reservation(self, link, blocks, leases, words, durability, deadline_ns, watch, span)
+        """Lease a slot on the node for each block, all or none, and hear which of them are stored already.
 
-    def abort(
-        self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
-    ) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer.
+        `watch` is told what becomes of them; a session's `reserve` gives one.
 
-        `told`, with the lock held, hears the generations of those that were over: their words have been put.
+        >>> from nic_offload.flags import FlagWords
+        >>> with FlagWords.create(1) as flags:
+        ...     puts = client.reserve([block]).arm(flags[0])
+        ...     flags[0].store(1)
+        ...     [result.already_stored for result in puts.wait(timeout_s=10)]
+        [True]
         """
-        over = threading.Event()
-        if link.error is not None or not leases:
-            over.set()
-            return over
-        request = pb.AbortRequest(
-            connection=link.number,
-            leases=[pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases],
+        return self._transfers.reserve(
+            blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
         )
-        self.calls += 1
-        call = self._stub.Abort.future(request, timeout=self.reach.call_timeout_s)
-
-        def check(answered: grpc.Future[pb.AbortResponse]) -> None:
-            if answered.exception() is not None:
-                self.lose(link, NodeUnavailable("The node did not take leases back."))
-            else:
-                with self.lock:
-                    told(answered.result().expired)
-            over.set()
-
-        call.add_done_callback(check)
-        return over
-
-    # --- gets over the fabric
-
-    def cancel_fetch(
-        self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
-    ) -> None:
-        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not."""
-        request = pb.CancelFetchRequest(
-            connection=link.number,
-            blocks=[pb.CancelledBlock(ack_word=word, ack_generation=one) for word, one in blocks],
-            called=called,
-        )
-        self.calls += 1
-        call = self._stub.CancelFetch.future(request, timeout=FETCH_CANCEL_MS / 1000)
-
-        def check(answered: grpc.Future[pb.CancelFetchResponse]) -> None:
-            if answered.exception() is not None:
-                with self.lock:
-                    failed()
-
-        call.add_done_callback(check)
 
     def get(
         self,
@@ -377,22 +289,13 @@ class Client(Handle):
 
         They are of the client's own layout unless another one is given. Any number may be asked for, blocks of pieces
         among them, and parts of blocks.
+
+        >>> unknown = Block(block_key(b"never put"), kv, offset=4096, length=4096)
+        >>> hit, miss = client.get([block, unknown])
+        >>> type(hit).__name__, str(miss)
+        ('Hit', 'MISS(unknown)')
         """
-        if needs_windows(blocks):
-            check_gets(self.fabric, blocks, GET_BLOCKS_MAX)
-            timeout_s = self.reach.get_timeout_s if timeout_s is None else timeout_s
-            return get_in_windows(
-                self.slabs,
-                blocks,
-                lambda some, left_s: self._getting(some, layout, left_s, None, None, is_awaited=True),
-                timeout_s,
-            )
-        get = self._getting(blocks, layout, timeout_s, None, None, is_awaited=True)
-        try:
-            return get.wait()
-        except BaseException:  # such as a signal's: the get still has to be waited for, to be ended
-            threading.Thread(target=get.wait, name="kvstore-get", daemon=True).start()
-            raise
+        return self._transfers.get(blocks, layout=layout, timeout_s=timeout_s)
 
     def getting(
         self,
@@ -403,193 +306,237 @@ class Client(Handle):
         watch: Watch | None = None,
         ended: Ended | None = None,
     ) -> Get | NoGet:
-        """Begin the same, and don't wait: `wait(n)` of what is returned waits for the first `n` blocks.
+        """Begin a get, and don't wait: `wait(n)` of what is returned waits for the first `n` blocks.
 
         The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
-        There is nobody here to scatter pieces: they are `get`'s.
+        Blocks of pieces are `get`'s: here nobody would scatter them.
+
+        >>> get = client.getting([block])
+        >>> [type(outcome).__name__ for outcome in get.wait()]
+        ['Hit']
         """
-        if any(block.pieces is not None for block in blocks):
-            raise ProtocolError("A block that belongs in pieces is waited for: use `get`.")
-        return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
+        return self._transfers.getting(blocks, layout=layout, timeout_s=timeout_s, watch=watch, ended=ended)
 
-    def _getting(
+    # --- puts and gets inside gRPC
+
+    def put_inline(
         self,
-        blocks: Sequence[Block],
-        layout: Layout | None,
-        timeout_s: float | None,
-        watch: Watch | None,
-        ended: Ended | None,
+        key: bytes,
+        data: Data,
         *,
-        is_awaited: bool,
-    ) -> Get | NoGet:
-        check_gets(self.fabric, blocks, BATCH_BLOCKS_MAX)
-        fingerprint = self.fingerprint if layout is None else layout.fingerprint
-        began_ns, request_id = time.monotonic_ns(), current_request()
-        span = None if self.spans is None else self.spans.get(blocks, request_id)
-        if span is not None:
-            ended = span.before(ended)
-        if timeout_s is None:
-            timeout_s = self.reach.get_timeout_s
-        deadline_ns = began_ns + int(timeout_s * 1e9)
-        try:
-            with self.lookups.noting(Kind.FETCH, len(blocks), request_id):
-                link = self._attached(timeout_s)
-                with self.lock:
-                    if link.error is not None:
-                        raise link.error
-                    get = Get(self, link, blocks, ended, is_awaited=is_awaited)
-        except Overloaded as error:
-            return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
-        except KvError as error:
-            return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
-        self._asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
-        return get
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> Durability:
+        """Put one block, or pieces that are one, through gRPC: copied and sent by the CPU, where there is no fabric.
 
-    def status(self, *, wait_s: float = 0.0) -> pb.StatusResponse:
-        """How the node is doing; `wait_s` waits that long for a node that is not there yet."""
-        timeout_s = wait_s or self.reach.call_timeout_s
-        try:
-            answer: pb.StatusResponse = self._stub.Status(
-                pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
-            )
-        except grpc.RpcError as failure:
-            raise error_from_rpc("Asking for the node's status", failure) from failure
-        self._breaker.succeeded()
-        return answer
-
-    @contextmanager
-    def _calling(self, doing: str) -> Iterator[None]:
-        """Make a call unless the node was away a moment ago; its error is one of ours."""
-        with self._breaker.call():
-            self.calls += 1
-            try:
-                yield
-            except (grpc.RpcError, NodeUnavailable) as failure:
-                error = error_from_rpc(doing, failure) if isinstance(failure, grpc.RpcError) else failure
-                # gRPC does not say which step towards the node failed. This is asked once for each failure that
-                # the breaker lets through, and a node that can be reached answers at once.
-                if isinstance(error, NodeUnavailable) and (step := broken_step(self.reach)) is not None:
-                    error = NodeUnavailable(f"{doing} found no node at {self.target}: {step}")
-                raise error from failure
-
-    # --- the link
-
-    def next_tags(self) -> int:
-        """The first of `TAGS_OF_ONE` fresh tags."""
-        return next(self._tags)
-
-    def settle(self, decide: Callable[[], None]) -> None:
-        """Call this, with the lock held, once all events have been told that the fabric has reported by now."""
-        self._settling.append(decide)
-        os.eventfd_write(self._wake_fd, 1)
-
-    def lose(self, link: Link, error: KvError) -> None:
-        """End a link: when this returns, nothing comes in through it any more."""
-        if isinstance(error, DeadlineExceeded):
-            self._breaker.failed(error)
-        with self.lock:
-            link.lose(error)
-            if self._link is link:
-                self._link = None
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether there is a link to the node now."""
-        return self._link is not None
-
-    def attach(self) -> None:
-        """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
-        self._attached(self.reach.call_timeout_s)
-
-    def _attached(self, timeout_s: float) -> Link:
-        """The link there is, or a new one, within this time."""
-        until_s = time.monotonic() + timeout_s
-        if not self._attaching.acquire(timeout=max(0.0, timeout_s)):
-            raise DeadlineExceeded("Another call was still attaching to the node.")
-        try:
-            with self.lock:
-                if self._closed:
-                    raise ProtocolError("The client is closed.")
-                if self._link is not None:
-                    return self._link
-            left_s = max(0.0, until_s - time.monotonic())
-            return self._attach(left_s)
-        finally:
-            self._attaching.release()
-
-    def _attach(self, timeout_s: float) -> Link:
-        until_s = time.monotonic() + timeout_s
-        self._fabric_breaker.check()
-        with self._calling("Attaching"):
-            try:
-                link = self._new_link(timeout_s)
-            except AddressRefused as refused:
-                if not self._own_side.is_at(refused.caller):
-                    raise
-                link = self._new_link(max(0.0, until_s - time.monotonic()))
-        with self.lock:
-            self._link = link
-        link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
-        with self._fabric_breaker.call():
-            say_first_word(self, link, max(0.0, until_s - time.monotonic()))
-        return link
-
-    def _new_link(self, timeout_s: float) -> Link:
-        return Link(
-            self,
-            self._stub,
-            self.fabric,
-            self._own_side,
-            self.tenant,
-            self._slots,
-            self._block_bytes_max,
-            timeout_s,
+        >>> client.put_inline(block_key(b"inline"), b"the KV of a page").name
+        'WRITTEN'
+        """
+        return self._inline.put(
+            key, data, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
         )
 
-    def check_memory(self, blocks: Sequence[Block]) -> None:
-        """Refuse blocks in memory that is not registered here, or no longer."""
-        check_memory(self.fabric, blocks)
+    def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
+        """Get one block through gRPC.
 
-    # --- events
+        >>> _ = client.put_inline(block_key(b"inline"), b"the KV of a page")
+        >>> client.get_inline(block_key(b"inline"), length=16)
+        b'the KV of a page'
+        """
+        return self._inline.get(key, length, timeout_s=timeout_s)
 
-    def _run_pump(self, fabric: Fabric) -> None:
-        poll = select.poll()
-        poll.register(fabric.fileno(), select.POLLIN)
-        poll.register(self._wake_fd, select.POLLIN)
-        while True:
-            poll.poll()
-            if self._stopping:
-                return
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            with self.lock:
-                settling, self._settling = self._settling, []
-            while events := fabric.reap():
-                with self.lock:
-                    for event in events:
-                        link = self._link
-                        operation = link.operation(event.tag) if link is not None else None
-                        if operation is not None:
-                            operation.event(event)
-            with self.lock:
-                for decide in settling:
-                    decide()
+    def put_many_inline(
+        self,
+        blocks: Iterable[tuple[bytes, Data]],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """Put blocks, each a key and its bytes, or pieces of them, in one stream; says of each how it ended, in order.
 
-    def close(self) -> None:
-        """End everything; puts that had not been acknowledged fail."""
-        with self._attaching, self.lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._link is not None:
-                self.lose(self._link, NodeUnavailable("The client was closed."))
-        self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
-        if self._pump is not None:
-            self._pump.join()
-        if self._fabric is not None:
-            self._fabric.close()
-        self._channel.close()
-        os.close(self._wake_fd)
-        if self.spans is not None:
-            self.spans.close()
+        If the stream breaks, what has no answer yet has its error, and may be kept or not. What was not taken from
+        `blocks` by then has no result: the list is shorter.
+
+        >>> pages = [(block_key(b"many", bytes([i])), bytes([i]) * 4096) for i in range(3)]
+        >>> [result.durability.name for result in client.put_many_inline(pages)]
+        ['WRITTEN', 'WRITTEN', 'WRITTEN']
+        """
+        return self._inline.put_many(
+            blocks, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
+        )
+
+    def get_many_inline(
+        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
+    ) -> Iterator[bytes | Miss]:
+        """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come.
+
+        >>> [len(page) for page in client.get_many_inline([(key, 4096), (key, 4096)])]
+        [4096, 4096]
+        """
+        return self._inline.get_many(wanted, timeout_s=timeout_s)
+
+    # --- what is stored
+
+    def exists(
+        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Stored | Miss]:
+        """Say of each block whether it could be got: one that is there, or the Miss that a get would give.
+
+        Without `lengths` a block of any length will do. Asking is no use: it keeps no block from being evicted.
+        The timeout is each call's.
+
+        >>> stored, miss = client.exists([key, block_key(b"never put")])
+        >>> stored.length, str(miss)
+        (4096, 'MISS(unknown)')
+        """
+        return self._blocks.exists(keys, lengths=lengths, timeout_s=timeout_s)
+
+    def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
+        """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's.
+
+        >>> client.prefix([key, block_key(b"never put"), key]).blocks
+        1
+        """
+        return self._blocks.prefix(keys, timeout_s=timeout_s)
+
+    def fingerprint_of(self, key: bytes) -> bytes | None:
+        """Say which layout a block is stored in, whichever the client's is; None if it is not stored.
+
+        >>> client.fingerprint_of(key) == client.fingerprint
+        True
+        """
+        return self._blocks.fingerprint_of(key)
+
+    def explain(self, keys: Sequence[bytes]) -> list[Explained]:
+        """Say where each block is, or how it went, as far as the node remembers.
+
+        >>> (told,) = client.explain([key])
+        >>> told.stored
+        True
+        """
+        return self._blocks.explain(keys)
+
+    def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
+        """Keep blocks from being evicted, until the pin is closed or its time is over; 0 is the node's choice.
+
+        The node gives no more than ten minutes, and a bounded part of its drives: beyond that it says Overloaded, and
+        nothing is pinned. A pin keeps no block from being deleted or from expiring.
+
+        >>> with client.pin([key], time_to_live_ms=60_000) as pin:
+        ...     pin.pinned
+        [True]
+        """
+        return self._blocks.pin(keys, time_to_live_ms=time_to_live_ms)
+
+    def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
+        """Have the node read blocks into its memory, while nobody waits for others, and wait for that.
+
+        It says which it did not read, and which are missing; the rest lies in the node's memory.
+
+        >>> read = client.prefetch([key])
+        >>> read.unread, read.missing
+        ([], {})
+        """
+        return self._steps.prefetch(keys, watch)
+
+    def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
+        """Forget blocks for good; says of each whether there was anything to delete.
+
+        When this returns they are gone from the drives, for as long as `durability` says.
+
+        >>> _ = client.put_inline(block_key(b"to go"), b"KV")
+        >>> client.delete([block_key(b"to go"), block_key(b"never put")])
+        [True, False]
+        """
+        return self._blocks.delete(keys, durability=durability)
+
+    # --- sessions
+
+    def session(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
+        """One session, whether it is there or not. The node is not called. A follower is told of all its transfers.
+
+        >>> chat = client.session("ada", "chat 7")
+        >>> chat.append([key], tokens=16)  # the session's blocks, now
+        1
+        """
+        return self._sessions.one(user, name, follower=follower)
+
+    def sessions(self, user: str) -> Iterator[ListedSession]:
+        """All sessions of a user; what is removed or made meanwhile may or may not be among them.
+
+        >>> _ = client.session("eve", "chat 1").append([key], tokens=16)
+        >>> [one.session for one in client.sessions("eve")]
+        ['chat 1']
+        """
+        return self._sessions.of_user(user)
+
+    def import_session(
+        self,
+        file: BinaryIO,
+        user: str,
+        name: str,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        progress: Progress | None = None,
+    ) -> Session:
+        """Keep a session that was exported into a file under a name that is free; it becomes this client's tenant's.
+
+        `progress` is told, after each block, how many are stored, and of how many.
+        SessionFileError, and no session, if the file is not whole, to its last byte.
+
+        >>> from io import BytesIO
+        >>> chat = client.session("bob", "chat 1")
+        >>> _ = chat.append([key], tokens=16)
+        >>> file = BytesIO()
+        >>> chat.export(file)  # its blocks
+        1
+        >>> _ = file.seek(0)
+        >>> client.import_session(file, "bob", "a copy").info().tokens
+        16
+        """
+        return self._sessions.import_one(file, user, name, durability, progress)
+
+    # --- what the node does
+
+    def status(self, *, wait_s: float = 0.0) -> StatusResponse:
+        """How the node is doing; `wait_s` waits that long for a node that is not there yet.
+
+        >>> client.status(wait_s=5).read_only
+        False
+        """
+        return self._core.status(wait_s)
+
+    def statistics(self) -> StatisticsResponse:
+        """The node's counters and gauges, and the tenant's own quota (`kvstore/v1/observing.proto` has them).
+
+        >>> client.statistics().puts > 0
+        True
+        """
+        return self._observing.statistics()
+
+    def looked_up(
+        self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
+    ) -> LookedUp:
+        """What became of the tenant's look-ups: of a request, of a session, or the last ones.
+
+        >>> from kvstore.client import as_request
+        >>> with as_request("request 1"):
+        ...     _ = client.get([block])
+        >>> [look_up.blocks for look_up in client.looked_up("request 1").lookups]
+        [1]
+        """
+        return self._observing.looked_up(request_id, user, session, last=last)
+
+    def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
+        """The tenant's events from now on, for so long; None first, when it has begun, and whenever nothing happens.
+
+        >>> events = client.watch(timeout_s=10)
+        >>> next(events)  # it has begun
+        >>> _ = client.put_inline(block_key(b"watched"), b"KV")
+        >>> next(event.what for event in events if event is not None)
+        'STORED'
+        >>> events.close()
+        """
+        return self._observing.watch(timeout_s=timeout_s)

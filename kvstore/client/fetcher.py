@@ -156,7 +156,7 @@ class Fetcher(Handle):
 
     def _read_ahead(self, ticket: Hashable, node: str, keys: Sequence[bytes], notes: Notes | None) -> None:
         try:
-            read: ReadAhead = self._nodes.at(node).steps.prefetch(keys, notes)
+            read: ReadAhead = self._nodes.at(node).prefetch(keys, watch=notes)
         except KvError:
             self._over(ticket, (), keys)
         else:

@@ -15,7 +15,7 @@ from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
 from kvstore.client.watch import within
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError, UsageError
 from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -80,7 +80,7 @@ class InlineCalls:
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> Durability:
-        """Put one block, or pieces that are one, through gRPC: copied and sent by the CPU, where there is no fabric."""
+        """As `Client.put_inline`."""
         view = _view(data)
 
         def parts() -> Iterator[pb.PutRequest]:
@@ -109,7 +109,7 @@ class InlineCalls:
         return reached
 
     def get(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
-        """Get one block through gRPC."""
+        """As `Client.get_inline`."""
         span = None if self._spans is None else self._spans.inline("kvstore.get")
         outcome = self._get(key, length, self._within(timeout_s), span)
         if span is not None:
@@ -145,10 +145,7 @@ class InlineCalls:
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """Put blocks, each a key and its bytes, or pieces of them, in one stream; says of each how it ended, in order.
-
-        If the stream breaks, what has no answer yet has its error, and may be kept or not.
-        """
+        """As `Client.put_many_inline`."""
         keys: list[bytes] = []
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
@@ -164,6 +161,8 @@ class InlineCalls:
             with within(span), self._calling("A stream of puts"):
                 for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
+        except UsageError:
+            raise
         except KvError as error:
             broken = error
         results = [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
@@ -197,7 +196,7 @@ class InlineCalls:
     def get_many(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
-        """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come."""
+        """As `Client.get_many_inline`."""
         timeout_s = self._within(timeout_s, many=True)
         if self._spans is None:
             return self._get_many(wanted, timeout_s, None)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.client.client import Client
 from kvstore.client.following import Following
 from kvstore.cluster.map import Map, Member
-from kvstore.errors import ConfigError, RegionBusy
+from kvstore.errors import Closed, ConfigError, RegionBusy
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
@@ -90,7 +90,7 @@ class Nodes(Handle):
     def _client(self, target: str) -> Client:
         with self._lock:
             if self._closed:
-                raise ConfigError("The nodes' clients are closed.")
+                raise Closed("The nodes' clients are closed.")
             client = self._clients.get(target)
             if client is None:
                 client = self._clients[target] = Client(self.reach.at(target), **self._of_clients)

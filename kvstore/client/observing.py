@@ -63,7 +63,7 @@ class ObservingCalls:
         self._tenant, self._timeout_s = reach.tenant, reach.call_timeout_s
 
     def statistics(self) -> pb.StatisticsResponse:
-        """The node's counters and gauges, and the tenant's own quota (`kvstore/v1/observing.proto` has them)."""
+        """As `Client.statistics`."""
         with self._calling("Asking for statistics"):
             answer: pb.StatisticsResponse = self._stub.Statistics(
                 pb.StatisticsRequest(tenant=self._tenant), timeout=self._timeout_s
@@ -73,7 +73,7 @@ class ObservingCalls:
     def looked_up(
         self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
     ) -> LookedUp:
-        """What became of the tenant's look-ups: of a request, of a session, or the last ones."""
+        """As `Client.looked_up`."""
         request = lookups_pb2.ListLookupsRequest(
             tenant=self._tenant,
             request_id=request_id,
@@ -92,9 +92,9 @@ class ObservingCalls:
         )
 
     def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
-        """The tenant's events from now on, for so long; None first, when it has begun, and whenever nothing happens."""
-        call = self._stub.Watch(pb.WatchRequest(tenant=self._tenant), timeout=timeout_s)
+        """As `Client.watch`."""
         with self._calling("Watching"):
+            call = self._stub.Watch(pb.WatchRequest(tenant=self._tenant), timeout=timeout_s)
             try:
                 for told in call:
                     dropped = told.dropped

@@ -13,11 +13,11 @@ What it doesn't do: keep when turns began (they begin when they are imported), p
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from kvstore.client.session_file import Content, Reader, Writer
-from kvstore.durability import Durability
 from kvstore.errors import KvError, LayoutError, NoSession, SessionFileError, SessionRefused
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.miss import Miss
@@ -26,13 +26,16 @@ from kvstore.wire.manifest import Turn
 if TYPE_CHECKING:
     from kvstore.client.client import Client
     from kvstore.client.sessions import Session
+    from kvstore.durability import Durability
 
-__all__ = ["export_session", "import_session"]
+__all__ = ["Progress", "export_session", "import_session"]
+
+Progress = Callable[[int, int], None]  # how many blocks are done, of how many
 
 _UNFINISHED_MS: Final = 600_000  # what an import that was cut off has begun ends by itself after this
 
 
-def export_session(client: Client, session: Session, file: BinaryIO) -> int:
+def export_session(client: Client, session: Session, file: BinaryIO, progress: Progress | None) -> int:
     """Write a session with all its blocks; returns how many different blocks that were.
 
     SessionFileError if one of them can't be had. The file is none then.
@@ -46,17 +49,20 @@ def export_session(client: Client, session: Session, file: BinaryIO) -> int:
     places = content.places()
     for first in range(0, len(places), BATCH_BLOCKS_MAX):
         some = places[first : first + BATCH_BLOCKS_MAX]
-        for place, found in zip(some, client.exists([keys[place] for place in some]), strict=True):
+        states = client.exists([keys[place] for place in some])
+        for number, (place, found) in enumerate(zip(some, states, strict=True), first + 1):
             payload = found if isinstance(found, Miss) else client.get_inline(keys[place], found.length)
             if isinstance(payload, Miss):
                 raise SessionFileError(f"Block {place} of the session can't be exported: {payload}.")
             writer.block(place, payload)
+            if progress is not None:
+                progress(number, len(places))
     writer.end()
     return len(places)
 
 
 def import_session(
-    client: Client, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+    client: Client, file: BinaryIO, user: str, name: str, durability: Durability, progress: Progress | None
 ) -> Session:
     """Read a session out of a file and keep it under this name, which has to be free.
 
@@ -71,8 +77,11 @@ def import_session(
         raise LayoutError("The session's blocks are laid out in another way than this client's.")
     if not content.keys:
         raise SessionFileError("The session in the file has no blocks, so there is nothing to import.")
-    for key, payload in reader.blocks():
+    count = len(content.places())
+    for number, (key, payload) in enumerate(reader.blocks(), 1):
         client.put_inline(key, payload, durability=durability)
+        if progress is not None:
+            progress(number, count)
     reader.read_end()
     # Turns are appended one by one, so they are gathered where nobody looks, and then named in one step.
     gathered = client.session(f"import {secrets.token_hex(16)}", "unfinished")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import PutResult
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, FabricError, KvError, ProtocolError
+from kvstore.errors import DeadlineExceeded, FabricError, InvalidArgument, KvError, ProtocolError, UsageError
 from kvstore.limits import KEY_BYTES
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
@@ -161,7 +161,7 @@ class ArmedPuts:
 
     def _put_failed(self, i: int, status: int) -> None:
         if status == -errno.EINVAL and self._keys.get(i) == b"":
-            error: KvError = ProtocolError("The put fired before its block was named, and was not sent.")
+            error: KvError = UsageError("The put fired before its block was named, and was not sent.")
             self._end(i, error)
             return
         if status == -errno.ETIMEDOUT:
@@ -242,7 +242,7 @@ class ArmedPuts:
     def name(self, number: int, key: bytes) -> None:
         """Say which block it is, of one that was armed without a key: before its put fires, which fails otherwise."""
         if self._keys.get(number) != b"" or len(key) != KEY_BYTES:
-            raise ProtocolError(f"A put that has no key yet gets one of {KEY_BYTES} bytes, once.")
+            raise InvalidArgument(f"A put that has no key yet gets one of {KEY_BYTES} bytes, once.")
         with self._client.lock:
             self._keys[number] = key
             if self._heads is not None:

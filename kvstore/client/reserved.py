@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.client.giving_back import GivingBack
 from kvstore.client.puts import ArmedPuts
 from kvstore.durability import Durability
-from kvstore.errors import FabricError, KvError, LeaseExpired, ProtocolError
+from kvstore.errors import FabricError, InvalidArgument, KvError, LeaseExpired
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
 from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
 
@@ -67,7 +67,7 @@ class Reservation:
 
     def _spend(self) -> None:
         if self._spent:
-            raise ProtocolError("A reservation is armed or given back once; reserve again.")
+            raise InvalidArgument("A reservation is armed or given back once; reserve again.")
         self._spent = True
 
     def arm(self, flag: FlagWord | Counter | None) -> ArmedPuts:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client.blocks import Hit
 from kvstore.client.lookups import as_request, current_request
 from kvstore.client.watch import within
-from kvstore.errors import KvError, ProtocolError
+from kvstore.errors import Closed, InvalidArgument, KvError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss
 from kvstore.steps import Step
@@ -160,7 +160,7 @@ class Resuming(Handle):
         key = self._manifest.keys[number]
         block = self._place(number, key)
         if block.key != key:
-            raise ProtocolError(f"Block {number} of the session was given a place under another key.")
+            raise InvalidArgument(f"Block {number} of the session was given a place under another key.")
         if not self._asked:
             self._notes.registered(block.region)
         return block
@@ -169,7 +169,7 @@ class Resuming(Handle):
         """Wait for the first so many blocks, as they were asked for; whether they all came."""
         count = min(count, len(self._order))
         if self._closed and self._came < count and self._miss is None:
-            raise ProtocolError("The resume was closed before all of it had come.")
+            raise Closed("The resume was closed before all of it had come.")
         first = not self._came
         while self._came < count and self._miss is None:
             self._ask()

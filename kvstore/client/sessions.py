@@ -22,11 +22,11 @@ from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
     DeadlineExceeded,
+    InvalidArgument,
     KvError,
     NodeUnavailable,
     NoSession,
     Overloaded,
-    ProtocolError,
     SessionRefused,
 )
 from kvstore.limits import (
@@ -42,15 +42,16 @@ from kvstore.wire.manifest import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    import grpc
 
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
+    from kvstore.client.core import Core
+    from kvstore.client.portable import Progress
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.resuming import Resumed
+    from kvstore.client.spans import ResumeSpan
+    from kvstore.client.step_calls import StepCalls
     from kvstore.client.trace import Follower, Trace
     from kvstore.layout import Layout
     from nic_offload.counter import Counter
@@ -96,15 +97,15 @@ class SessionCalls:
     def __init__(
         self,
         client: Client,
-        channel: grpc.Channel,
-        calling: Callable[[str], AbstractContextManager[None]],
+        core: Core,
+        steps: StepCalls,
     ) -> None:
-        self.client, self.timeout_s = client, client.reach.call_timeout_s
-        self.calling = calling
-        self.stub = sessions_pb2_grpc.SessionsStub(channel)  # type: ignore[no-untyped-call]
+        self.client, self.core, self.steps = client, core, steps
+        self.calling, self.timeout_s = core.calling, core.reach.call_timeout_s
+        self.stub = sessions_pb2_grpc.SessionsStub(core.channel)  # type: ignore[no-untyped-call]
 
     def of_user(self, user: str) -> Iterator[ListedSession]:
-        """All sessions of a user; what is removed or made meanwhile may or may not be among them."""
+        """As `Client.sessions`."""
         token = b""
         while True:
             request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
@@ -124,17 +125,14 @@ class SessionCalls:
                 return
 
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
-        """One session, whether it is there or not. The node is not called. A follower is told of all its transfers."""
+        """As `Client.session`."""
         return Session(self, user, name, follower)
 
     def import_one(
-        self, file: BinaryIO, user: str, name: str, *, durability: Durability = Durability.WRITTEN
+        self, file: BinaryIO, user: str, name: str, durability: Durability, progress: Progress | None
     ) -> Session:
-        """Keep a session that was exported into a file under a name that is free; it becomes this client's tenant's.
-
-        SessionFileError, and no session, if the file is not whole, to its last byte.
-        """
-        return import_session(self.client, file, user, name, durability=durability)
+        """As `Client.import_session`."""
+        return import_session(self.client, file, user, name, durability, progress)
 
 
 class Session:
@@ -164,7 +162,7 @@ class Session:
         looks again), or if a block is not stored.
         """
         if not keys:
-            raise ProtocolError("A turn has a block at least.")
+            raise InvalidArgument("A turn has a block at least.")
         if self._blocks is None:
             self._look()
         first = self._blocks or 0
@@ -213,7 +211,7 @@ class Session:
         request = pb.GetSessionRequest(name=self._name, blocks=blocks)
         call_s = self._calls.timeout_s
         with (
-            self._calls.client.lookups.looking(Kind.SESSION, 0) as metadata,
+            self._calls.core.lookups.looking(Kind.SESSION, 0) as metadata,
             self._calls.calling("Asking for a session"),
         ):
             answer: pb.GetSessionResponse = self._calls.stub.GetSession(
@@ -272,12 +270,13 @@ class Session:
         with self._calls.calling("Limiting a session"):
             return int(self._calls.stub.LimitSession(request, timeout=self._calls.timeout_s).expires_unix_ms)
 
-    def export(self, file: BinaryIO) -> int:
+    def export(self, file: BinaryIO, *, progress: Progress | None = None) -> int:
         """Write it, with its blocks, into a file from which any tenant's client can import it; returns its blocks.
 
+        `progress` is told, after each block, how many are written, and of how many.
         SessionFileError if a block can't be had; then no import takes what was written.
         """
-        return export_session(self._calls.client, self, file)
+        return export_session(self._calls.client, self, file, progress)
 
     def protect(self, blocks: int = 0) -> None:
         """Keep its first blocks from being evicted, or all, those to come as well, until that is ended.
@@ -335,14 +334,18 @@ class Session:
         """
         clock = SystemClock()
         if timeout_s is None:
-            timeout_s = self._calls.client.reach.get_timeout_s
+            timeout_s = self._calls.core.reach.get_timeout_s
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
-        client = self._calls.client
-        span = None if client.spans is None else client.spans.resume()
+        client, span = self._calls.client, self.resume_span()
         with as_request(), within(span):  # all of it is one request's
             manifest = self.manifest(timeout_s)
             return Resuming(client, manifest, place, self.notes, clock, until_ns, layout, layer_of, span)
+
+    def resume_span(self) -> ResumeSpan | None:
+        """A span for a resume that begins; None, if the client was given no tracer."""
+        spans = self._calls.core.spans
+        return None if spans is None else spans.resume()
 
     def manifest(self, timeout_s: float | None = None) -> Manifest:
         """What its blocks are, or a Miss that says why nobody knows."""
@@ -405,11 +408,11 @@ class Session:
     def report(self) -> None:
         """Tell the node what was seen here, where no other call would. A node that is away is not told."""
         with suppress(KvError):
-            self._calls.client.steps.report(self.notes)
+            self._calls.steps.report(self.notes)
 
     def trace(self) -> Trace:
         """What the node, and who reported to it, saw of the session's last turns."""
-        return self._calls.client.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
+        return self._calls.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
 
 
 def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Final
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
+from kvcli.version import package_version
 from kvstore.client.firings import firings
 from kvstore.clock import SystemClock, unix_offset_ns
 from kvstore.limits import SPANS_CLOSE_MS, SPANS_WAITING_MAX
 from kvstore.miss import Miss
-from kvstore.version import package_version
 from kvstore.wire.traceparent import TRACEPARENT_HEADER, TraceParent
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class StepCalls:
         self._tenant, self._timeout_s = reach.tenant, reach.call_timeout_s
 
     def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
-        """Have the node read blocks into its memory, while nobody waits for others, and wait for that."""
+        """As `Client.prefetch`."""
         with self._calling("Prefetching blocks"):
             answer = self._stub.PrefetchBlocks(
                 pb.PrefetchBlocksRequest(tenant=self._tenant, keys=keys),

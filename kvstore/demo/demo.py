@@ -174,7 +174,7 @@ def _read_back_by_cpu(client: Client, blocks: Sequence[Block], memory: mmap.mmap
 def _resume(client: Client, blocks: Sequence[Block], memory: mmap.mmap, digests: Sequence[str]) -> None:
     chat = client.session("somebody", "demo")
     chat.append([block.key for block in blocks], tokens=len(blocks))
-    client.steps.prefetch([block.key for block in blocks], chat.notes)
+    client.prefetch([block.key for block in blocks], watch=chat.notes)
     memory[:] = bytes(_TOTAL)
     resumed = chat.resume(lambda i, _: blocks[i], timeout_s=_WAIT_S)
     if not resumed.is_whole:

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
+from kvcli.version import package_version
 from kvstore.limits import (
     SPANS_QUEUED_MAX,
     SPANS_SEND_MS,
@@ -27,7 +28,6 @@ from kvstore.limits import (
     SPANS_STOP_MS,
 )
 from kvstore.node.spans import NodeSpans
-from kvstore.version import package_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,12 +15,12 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from kvcli.version import package_version
 from kvstore.errors import ProtocolError
 from kvstore.limits import HEALTH_STILL_MS, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 from kvstore.node.http import Answer, HttpServer
 from kvstore.node.metrics import CONTENT_TYPE, gathered, rendered
 from kvstore.node.ui_state import state
-from kvstore.version import package_version
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvcli.version import package_version
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Member
 from kvstore.config import show_size
@@ -44,7 +45,6 @@ from kvstore.node.tenants import Tenants
 from kvstore.node.undumped import keep_out_of_dumps
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
-from kvstore.version import package_version
 from kvstore.wire import (
     blocks_pb2_grpc,
     cluster_pb2_grpc,

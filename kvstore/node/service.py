@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
+from kvcli.version import package_version
 from kvstore.errors import ProtocolError
 from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
@@ -12,7 +13,6 @@ from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
 from kvstore.node.inline import deadline
-from kvstore.version import package_version
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.fabric_call import FetchRow

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
 
+from kvcli.version import package_version
 from kvstore.clock import unix_offset_ns
 from kvstore.lookups import HITS, Outcome
 from kvstore.node.traced import End, PutTrace
-from kvstore.version import package_version
 from kvstore.wire.traceparent import parent_in
 
 if TYPE_CHECKING:

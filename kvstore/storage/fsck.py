@@ -20,6 +20,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvcli.progress import bars
+from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.bay import FolderBay
@@ -119,14 +121,15 @@ class Report:
 
 
 def run(data: Path, *, repair: bool, payloads: bool) -> int:
-    """Check a folder and print what was found; exit status 0 if nothing is wrong now, 2 otherwise."""
-    report = check(data, repair=repair, payloads=payloads)
+    """Check a folder and print what was found; exit status 0 if nothing is wrong now, 3 otherwise."""
+    with bars() as progress:
+        report = check(data, repair=repair, payloads=payloads, progress=progress)
     verdict = "repaired" if report.repaired else "nothing is wrong"
     if report.left:
         mendable = any(_DAMAGE[what] for what in report.left)
         verdict = "damaged; --repair mends the index" if mendable else "damaged; what is lost will be misses"
     print("\n".join([*report.lines(), f"{data}: {verdict}"]))  # noqa: T201 - what the command is for
-    return 2 if report.left else 0
+    return Status.NO if report.left else Status.DONE
 
 
 def check(
@@ -156,7 +159,7 @@ def check(
             drive.compare(boot)
             drive.count([one.second for one in drives])
             if payloads:
-                _check_payloads(drive.disk, drive.second, drive.doubts, drive.report)
+                _check_payloads(drive.disk, drive.second, drive.doubts, drive.report, progress)
         for drive in drives:
             if repair and any(_DAMAGE[what] for what in drive.report.damage):
                 drive.swap(boot)
@@ -348,9 +351,13 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     report.counts["counts of references that are wrong"] += len(wanted) + len(naming)
 
 
-def _check_payloads(disk: Disk, index: Index, doubts: Doubts, report: Report) -> None:
+def _check_payloads(
+    disk: Disk, index: Index, doubts: Doubts, report: Report, progress: Progress | None
+) -> None:
     whole = array("Q")  # to be believed when nothing is read from the index any more
-    for (_, key), entry in index.entries():
+    for number, ((_, key), entry) in enumerate(index.entries()):
+        if progress is not None:
+            progress("reading payloads", number, len(index))
         size = record_bytes(entry.length) - HEADER_BYTES
         try:
             payload = disk.read_at(entry.offset + HEADER_BYTES, size)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.progress import bar
 from sim.hardware import changed
 from sim.hf_config import read_model
 from sim.models import model
@@ -16,7 +17,7 @@ from sim.replay.simulate import simulate
 from sim.replay.sweep import pareto, points
 from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, chats, read_trace, write_mooncake
-from sim.show import as_csv, as_json, bar, save, save_plot, table
+from sim.show import as_csv, as_json, save, save_plot, table
 from sim.svg import Chart, Series, figure, seconds_label
 from sim.units import OutOfRange
 

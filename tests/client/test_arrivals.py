@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Arrivals, Block, Nodes, Resumed
-from kvstore.errors import ProtocolError
+from kvstore.errors import (
+    Closed,
+    InvalidArgument,
+    NotRegistered,
+)
 from kvstore.limits import RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
@@ -262,7 +266,7 @@ def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: Rig) -
     chat.append([key("ada", number) for number in (0, 1, 0)], 48)
     assert rig.arrivals.arrived(request("ada", "twice"), rig.place, timeout_s=WAIT_S).whole().is_whole
     assert rig.memory[: 3 * SIZE] == b"".join(bytes_of("ada", number) for number in (0, 1, 0))
-    with pytest.raises(ProtocolError, match="Block 0 of the session"):
+    with pytest.raises(InvalidArgument, match="Block 0 of the session"):
         rig.arrivals.arrived(request("ada", "twice"), lambda number, _: rig.place(number, bytes(32)))
 
 
@@ -311,10 +315,10 @@ def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_me
 def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: Rig) -> None:
     rig.store("ada", 0, 3)
     rig.region.close()
-    with pytest.raises(ProtocolError, match="not registered"):
+    with pytest.raises(NotRegistered, match="not registered"):
         rig.arrivals.arrived(request("ada"), rig.place)
     rig.arrivals.close()
-    with pytest.raises(ProtocolError, match="closed"):
+    with pytest.raises(Closed, match="closed"):
         rig.arrivals.arrived(request("ada"))
 
 
@@ -346,7 +350,7 @@ def test_a_node_that_hangs_holds_up_nobody_elses_users(here: NodeInProcess, node
 
 def test_a_client_alone_can_have_blocks_read_ahead(rig: Rig) -> None:
     rig.store("ada", 0, 3)
-    read = rig.client.steps.prefetch([key("ada", number) for number in (0, 1, 7)])
+    read = rig.client.prefetch([key("ada", number) for number in (0, 1, 7)])
     assert read.unread == []
     assert list(read.missing) == [key("ada", 7)]
     assert read.missing[key("ada", 7)].reason is MissReason.UNKNOWN

@@ -17,8 +17,10 @@ from kvstore.config import NodeConfig, parse_listen, parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import (
     ConfigError,
+    InvalidArgument,
     KvError,
     NodeUnavailable,
+    NotRegistered,
     Overloaded,
     ProtocolError,
     RegionBusy,
@@ -73,7 +75,7 @@ def test_a_block_that_no_node_would_take_is_refused_at_once(
     rig: Rig, make: Callable[[Rig], Block], says: str
 ) -> None:
     before = rig.client.calls
-    with pytest.raises(ProtocolError, match=says) as caught:
+    with pytest.raises(InvalidArgument, match=says) as caught:
         make(rig)
     assert is_one_sentence(caught.value)
     assert rig.client.calls == before
@@ -83,34 +85,34 @@ def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: Rig) -
     block = rig.block(0)
     with (
         small_client(node.target) as other,
-        pytest.raises(ProtocolError, match="not registered with this client"),
+        pytest.raises(NotRegistered, match="not registered with this client"),
     ):
         other.reserve([block])
     rig.from_region.close()
-    with pytest.raises(ProtocolError, match="or no longer"):
+    with pytest.raises(NotRegistered, match="or no longer"):
         rig.client.reserve([block])
-    with pytest.raises(ProtocolError, match="or no longer"):
+    with pytest.raises(NotRegistered, match="or no longer"):
         rig.client.get([block])
 
 
 def test_a_batch_is_neither_empty_nor_unbounded(rig: Rig) -> None:
     for reserved, got in ((0, 0), (BATCH_BLOCKS_MAX + 1, GET_BLOCKS_MAX + 1)):
-        with pytest.raises(ProtocolError, match="blocks, not"):
+        with pytest.raises(InvalidArgument, match="blocks, not"):
             rig.client.reserve([rig.block(0)] * reserved)
-        with pytest.raises(ProtocolError, match="blocks, not"):
+        with pytest.raises(InvalidArgument, match="blocks, not"):
             rig.client.get([rig.block(0)] * got)
 
 
 def test_a_lease_has_a_longest_time(rig: Rig) -> None:
     for lease_ms in (0, LEASE_TIMEOUT_MS_MAX + 1):
-        with pytest.raises(ProtocolError, match="A lease lasts"):
+        with pytest.raises(InvalidArgument, match="A lease lasts"):
             rig.client.reserve([rig.block(0)], lease_ms=lease_ms)
 
 
 def test_a_reservation_is_armed_once(rig: Rig) -> None:
     reservation = rig.client.reserve([rig.block(0)])
     reservation.arm(rig.flags[0])
-    with pytest.raises(ProtocolError, match="once"):
+    with pytest.raises(InvalidArgument, match="once"):
         reservation.arm(rig.flags[0])
 
 
@@ -127,13 +129,13 @@ def test_a_region_that_a_put_waits_for_is_not_closed(rig: Rig) -> None:
 @pytest.fixture
 def stub(rig: Rig) -> kvstore_pb2_grpc.KvStoreStub:
     rig.client.reserve([rig.block(15)])  # attaches
-    return rig.client._stub
+    return rig.client._core.stub
 
 
 def number_of(rig: Rig) -> int:
     """Of its connection, as the node has it."""
-    assert rig.client._link is not None
-    return rig.client._link.number
+    assert rig.client._core.link is not None
+    return rig.client._core.link.number
 
 
 def name(length: int = 10, key: bytes = b"k" * 32, fingerprint: bytes = b"f" * 16) -> pb.BlockName:
@@ -255,7 +257,7 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
         assert isinstance(outcome, Miss)
         assert outcome.reason is MissReason.NODE_AWAY
         assert time.monotonic() - begun_s < 5.0
-        wait_until(lambda: not rig.client._breaker.is_open, "the client tries again")
+        wait_until(lambda: not rig.client._core.breaker.is_open, "the client tries again")
         begun_s = time.monotonic()  # and again where the client has to attach first
         (outcome,) = rig.client.get([rig.wanted(rig.block(0))], timeout_s=1.0)
         assert isinstance(outcome, Miss)
@@ -383,7 +385,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
 def test_errors_of_the_command_are_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore", "serve", "--data", str(tmp_path), "--listen", "8.8.8.8:1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.startswith("kvstore: The node does not listen on 8.8.8.8")
     assert "Traceback" not in ended.stderr
 

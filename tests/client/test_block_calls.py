@@ -189,12 +189,12 @@ def test_a_pin_is_its_tenants_alone(node_here: NodeInProcess) -> None:
         one.put_inline(key(0), b"x")
         assert other.pin([key(0)]).pinned == [False]
         pin = one.pin([key(0)])
-        calls = other.pin.__self__  # type: ignore[attr-defined]
+        calls = other._blocks
         assert calls.unpin(pin._numbers) == 0
         assert node_here.call(leased) == 1
         pin.close()
         assert node_here.call(leased) == 0
-        assert one.pin.__self__.unpin([1, 2]) == 0  # type: ignore[attr-defined]
+        assert one._blocks.unpin([1, 2]) == 0
 
 
 def test_ended_pins_leave_nothing_behind(node_here: NodeInProcess) -> None:

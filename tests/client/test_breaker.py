@@ -178,12 +178,12 @@ def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(rig: 
     stored, armed = rig.block(0, 1 << 16), rig.block(1, 1 << 16)
     put(rig, [stored])
     puts = rig.client.reserve([armed]).arm(rig.flags[0])
-    link = rig.client._link
+    link = rig.client._core.link
     until_s = time.monotonic() + 1.0
 
     def hurry() -> None:
         wanted = rig.wanted(stored)
-        while time.monotonic() < until_s and rig.client._link is link:
+        while time.monotonic() < until_s and rig.client._core.link is link:
             rig.client.get([wanted], timeout_s=0.002)
 
     threads = [threading.Thread(target=hurry) for _ in range(8)]
@@ -191,7 +191,7 @@ def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(rig: 
         thread.start()
     for thread in threads:
         thread.join()
-    assert rig.client._link is link, link and link.error
+    assert rig.client._core.link is link, link and link.error
     rig.flags[0].store(2)
     assert [result.error for result in puts.wait(WAIT_S)] == [None]
 

@@ -44,8 +44,8 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 
 def link_of(client: Client) -> Link:
-    assert client._link is not None
-    return client._link
+    assert client._core.link is not None
+    return client._core.link
 
 
 def is_away(outcome: object) -> bool:
@@ -80,12 +80,12 @@ def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: Rig, way: 
     paint(rig)
     outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=SHORT_S)
     assert all(map(is_away, outcomes))
-    assert rig.client._link is before
+    assert rig.client._core.link is before
     assert drive.let_go() == 4
     rig.flags[0].store(10)
     (result,) = armed.wait(WAIT_S)
     assert result.error is None
-    assert rig.client._link is before
+    assert rig.client._core.link is before
     assert untouched(rig), "what was read after the cancellation was sent"
     assert rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S) == [
         Hit(block.key) for block in blocks
@@ -104,7 +104,7 @@ def test_a_get_whose_deadline_is_over_before_the_node_is_asked_ends_alone(
     put(rig, [block])
     if way == "rpc":
         over_rpc(rig.client)
-    link, fetch = link_of(rig.client), rig.client._asking.fetch
+    link, fetch = link_of(rig.client), rig.client._core.asking.fetch
     free = len(link._free_words)
 
     def fetch_late(*asked: Any) -> None:
@@ -112,14 +112,14 @@ def test_a_get_whose_deadline_is_over_before_the_node_is_asked_ends_alone(
         fetch(*asked)
 
     with monkeypatch.context() as patched:
-        patched.setattr(rig.client._asking, "fetch", fetch_late)
+        patched.setattr(rig.client._core.asking, "fetch", fetch_late)
         # gRPC need not send what has no time left.
-        patched.setattr(rig.client._asking, "_fetch_by_rpc", lambda *_: DeadlineExceeded("Not sent."))
+        patched.setattr(rig.client._core.asking, "_fetch_by_rpc", lambda *_: DeadlineExceeded("Not sent."))
         before, began_s = rig.client.calls, time.monotonic()
         (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
     assert is_away(outcome)
     assert time.monotonic() - began_s < FETCH_CANCEL_MS / 1000
-    assert rig.client._link is link
+    assert rig.client._core.link is link
     assert len(link._free_words) == free
     assert rig.client.calls == before, "there was nothing to cancel"
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
@@ -165,7 +165,7 @@ def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
     assert is_away(outcome)
     assert time.monotonic() - began_s < WAIT_S / 2, "its word said so"
     assert untouched(rig)
-    assert rig.client._link is link
+    assert rig.client._core.link is link
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
@@ -198,7 +198,7 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
     (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
     standing.join(WAIT_S)
     assert is_away(outcome)
-    assert rig.client._link is link
+    assert rig.client._core.link is link
     node.call(lambda _: None)
     assert untouched(rig)
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
@@ -220,14 +220,14 @@ def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_t
         time.sleep(2 * SHORT_S)
         return Overloaded("Refused.")
 
-    monkeypatch.setattr(rig.client._asking, "_fetch_by_rpc", refused_late)
+    monkeypatch.setattr(rig.client._core.asking, "_fetch_by_rpc", refused_late)
     standing = stand_still(node, go_on)
     get = rig.client.getting([rig.wanted(block)], timeout_s=SHORT_S)
     go_on.set()
     standing.join(WAIT_S)
     assert is_away(get.wait()[0])
     assert meanwhile == [free - 1]
-    assert rig.client._link is link
+    assert rig.client._core.link is link
     assert len(link._free_words) == free
 
 
@@ -253,7 +253,7 @@ def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards
         paint(rig)
         rig.client.status()  # some time for what must not come
         assert untouched(rig), turn
-        if rig.client._link is not link:  # the machine stood still for longer than a node has to confirm
+        if rig.client._core.link is not link:  # the machine stood still for longer than a node has to confirm
             rig.client.attach()
             link = link_of(rig.client)
             calls = link.calls
@@ -425,7 +425,7 @@ def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
 
     with monkeypatch.context() as patched:
         patched.setattr(link.endpoint, "close", hangs)
-        rig.client.lose(link, NodeUnavailable("The node went away."))
+        rig.client._core.lose(link, NodeUnavailable("The node went away."))
     assert is_away(get.wait()[0])
     with pytest.raises(RegionBusy):
         rig.to_region.close()

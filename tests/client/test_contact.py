@@ -172,7 +172,7 @@ def test_the_doctor_walks_to_a_node_and_tells_each_step(
 ) -> None:
     assert main(["doctor", "--node", shared_node.target]) == 0
     assert "5 ok, 0 warn, 0 fail" in capsys.readouterr().out
-    assert main(["doctor", "--node", free_port]) == 1
+    assert main(["doctor", "--node", free_port]) == 3
     said = capsys.readouterr().out
     assert "Is the node running" in said
     assert "fabric" not in said
@@ -190,7 +190,7 @@ def test_the_doctor_tells_a_wrong_token_from_a_wrong_address(
     guarded: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("wrong")
-    assert main(["doctor", "--node", guarded(), "--token-file", str(tmp_path / "token")]) == 1
+    assert main(["doctor", "--node", guarded(), "--token-file", str(tmp_path / "token")]) == 3
     said = capsys.readouterr().out
     assert "fail  tenant" in said
     assert "fabric" not in said

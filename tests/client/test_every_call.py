@@ -58,7 +58,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NodeInProc
         client.session("user", "chat").append([KEY], 32)
         kv = client.register(allocate(PAGE))
         reservation = client.reserve([Block(block_key(b"leased"), kv, 0, PAGE)])
-        link = client._link
+        link = client._core.link
         assert link is not None
         (lease,) = reservation._leases
         reservation.arm(flags[0])

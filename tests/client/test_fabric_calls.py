@@ -57,8 +57,8 @@ def rig_inside(inside: NodeInProcess) -> Iterator[Rig]:
 
 def link_of(client: Client) -> Link:
     client.attach()
-    assert client._link is not None
-    return client._link
+    assert client._core.link is not None
+    return client._core.link
 
 
 def get(rig: Rig, blocks: list[Block]) -> list[Hit | Miss]:
@@ -70,8 +70,8 @@ def forbid_grpc(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("this was to go over the fabric")
 
-    monkeypatch.setattr(client._stub, "Reserve", refuse)
-    monkeypatch.setattr(client._stub, "Fetch", refuse)
+    monkeypatch.setattr(client._core.stub, "Reserve", refuse)
+    monkeypatch.setattr(client._core.stub, "Fetch", refuse)
 
 
 def served(node: NodeInProcess) -> int:
@@ -158,7 +158,7 @@ def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
     forbid_grpc(rig.client, monkeypatch)
     for _ in range(2 * fabric_call.CALL_PLACES):
         assert get(rig, [block]) == [Hit(block.key)]
-    assert rig.client._link is link
+    assert rig.client._core.link is link
 
 
 def test_a_generation_that_no_word_holds_is_refused(rig: Rig, node: NodeProcess) -> None:
@@ -173,7 +173,9 @@ def test_a_generation_that_no_word_holds_is_refused(rig: Rig, node: NodeProcess)
     for generation in (0, 1 << 56):
         wanted.ack_generation = generation
         with pytest.raises(grpc.RpcError) as caught:
-            rig.client._stub.Fetch(pb.FetchRequest(connection=link.number, blocks=[wanted]), timeout=WAIT_S)
+            rig.client._core.stub.Fetch(
+                pb.FetchRequest(connection=link.number, blocks=[wanted]), timeout=WAIT_S
+            )
         assert "A word's generation is" in str(caught.value)
     assert get(rig, [block]) == [Hit(block.key)]
     assert "Traceback" not in node.log()
@@ -227,7 +229,7 @@ def test_what_is_refused_is_refused_the_same_way(rig: Rig, by_grpc: bool) -> Non
     assert caught.value.retry_after_ms > 0
     with pytest.raises(ProtocolError, match="attached for blocks of up to"):
         rig.client.reserve([rig.block(0, 2 * MIB)])
-    assert rig.client._link is link, "a refusal costs no connection"
+    assert rig.client._core.link is link, "a refusal costs no connection"
     rig.client.reserve([rig.block(0)]).give_back()
 
 
@@ -284,7 +286,7 @@ def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_erro
     finally:
         os.kill(node.pid, signal.SIGCONT)
     wait_until(lambda: get(rig, [block]) == [Hit(block.key)], "the node goes on")
-    monkeypatch.setattr(rig.client._asking, "_timeout_ns", 300_000_000)
+    monkeypatch.setattr(rig.client._core.asking, "_timeout_ns", 300_000_000)
     os.kill(node.pid, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineExceeded):
@@ -303,7 +305,9 @@ def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: Rig, node: NodeP
     try:
         thread = threading.Thread(target=lambda: outcomes.extend(rig.client.get([rig.wanted(block)])))
         thread.start()
-        wait_until(lambda: bool(rig.client._link and rig.client._link.operations), "the get is under way")
+        wait_until(
+            lambda: bool(rig.client._core.link and rig.client._core.link.operations), "the get is under way"
+        )
         rig.client.close()
         thread.join(WAIT_S)
     finally:
@@ -435,7 +439,7 @@ def test_a_token_that_is_taken_away_ends_the_connections_that_it_opened(tmp_path
         tenants.write_text(f'[acme]\ntokens_sha256 = ["{two}"]\n')
         os.kill(node.pid, signal.SIGHUP)
         wait_until(lambda: not stolen.is_attached, "the connection of the token that is gone ends")
-        assert kept._link is link
+        assert kept._core.link is link
 
 
 @pytest.mark.slow

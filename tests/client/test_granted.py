@@ -14,7 +14,14 @@ from kvstore.client import Block, Client
 from kvstore.client.block_calls import Stored
 from kvstore.client.blocks import Hit
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KeyTaken, KvError, Overloaded, ProtocolError
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KeyTaken,
+    KvError,
+    Overloaded,
+    UsageError,
+)
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -153,18 +160,18 @@ def test_a_put_is_armed_before_its_block_has_a_name(rig: Rig) -> None:
     rig.flags[0].store(1)
     first, second, third = puts.wait(WAIT_S)
     assert [(one.key, one.error) for one in (first, third)] == [(rig.key(0), None), (rig.key(2), None)]
-    assert isinstance(second.error, ProtocolError)
+    assert isinstance(second.error, UsageError)
     wanted = [Block(rig.key(n), rig.to_region, n * LENGTH, LENGTH) for n in (0, 2)]
     assert rig.client.get(wanted) == [Hit(rig.key(0)), Hit(rig.key(2))]
     assert rig.target[2 * LENGTH : 3 * LENGTH] == rig.source[2 * LENGTH : 3 * LENGTH]
-    with pytest.raises(ProtocolError, match="once"):
+    with pytest.raises(InvalidArgument, match="once"):
         puts.name(0, rig.key(5))
-    with pytest.raises(ProtocolError, match="without a key"):
+    with pytest.raises(InvalidArgument, match="without a key"):
         rig.client.get(blocks)
 
 
 def test_a_block_that_is_larger_than_was_agreed_is_refused_here(rig: Rig) -> None:
-    with pytest.raises(ProtocolError, match="up to 1048576 bytes"):
+    with pytest.raises(InvalidArgument, match="up to 1048576 bytes"):
         rig.client.put([rig.block(0, MIB + 1)])
     assert rig.client.put([rig.block(0)])[0].error is None
 
@@ -246,7 +253,7 @@ def test_what_comes_into_a_slot_and_is_no_put_ends_that_connection_alone(node: N
     bad, good = Rig(node), Rig(node)
     good.client.put([good.block(0, LENGTH)])
     bad.client.put([bad.block(0, LENGTH)])
-    link = bad.client._link
+    link = bad.client._core.link
     assert link is not None
 
     def slot_of(inside: Node) -> tuple[int, int]:

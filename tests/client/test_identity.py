@@ -116,7 +116,7 @@ def having(node: NodeProcess, token: str) -> Iterator[Acme]:
         client.session("user", "chat").append([KEY, KEY], 32)
         kv = client.register(allocate(PAGE))
         reservation = client.reserve([Block(block_key(b"leased"), kv, 0, PAGE)])
-        link = client._link
+        link = client._core.link
         assert link is not None
         (lease,) = reservation._leases
         reservation.arm(flags[0])
@@ -374,7 +374,7 @@ def test_tenants_read_again_lose_and_gain_without_a_restart(
 ) -> None:
     tenants.write_text(f'[zeta]\ntokens_sha256 = ["{token_digest("zeta-2")}"]\n')
     os.kill(guarded.pid, signal.SIGHUP)
-    wait_until(lambda: acme.client._link is None, "the connection of who is no tenant any more ends")
+    wait_until(lambda: acme.client._core.link is None, "the connection of who is no tenant any more ends")
     with pytest.raises(NotAuthenticated):
         acme.client.put_inline(KEY, b"x")
     with small_client(guarded.target, token="zeta-2") as client:
@@ -577,7 +577,7 @@ def test_a_connection_number_is_not_a_key(shared: NodeProcess) -> None:
     """What a thief of numbers could do without the check: fetch acme's blocks into acme's memory, or end its leases."""
     with having(shared, "acme") as acme, small_client(shared.target, token="zeta") as zeta:
         kv = zeta.register(allocate(PAGE))
-        link = zeta._attached(WAIT_S)
+        link = zeta._core.attached(WAIT_S)
         link.number, link.calls = acme.connection, None  # over the fabric there is no number to say
         with pytest.raises(ProtocolError, match="There is no connection"):
             zeta.reserve([Block(KEY, kv, 0, PAGE)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block, Hit, Nodes
-from kvstore.errors import ConfigError, NodeUnavailable
+from kvstore.errors import Closed, ConfigError, NodeUnavailable
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -130,5 +130,5 @@ def test_lists_that_cannot_be_used_are_refused(
 def test_a_node_that_is_not_in_the_list_and_a_closed_one_are_refused() -> None:
     with Nodes(THREE) as nodes, pytest.raises(ConfigError, match="not one of the nodes"):
         nodes.at("elsewhere:1")
-    with pytest.raises(ConfigError, match="are closed"):
+    with pytest.raises(Closed, match="are closed"):
         nodes.of("user 1")

@@ -29,7 +29,7 @@ from tests.conftest import small_client
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.client import Client
+    from kvstore.client.core import Core
     from kvstore.client.link import Link
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Fabric
@@ -62,7 +62,7 @@ def connections_to(port: int) -> list[str]:
 def test_a_client_connects_to_the_nodes_fabric_when_it_attaches(node: NodeProcess) -> None:
     with small_client(node.target) as client:
         client.attach()
-        link = client._link
+        link = client._core.link
         assert link is not None
         assert len(connections_to(SocketAddress.of(link.node_address).port)) == 1
 
@@ -125,7 +125,7 @@ def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_
     monkeypatch.setattr(OwnSide, "_source", lambda *_: ip_of("127.0.0.9"))  # as if gRPC had taken another way
     with small_client(node.target) as client:
         client.attach()
-        link = client._link
+        link = client._core.link
         assert link is not None
         assert str(SocketAddress.of(link.endpoint.address()).ip) == "127.0.0.1"
 
@@ -140,21 +140,21 @@ def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProces
 def test_a_get_that_has_no_time_to_connect_opens_no_breaker(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def say_late(client: Client, link: Link, timeout_s: float) -> None:
+    def say_late(core: Core, link: Link, timeout_s: float) -> None:
         time.sleep(timeout_s)
-        say_first_word(client, link, 0.0)
+        say_first_word(core, link, 0.0)
 
     with small_client(node.target) as client:
         wanted = Block(bytes(32), client.register(bytearray(4096)), 0, 4096)
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.client.client.say_first_word", say_late)
+            patched.setattr("kvstore.client.core.say_first_word", say_late)
             for _ in range(3):
                 (miss,) = client.get([wanted], timeout_s=0.3)
                 assert isinstance(miss, Miss)
                 assert miss.reason is MissReason.NODE_AWAY
                 assert not client.is_attached
-                assert not client._fabric_breaker.is_open
-                assert not client._breaker.is_open
+                assert not client._core.fabric_breaker.is_open
+                assert not client._core.breaker.is_open
         (miss,) = client.get([wanted], timeout_s=TIMEOUT_S)
         assert isinstance(miss, Miss)
         assert miss.reason is MissReason.UNKNOWN, "the node was asked"

@@ -133,7 +133,7 @@ def test_pieces_are_the_callers_again_when_his_time_is_over(node: NodeInProcess,
         region.close()
     assert drive.let_go() == 16
     assert pages_of(back) == before, "what came late came into nobody's memory"
-    assert rig.client._link is link
+    assert rig.client._core.link is link
     again = Pool(rig.client, layers, count, PAGE)
     wanted = [Block.of_pieces(one.key, again.pieces(page)) for page, one in enumerate(blocks[:16])]
     assert rig.client.get(wanted, timeout_s=WAIT_S) == [Hit(one.key) for one in wanted]
@@ -161,7 +161,7 @@ def test_a_region_is_busy_while_a_get_may_scatter_into_it(node: NodeInProcess, r
 
 
 def test_slabs_are_used_again_and_bounded(rig: Rig) -> None:
-    slabs = rig.client.slabs
+    slabs = rig.client._core.slabs
     taken = [slabs.take(1) for _ in range(SLABS_KEPT + 3)]
     assert len({one.region.address for one in taken}) == len(taken)
     taken[0].region.hold()  # something may still come into it

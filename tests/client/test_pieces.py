@@ -9,7 +9,10 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.durability import Durability
-from kvstore.errors import ProtocolError
+from kvstore.errors import (
+    InvalidArgument,
+    NotRegistered,
+)
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -140,19 +143,19 @@ def test_pieces_go_inside_grpc(rig: Rig) -> None:
 def test_what_can_not_be_a_block_of_pieces_is_refused(rig: Rig) -> None:
     pieces = Pool(rig.client, 2, 2, PAGE).pieces(0)
     key = rig.key(0)
-    with pytest.raises(ProtocolError, match="together"):
+    with pytest.raises(InvalidArgument, match="together"):
         Block(key, rig.from_region, 0, 1, pieces=pieces)
-    with pytest.raises(ProtocolError, match="behind the first"):
+    with pytest.raises(InvalidArgument, match="behind the first"):
         Block.of_pieces(key, pieces, whole=3 * PAGE, skip=PAGE + 1)
     part = Block.of_pieces(key, pieces, whole=3 * PAGE, skip=PAGE)
     for put in (rig.client.arm, rig.client.reserve):
-        with pytest.raises(ProtocolError, match="not put"):
+        with pytest.raises(InvalidArgument, match="not put"):
             put([part])
     pool = Pool(rig.client, 2, 2, PAGE)
     block = Block.of_pieces(key, pool.pieces(0))
     pool.regions[1].close()
     for call in (rig.client.arm, rig.client.reserve, rig.client.get):
-        with pytest.raises(ProtocolError, match="not registered"):
+        with pytest.raises(NotRegistered, match="not registered"):
             call([block])
 
 
@@ -241,5 +244,5 @@ def test_a_part_says_how_long_the_whole_is(rig: Rig) -> None:
 
 def test_a_get_of_pieces_that_nobody_waits_for_is_refused(rig: Rig) -> None:
     block = Block.of_pieces(rig.key(0), Pool(rig.client, 2, 2, PAGE).pieces(0))
-    with pytest.raises(ProtocolError, match="get"):
+    with pytest.raises(InvalidArgument, match="get"):
         rig.client.getting([block])

@@ -59,6 +59,16 @@ def names(client: Client, user: str) -> list[str]:
     return [one.session for one in client.sessions(user)]
 
 
+def test_both_say_how_far_they_are(ada: Client) -> None:
+    written: list[tuple[int, int]] = []
+    stored: list[tuple[int, int]] = []
+    file = io.BytesIO()
+    count = ada.session("ada", "chat").export(file, progress=lambda *told: written.append(told))
+    file.seek(0)
+    ada.import_session(file, "ada", "told", progress=lambda *told: stored.append(told))
+    assert written == stored == [(number, count) for number in range(1, count + 1)]
+
+
 def test_another_tenant_imports_it_as_his_own(node: NodeInProcess, ada: Client) -> None:
     file = exported(ada)
     for name in (b"acme", b"ada", b"chat"):
@@ -173,7 +183,7 @@ def test_the_command_exports_and_imports(
     assert main(["sessions", "import", *ours, "--session", "again"]) == 0
     assert capsys.readouterr().out == "5 blocks exported\n6 blocks imported\n"
     assert main(["sessions", "import", *ours, "--session", "again"]) == 1
-    assert main(["sessions", "export", *ours]) == 1
+    assert main(["sessions", "export", *ours]) == 2
     assert main(["sessions", "export", *ours, "--session", "none"]) == 1
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["sessions", "import", *ours, "--session", "third"]) == 1

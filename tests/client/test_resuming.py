@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block, Hit
-from kvstore.errors import ProtocolError
+from kvstore.errors import (
+    Closed,
+)
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import MissReason
 from kvstore.names import block_key
@@ -124,7 +126,7 @@ def test_a_resume_that_is_given_up_leaves_nothing_under_way(here: NodeInProcess)
     assert here.call(lambda node: (node.pins.count, node.fetches.are_waiting)) == (0, False)
     assert rig.client.get([rig.place(0, key(0))]) == [Hit(key(0))]
     assert rig.memory[:] == after
-    with pytest.raises(ProtocolError, match="closed before"):
+    with pytest.raises(Closed, match="closed before"):
         back.whole()
     rig.client.close()
 

@@ -104,7 +104,7 @@ def is_well(rig: Rig, link: Link, number: int) -> None:
     put(rig, [block])
     assert get(rig, [block]) == [Hit(block.key)]
     assert rig.is_exact(block)
-    assert rig.client._link is link
+    assert rig.client._core.link is link
     assert link.error is None
 
 

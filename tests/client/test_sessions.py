@@ -11,7 +11,14 @@ import pytest
 
 from kvstore.client import Block, Client, Resumed, Stored, TurnInfo
 from kvstore.durability import Durability
-from kvstore.errors import NodeUnavailable, NoSession, Overloaded, ProtocolError, SessionRefused
+from kvstore.errors import (
+    InvalidArgument,
+    NodeUnavailable,
+    NoSession,
+    Overloaded,
+    ProtocolError,
+    SessionRefused,
+)
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     HOT_BYTES_MIN,
@@ -235,7 +242,7 @@ def test_a_place_under_another_key_is_refused(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         append(client, range(3))
         memory = Memory(client, 3)
-        with pytest.raises(ProtocolError, match="Block 0 of the session"):
+        with pytest.raises(InvalidArgument, match="Block 0 of the session"):
             client.session("user", "chat").resume(lambda number, _: memory.place(number, key(9)))
         assert node_here.call(lambda one: one.pins.count) == 0
 
@@ -337,7 +344,7 @@ def test_a_session_names_only_what_is_stored(node_here: NodeInProcess) -> None:
         with pytest.raises(SessionRefused, match="only blocks that are stored"):
             client.session("user", "chat").append([key(0), key(1)], 32)
         assert list(client.sessions("user")) == []
-        with pytest.raises(ProtocolError, match="a block at least"):
+        with pytest.raises(InvalidArgument, match="a block at least"):
             client.session("user", "chat").append([], 5)
 
 

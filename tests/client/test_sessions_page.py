@@ -65,8 +65,8 @@ def test_the_command_lists_a_users_sessions_latest_last(node: NodeProcess) -> No
 
 def test_the_command_says_in_a_sentence_what_is_wrong(node: NodeProcess, tmp_path: Path) -> None:
     ask = ("-m", "kvstore", "sessions", "--user", "ada", "--node")
-    for more in (("127.0.0.1:1",), (node.target, "--token-file", str(tmp_path / "none"))):
+    for status, *more in ((1, "127.0.0.1:1"), (2, node.target, "--token-file", str(tmp_path / "none"))):
         done = run(*ask, *more)
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (status, "")
         assert done.stderr.startswith("kvstore: ")
         assert len(done.stderr.splitlines()) == 1

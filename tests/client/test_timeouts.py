@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
     "explain": lambda client: client.explain([bytes(32)]),
     "delete": lambda client: client.delete([bytes(32)]),
     "pin": lambda client: client.pin([bytes(32)]),
-    "prefetch": lambda client: client.steps.prefetch([bytes(32)]),
+    "prefetch": lambda client: client.prefetch([bytes(32)]),
     "put": lambda client: client.put_inline(bytes(32), b"x"),
     "sessions": lambda client: list(client.sessions("ada")),
     "session": lambda client: client.session("ada", "chat").keys(),

@@ -165,7 +165,7 @@ def test_of_two_processes_with_one_folders_name_the_later_is_the_member(cluster:
     twin = cluster.add(copy)
     cluster.settled([*cluster.nodes[:2], twin])
     shown = command(original)
-    assert shown.returncode == 1
+    assert shown.returncode == 3
     assert "is no member: another process has taken its place" in shown.stdout
     time.sleep(3)
     cluster.settled([*cluster.nodes[:2], twin], 1)
@@ -188,7 +188,7 @@ def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
         assert [one.node for one in nodes.map.members] == [node.target]
         assert nodes.map.revision == 0
         shown = command(node)
-    assert (shown.returncode, shown.stdout) == (1, "The node is in no cluster.\n")
+    assert (shown.returncode, shown.stdout) == (3, "The node is in no cluster.\n")
 
 
 def command(node: NodeProcess) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from kvstore.client import Client  # noqa: E402
 from kvstore.demo.node_process import NodeProcess  # noqa: E402
 from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
 from kvstore.engines.transformers.pieces import Piece, pieces  # noqa: E402
-from kvstore.errors import FabricError, KvError, LayoutError, ProtocolError  # noqa: E402
+from kvstore.errors import FabricError, InvalidArgument, KvError, LayoutError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
 from kvstore.names import block_key  # noqa: E402
 from kvstore.reach import Reach  # noqa: E402
@@ -273,9 +273,9 @@ def test_what_is_no_sequence_of_this_model_is_refused(node: NodeProcess) -> None
     _run(model, tokens, cache)
     with CacheStore(node.target, model) as store:
         chat = store.session("ada", "refused")
-        with pytest.raises(ProtocolError, match="20 tokens, and 19"):
+        with pytest.raises(InvalidArgument, match="20 tokens, and 19"):
             chat.save(cache, tokens[:, :19])
-        with pytest.raises(ProtocolError, match="one sequence"):
+        with pytest.raises(InvalidArgument, match="one sequence"):
             chat.resume(tokens.repeat(2, 1))
         two = DynamicCache(config=model.config)
         _run(model, tokens.repeat(2, 1), two)

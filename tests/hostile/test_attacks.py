@@ -149,7 +149,7 @@ def test_attaches_that_fail(beside: Beside) -> None:
 
 def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside) -> None:
     beside.client.attach()
-    link = beside.client._link
+    link = beside.client._core.link
     assert link is not None
     alone, under, did = beside.endure("idle", connections=1000, port=SocketAddress.of(link.node_address).port)
     assert did["held"] <= 64
@@ -157,7 +157,7 @@ def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside)
     with small_client(beside.node.target, token="good") as another:
         another.attach()
     beside.client.attach()
-    assert beside.client._link is link, "the neighbour has the connection that it had"
+    assert beside.client._core.link is link, "the neighbour has the connection that it had"
 
 
 @pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])

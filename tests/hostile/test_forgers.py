@@ -141,7 +141,7 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         victim = Working(client)
         stolen = victim.one()
         assert (victim.errors, victim.wrong) == ([], [])
-        link = client._link
+        link = client._core.link
         assert link is not None
         attack = {
             "provider": client.fabric.provider,
@@ -156,7 +156,7 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         assert not isinstance(client.exists([FORGED])[0], Hit)
         if idle:
             assert victim.errors == []
-            assert client._link is link
+            assert client._core.link is link
         before = len(victim.errors)
         victim.one()
         assert len(victim.errors) == before, "it goes on, whatever was spoilt"

@@ -163,13 +163,13 @@ def test_a_get_that_was_given_up_gets_nothing_and_its_memory_is_held_until_the_d
     put(rig, [block])
     record = held.record(held.entry(block))
     paint(rig)
-    before = rig.client._link
+    before = rig.client._core.link
     getting = Getting(rig, [block], SHORT_S)
     held.wait_asked(1)
     (outcome,) = getting.wait()
     assert isinstance(outcome, Miss)
     assert outcome.reason is MissReason.NODE_AWAY
-    assert rig.client._link is before, "the node has confirmed it, though the drive has not answered"
+    assert rig.client._core.link is before, "the node has confirmed it, though the drive has not answered"
     size = record_bytes(LENGTH)
     assert state(node) == (size, size, 1, 2), "the drive may write there still"
     held.give(record)

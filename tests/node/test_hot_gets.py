@@ -127,7 +127,7 @@ def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: Ri
     waiting = rig.client.get([rig.wanted(blocks[0])], timeout_s=0.3)
     assert not isinstance(waiting[0], Hit)
     node.call(lambda inside: inside.hot.pages.release(rest))
-    wait_until(lambda: not rig.client._breaker.is_open, "the client tries again")
+    wait_until(lambda: not rig.client._core.breaker.is_open, "the client tries again")
     assert get(rig, *blocks) == [Hit(block.key) for block in blocks]
     node.call(lambda inside: inside.hot.pages.release(whole))
 

@@ -462,7 +462,7 @@ def test_a_port_that_is_taken_ends_the_start_in_one_sentence(tmp_path: Path) -> 
             timeout=60,
             check=False,
         )
-    assert ended.returncode == 1, ended.stderr
+    assert ended.returncode == 2, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith(f"kvstore: --http could not listen on {at}")
     assert "Traceback" not in ended.stderr
     assert "never awaited" not in ended.stderr

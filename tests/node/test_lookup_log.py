@@ -166,4 +166,4 @@ def test_look_ups_survive_sigkill_of_the_node(tmp_path: Path) -> None:
     with small_node(data) as node, small_client(node.target, tenant="acme") as client:
         with as_request("after"):
             client.prefix([block_key(b"x")])
-        assert told(client._channel) == ["before-0", "before-1", "before-2", "after"]
+        assert told(client._core.channel) == ["before-0", "before-1", "before-2", "after"]

@@ -201,7 +201,7 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     wait_until(lambda: bool(told(node, "slow")), "the node has noticed that its caller is gone")
     held.let_go()
     wait_until(lambda: node.call(lambda one: not one.fetches._under_way), "nothing is under way")
-    wait_until(lambda: not client._breaker.is_open, "the client tries again")
+    wait_until(lambda: not client._core.breaker.is_open, "the client tries again")
     with as_request("later"):
         client.exists(KEYS[:1])
     from_node, from_caller = sorted(told(node, "slow"), key=lambda one: one.by_caller)
@@ -219,11 +219,12 @@ def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: P
         for number in range(LOOKUPS_WAITING_MAX + 8):
             with as_request(f"away-{number}"), pytest.raises(NodeUnavailable):
                 client.prefix(KEYS[:5], timeout_s=0.05)
-        assert len(client.lookups) == LOOKUPS_WAITING_MAX
+        assert len(client._core.lookups) == LOOKUPS_WAITING_MAX
         with small_client(other.target, tenant="acme") as reaches:
-            vars(reaches)["lookups"]._waiting.extend(client.lookups._waiting)
+            reaches._core.lookups._waiting.extend(client._core.lookups._waiting)
             wait_until(
-                lambda: reaches.prefix(KEYS[:5]).blocks == len(reaches.lookups), "all of it has been told"
+                lambda: reaches.prefix(KEYS[:5]).blocks == len(reaches._core.lookups),
+                "all of it has been told",
             )
         lookups = [one for one in told(other) if one.by_caller]
     names = {one.request_id for one in lookups}
@@ -232,22 +233,22 @@ def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: P
 
 
 def test_what_rode_on_a_call_that_failed_is_told_by_the_next(node: NodeInProcess, client: Client) -> None:
-    client.lookups.lost("lost", Kind.FETCH, 0, [object()], NodeUnavailable("It was away."))
+    client._core.lookups.lost("lost", Kind.FETCH, 0, [object()], NodeUnavailable("It was away."))
 
     def fail() -> None:
-        with client.lookups.looking(Kind.PREFIX, 3, "failed"):
-            assert len(client.lookups) == 0
+        with client._core.lookups.looking(Kind.PREFIX, 3, "failed"):
+            assert len(client._core.lookups) == 0
             raise NodeUnavailable("Still.")
 
     def be_refused() -> None:
-        with client.lookups.looking(Kind.PREFIX, 3, "refused"):
+        with client._core.lookups.looking(Kind.PREFIX, 3, "refused"):
             raise Overloaded("Later.")
 
     with pytest.raises(NodeUnavailable, match="Still"):
         fail()
     with pytest.raises(Overloaded):
         be_refused()
-    assert len(client.lookups) == 3
+    assert len(client._core.lookups) == 3
     client.exists(KEYS[:1])
     assert {one.request_id: outcomes(one) for one in told(node) if one.by_caller} == {
         "lost": [(1, Outcome.MEMORY)],
@@ -265,7 +266,7 @@ def test_what_a_caller_tells_that_is_no_message_ends_nothing(
         name=kvstore_pb2.BlockName(key=KEYS[0], fingerprint=layout_fingerprint(b""), length=PAGE),
     )
     more = ((REQUEST_HEADER, "x" * 999), (LOOKUPS_HEADER, data[:6000]))
-    (answer,) = client._stub.Get(request, metadata=more, timeout=WAIT_S)
+    (answer,) = client._core.stub.Get(request, metadata=more, timeout=WAIT_S)
     assert answer.miss.reason == MissReason.UNKNOWN
     (lookup,) = told(node)
     assert lookup.request_id == "x" * LOOKUP_ID_BYTES_MAX

@@ -14,13 +14,13 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from kvcli.version import package_version
 from kvstore.client import Block, Client, Hit
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess, _lasting_port
 from kvstore.errors import ConfigError
 from kvstore.limits import SPANS_STOP_MS
 from kvstore.names import block_key
-from kvstore.version import package_version
 from nic_offload.flags import FlagWords
 from tests.nic_offload.rig import wait_until
 from tests.tracing import Kept

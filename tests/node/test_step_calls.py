@@ -63,12 +63,12 @@ def test_a_prefetch_says_what_is_in_memory_what_is_not_and_what_is_gone(
     here: NodeInProcess, client: Client
 ) -> None:
     client.delete([key(3)])
-    read = client.steps.prefetch([key(number) for number in range(30)])
+    read = client.prefetch([key(number) for number in range(30)])
     assert read.unread == []
     assert sorted(read.missing) == sorted(key(number) for number in (3, *range(20, 30)))
     assert {miss.reason for miss in read.missing.values()} == {MissReason.UNKNOWN}
     assert here.call(lambda node: node.hot.pages.statistics().kept) == 19
-    assert client.steps.prefetch([key(5)]).unread == [], "what lies there already counts"
+    assert client.prefetch([key(5)]).unread == [], "what lies there already counts"
 
 
 def test_a_prefetch_beyond_the_share_says_what_was_left_out(client: Client) -> None:
@@ -77,7 +77,7 @@ def test_a_prefetch_beyond_the_share_says_what_was_left_out(client: Client) -> N
     keys = [block_key(b"large", bytes([number])) for number in range(count)]
     for name in keys:
         client.put_inline(name, bytes(size))
-    read = client.steps.prefetch(keys)
+    read = client.prefetch(keys)
     assert read.unread == keys[-3:], "a header page each: so one fewer than would just fit"
     assert not read.missing
 
@@ -88,7 +88,7 @@ def test_a_prefetch_that_finds_no_turn_is_answered_in_its_time(
     monkeypatch.setattr(step_calls, "RPC_TIMEOUT_MS", 50)
     here.call(lambda node: busy(node, is_busy=True))
     begun_s = time.monotonic()
-    read = client.steps.prefetch([key(0), key(1)])
+    read = client.prefetch([key(0), key(1)])
     assert read.unread == [key(0), key(1)]
     assert time.monotonic() - begun_s < 5.0
     here.call(lambda node: busy(node, is_busy=False))
@@ -113,10 +113,10 @@ def test_as_many_prefetches_as_the_node_takes_and_no_more(here: NodeInProcess, c
     here.call(fill)
     begun_s = time.monotonic()
     with pytest.raises(Overloaded):
-        client.steps.prefetch([key(19)])
+        client.prefetch([key(19)])
     assert time.monotonic() - begun_s < 1.0
     here.call(lambda node: busy(node, is_busy=False))
-    assert client.steps.prefetch([key(19)]).unread == []
+    assert client.prefetch([key(19)]).unread == []
 
 
 def test_a_prefetch_asked_for_again_before_it_is_done_ends_the_first_asking(
@@ -167,12 +167,12 @@ def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_n
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_client(node.target) as client:
-        monkeypatch.setattr(client.steps, "_timeout_s", 0.2)
+        monkeypatch.setattr(client._steps, "_timeout_s", 0.2)
         chat = client.session("ada", "chat")
         client.put_inline(key(0), b"x")
         chat.append([key(0)], 16)
         os.kill(node.pid, signal.SIGSTOP)
-        for call in (chat.trace, lambda: client.steps.prefetch([key(0)])):
+        for call in (chat.trace, lambda: client.prefetch([key(0)])):
             begun_s = time.monotonic()
             with pytest.raises((DeadlineExceeded, NodeUnavailable)):
                 call()

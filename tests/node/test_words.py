@@ -44,8 +44,8 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 def link_of(rig: Rig) -> Link:
     rig.client.attach()
-    assert rig.client._link is not None
-    return rig.client._link
+    assert rig.client._core.link is not None
+    return rig.client._core.link
 
 
 def burn(node: NodeInProcess, *kinds: StorageError) -> None:
@@ -94,7 +94,7 @@ def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(node: NodeInPr
         rig.flags[0].store(1)
         (result,) = puts.wait(WAIT_S)
         wait_until(lambda: node.call(lambda inside: inside.leases) == 0, "the node is done with it")
-        with rig.client.lock:
+        with rig.client._core.lock:
             assert link.take_words(1) == [word]
         rig.client.get([rig.wanted(block)], timeout_s=WAIT_S)  # its answer comes behind whatever was put
         said = FlagWord(link.word_address(word)).load() & 0xFF
@@ -112,8 +112,8 @@ def fail(rig: Rig, count: int) -> list[KvError]:
     puts = rig.client.reserve([rig.block(number) for number in range(count)]).arm(rig.flags[0])
     rig.flags[0].store(count)
     results = puts.wait(WAIT_S)
-    assert rig.client._link is link  # a put that failed costs its connection nothing
-    with rig.client.lock:
+    assert rig.client._core.link is link  # a put that failed costs its connection nothing
+    with rig.client._core.lock:
         assert len(set(link._free_words)) == len(link._free_words) == ACK_WORDS - CALL_PLACES
     errors = [result.error for result in results if result.error is not None]
     assert len(errors) == count
@@ -157,7 +157,7 @@ def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
     wait_until(lambda: bool(link.failures._asking), "it has failed")
     puts.abandon()
     assert not puts.has_ended
-    assert rig.client._link is link
+    assert rig.client._core.link is link
 
 
 def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
@@ -168,7 +168,7 @@ def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
 
     def lose(failures: Failures) -> None:
         assert failures._asking
-        rig.client.lose(link, NodeUnavailable("The node went away."))
+        rig.client._core.lose(link, NodeUnavailable("The node went away."))
 
     monkeypatch.setattr(Failures, "_call", lose)
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])

@@ -230,12 +230,12 @@ def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
     assert main(["fsck", str(filled.data)]) == 0
     assert "nothing is wrong" in capsys.readouterr().out
     shutil.rmtree(filled.data / "index-0")
-    assert main(["fsck", str(filled.data)]) == 2
+    assert main(["fsck", str(filled.data)]) == 3
     assert "index that cannot be believed" in capsys.readouterr().out
     assert main(["fsck", str(filled.data), "--repair"]) == 0
     assert "repaired" in capsys.readouterr().out
     assert main(["fsck", str(filled.data)]) == 0
-    assert main(["fsck", str(filled.data / "none")]) == 1
+    assert main(["fsck", str(filled.data / "none")]) == 2
 
 
 def test_a_folder_that_cannot_be_checked_is_an_error(filled: Rig, tmp_path: Path) -> None:

@@ -501,7 +501,7 @@ def test_the_check_of_a_folder_says_why_an_index_is_not_believed(
     data = bytearray(data_of(real).read_bytes())
     data[newest_head(data) + 16] ^= 1
     data_of(real).write_bytes(data)
-    assert main(["fsck", str(real.data)]) == 2
+    assert main(["fsck", str(real.data)]) == 3
     assert "its head is damaged" in capsys.readouterr().out
     assert main(["fsck", str(real.data), "--repair"]) == 0
     assert main(["fsck", str(real.data)]) == 0

@@ -26,7 +26,7 @@ from kvstore.engines.transformers.moving import MEMORY_BYTES, Mover, batches
 from kvstore.engines.transformers.pieces import Piece, pieces, usable
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.weights import weights_digest
-from kvstore.errors import KvError, LayoutError, NoSession, Overloaded, ProtocolError
+from kvstore.errors import InvalidArgument, KvError, LayoutError, NoSession, Overloaded
 from kvstore.miss import Miss, MissReason
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class ChatSession:
         """Store what the cache has beyond what is stored, as a turn. `tokens` are those it was made of, at least."""
         numbers, cached = _numbers(tokens), cache.get_seq_length()
         if len(numbers) < cached:
-            raise ProtocolError(f"The cache holds {cached} tokens, and {len(numbers)} were given.")
+            raise InvalidArgument(f"The cache holds {cached} tokens, and {len(numbers)} were given.")
         self._store.check(cache, cached)
         known = 0
         try:
@@ -246,7 +246,7 @@ def _numbers(tokens: Any) -> list[int]:
     listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
     if listed and isinstance(listed[0], list):
         if len(listed) != 1:
-            raise ProtocolError(f"A session is one sequence of tokens, not {len(listed)}.")
+            raise InvalidArgument(f"A session is one sequence of tokens, not {len(listed)}.")
         listed = listed[0]
     return [int(one) for one in listed]
 

@@ -1,0 +1,1 @@
+"""What the two commands, `kvstore` and `kvsim`, have in common: how they end, completion, and progress."""

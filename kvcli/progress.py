@@ -1,0 +1,88 @@
+"""A bar for what takes long, with an estimate of how long it still takes.
+
+What always holds: it goes to stderr, only if that is a terminal, only after a second, and is gone when the work is
+done; so a result that is piped is the result alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Told", "bar", "bars", "spinner"]
+
+Told = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+_BAR_CELLS = 40
+_SHOWN_AFTER_S = 1.0
+
+
+def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[float], None]:
+    """Give what has to be told of the progress, from 0 to 1; at 1 the bar is wiped.
+
+    How long it will still take is what it took so far, by the share that is done.
+    """
+    shown = -1
+    begun_s = clock_s()
+
+    def progress(share: float) -> None:
+        nonlocal shown
+        if not sys.stderr.isatty():
+            return
+        percent = int(100 * share)
+        took_s = clock_s() - begun_s
+        if share >= 1:
+            if shown >= 0:
+                sys.stderr.write("\r\033[K")
+            shown = -1
+        elif percent != shown and took_s >= _SHOWN_AFTER_S:
+            cells = int(_BAR_CELLS * share)
+            left = f", {took_s * (1 - share) / share:,.0f} s left" if percent else ""
+            sys.stderr.write(f"\r{what} [{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {percent} %{left}\033[K")
+            shown = percent
+        sys.stderr.flush()
+
+    return progress
+
+
+@contextmanager
+def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
+    """Give what is told of work of several parts: a bar for each; none is left, whatever ends the work."""
+    doing, at = "", 0
+    show = bar(doing, clock_s)
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal doing, at, show
+        if what != doing or done < at:
+            show(1.0)
+            show = bar(what, clock_s)
+        doing, at = what, done
+        show(done / total if total else 1.0)
+
+    if not sys.stderr.isatty():
+        yield lambda _what, _done, _total: None
+        return
+    try:
+        yield tell
+    finally:
+        show(1.0)
+
+
+def spinner(what: str) -> Callable[[], None]:
+    """Give what has to be told of each step of something whose steps nobody can count beforehand."""
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{what}: trial {steps}\r")
+            sys.stderr.flush()
+
+    return step

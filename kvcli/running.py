@@ -1,0 +1,98 @@
+"""How both commands run and end: one sentence for what went wrong, and an exit status that means the same in each.
+
+What always holds: a result that nobody reads on (`| head -1`) ends the command without a word; SIGTERM cleans up as
+Ctrl-C does; an error of the operating system's is a sentence with the file's name. A traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Status", "run_command"]
+
+
+class Status(enum.IntEnum):
+    """What a command's end says; docs/commands.md has the table."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2  # argparse's own
+    NO = 3
+    INTERRUPTED = 128 + signal.SIGINT
+    TERMINATED = 128 + signal.SIGTERM
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends whatever Ctrl-C ends."""
+
+
+def run_command(
+    name: str, work: Callable[[], int], is_usage: Callable[[Exception], bool | None] = lambda _: None
+) -> int:
+    """Do `work`, and give the exit status of the process.
+
+    `is_usage` says of an error whether what was asked can't be (True), or it only failed (False); None: it is none that
+    the command knows.
+    """
+    try:
+        with _terminated_like_interrupted():
+            try:
+                status = work()
+            except SystemExit:  # argparse has printed the help, or what is wrong
+                sys.stdout.flush()
+                raise
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        return Status.DONE
+    except KeyboardInterrupt as signalled:
+        return Status.TERMINATED if isinstance(signalled, _Terminated) else Status.INTERRUPTED
+    except Exception as error:
+        ended = _ended_by(error, is_usage(error))
+        if ended is None:
+            raise
+        status, sentence = ended
+        print(f"{name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command prints
+    return status
+
+
+def _ended_by(error: Exception, usage: bool | None) -> tuple[Status, str] | None:  # noqa: FBT001 - `is_usage`'s answer
+    """What an error comes to; None: it is a bug's."""
+    if usage is not None:
+        return Status.USAGE if usage else Status.FAILED, str(error)
+    if isinstance(error, MemoryError):
+        return Status.FAILED, "The machine gave no memory for it."
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return Status.FAILED, f"{where}{error.strerror}."
+    return None
+
+
+def _drop_output() -> None:
+    """Whoever read has seen enough; nothing is left to be flushed at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def terminate(_number: int, _frame: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

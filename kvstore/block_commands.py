@@ -1,0 +1,231 @@
+"""`kvstore put`, `get`, `delete`, `pin` and `watch`: single blocks by hand, and what happens to a tenant's own.
+
+A key is written as 64 hexadecimal digits, or as `name:TEXT`, which stands for `block_key(TEXT)`. What always holds: of
+several nodes the first is asked; bytes go to standard output or into a file that is there only when it is whole; a
+block that is not there is said on standard error, and the exit status is 3.
+
+Each imports what it needs when it is run, so that `--help` needs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvcli.running import Status
+from kvstore.config import printable
+from kvstore.errors import ConfigError
+from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES
+from kvstore.names import block_key
+from kvstore.node_commands import reach, reach_node
+
+if TYPE_CHECKING:
+    import argparse
+
+    from kvstore.client import Client, Happened
+    from kvstore.client.blocks import HasFingerprint
+
+__all__ = ["add_block_commands", "parse_key"]
+
+_NAME: Final = "name:"
+_WATCH_S_MAX: Final = 86_400.0
+_PIN_S_MAX: Final = 600
+_KEY: Final = "64 hexadecimal digits, or name:TEXT"
+
+
+def parse_key(text: str) -> bytes:
+    """The key that a person wrote."""
+    if text.startswith(_NAME):
+        return block_key(text.removeprefix(_NAME).encode())
+    with suppress(ValueError):
+        key = bytes.fromhex(text)
+        if len(key) == KEY_BYTES and len(text) == 2 * KEY_BYTES:
+            return key
+    raise ConfigError(f"A key is {_KEY}, and {text!r} is neither.")
+
+
+def _client(arguments: argparse.Namespace, layout: HasFingerprint | bytes = b"") -> Client:
+    from kvstore.client import Client
+
+    told = reach(arguments)
+    return Client(told.at(told.nodes[0]), layout=layout)
+
+
+def _put(arguments: argparse.Namespace) -> int:
+    key = parse_key(arguments.block)
+    data = _read(arguments.file)
+    with _client(arguments, arguments.layout.encode()) as client:
+        reached = client.put_inline(key, data)
+    document = {"key": key.hex(), "bytes": len(data), "durability": reached.name.lower()}
+    _say(f"{key.hex()} {document['durability']}, {len(data)} bytes", document, arguments)
+    return Status.DONE
+
+
+def _read(path: Path) -> bytes:
+    """All of a file, unless that is more than a block may have."""
+    try:
+        with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
+            data: bytes = file.read(BLOCK_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+    if not 1 <= len(data) <= BLOCK_BYTES_MAX:
+        raise ConfigError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, and {path} has {len(data) and 'more'}.")
+    return data
+
+
+def _get(arguments: argparse.Namespace) -> int:
+    from kvstore.client.blocks import KnownLayout
+    from kvstore.miss import Miss
+
+    key = parse_key(arguments.block)
+    with _client(arguments) as client:
+        fingerprint = client.fingerprint_of(key) or client.fingerprint
+    with _client(arguments, KnownLayout(fingerprint)) as client:
+        (found,) = client.exists([key])
+        outcome = found if isinstance(found, Miss) else client.get_inline(key, found.length)
+    if isinstance(outcome, Miss):
+        print(f"kvstore: {key.hex()}: {outcome}", file=sys.stderr)
+        return Status.NO
+    if arguments.out is None:
+        sys.stdout.buffer.write(outcome)
+    else:
+        _write(arguments.out, outcome)
+    return Status.DONE
+
+
+def _write(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} could not be written: {error.strerror}.") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _delete(arguments: argparse.Namespace) -> int:
+    keys = [parse_key(text) for text in arguments.keys]
+    with _client(arguments) as client:
+        found = client.delete(keys)
+    return _each(keys, found, ("deleted", "not stored"), arguments)
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    if not 1 <= arguments.seconds <= _PIN_S_MAX:
+        raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}.")
+    keys = [parse_key(text) for text in arguments.keys]
+    with _client(arguments) as client:
+        # Not closed: it outlives the command, and ends by its time.
+        pinned = client.pin(keys, time_to_live_ms=1000 * arguments.seconds).pinned
+    return _each(keys, pinned, ("pinned", "not stored"), arguments)
+
+
+def _each(
+    keys: list[bytes], outcomes: list[bool], words: tuple[str, str], arguments: argparse.Namespace
+) -> int:
+    """Say what became of each; the exit status."""
+    for key, done in zip(keys, outcomes, strict=True):
+        word = words[0] if done else words[1]
+        _say(f"{key.hex()} {word}", {"key": key.hex(), words[0]: done}, arguments)
+    return Status.DONE if all(outcomes) else Status.NO
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.seconds <= _WATCH_S_MAX:
+        raise ConfigError(f"--seconds takes more than 0, and {_WATCH_S_MAX:.0f} at most.")
+    with _client(arguments) as client:
+        for event in client.watch(timeout_s=arguments.seconds):
+            if event is not None:
+                _say(_line(event), _document(event), arguments)
+                sys.stdout.flush()
+    return Status.DONE
+
+
+def _line(event: Happened) -> str:
+    whose = f"session {printable(event.user)}/{printable(event.session)}, {event.blocks} blocks"
+    lost = f" ({event.dropped} events before it were not sent)" if event.dropped else ""
+    return f"{event.at_unix_ms} {event.what} {event.key.hex() or whose}{lost}"
+
+
+def _document(event: Happened) -> dict[str, object]:
+    about: dict[str, object] = (
+        {"key": event.key.hex()}
+        if event.key
+        else {"user": event.user, "session": event.session, "blocks": event.blocks}
+    )
+    return {"unix_ms": event.at_unix_ms, "what": event.what, **about, "dropped": event.dropped}
+
+
+def _say(line: str, document: dict[str, object], arguments: argparse.Namespace) -> None:
+    print(json.dumps(document) if arguments.json else line)
+
+
+def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add them to the others."""
+    put = commands.add_parser(
+        "put",
+        help="store a file as one block",
+        description="Store a file as one block, copied over gRPC, and wait until it is written to the node's drive."
+        f" A key is {_KEY}.",
+    )
+    put.add_argument("block", metavar="KEY", help=_KEY)
+    put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
+    put.add_argument(
+        "--layout", default="", help="what decides how the bytes are laid out, as `Client(layout=)`"
+    )
+    reach_node(put)
+    put.set_defaults(run=_put)
+
+    get = commands.add_parser(
+        "get",
+        help="write a block to standard output or into a file",
+        description="Write a block, in whichever layout it is stored, to standard output or into a file. Exit status 3"
+        " if it is a miss, with its reason.",
+    )
+    get.add_argument("block", metavar="KEY", help=_KEY)
+    get.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
+    reach_node(get)
+    get.set_defaults(run=_get)
+
+    delete = commands.add_parser(
+        "delete",
+        help="delete blocks for good",
+        description="Delete blocks for good. Exit status 3 if one of them was not stored.",
+    )
+    delete.add_argument("keys", nargs="+", metavar="KEY", help=_KEY)
+    reach_node(delete)
+    delete.set_defaults(run=_delete)
+
+    pin = commands.add_parser(
+        "pin",
+        help="keep blocks from being evicted for a while",
+        description="Keep blocks from being evicted for a while. A pin outlives the command and ends by its time. Exit"
+        " status 3 if one of them is not stored.",
+    )
+    pin.add_argument("keys", nargs="+", metavar="KEY", help=_KEY)
+    pin.add_argument(
+        "--seconds",
+        type=int,
+        default=60,
+        metavar="S",
+        help=f"for how long, {_PIN_S_MAX} at most (%(default)s)",
+    )
+    reach_node(pin)
+    pin.set_defaults(run=_pin)
+
+    watch = commands.add_parser(
+        "watch",
+        help="show what happens to the tenant's blocks and sessions, as it happens",
+        description="Show, one line an event, which of the tenant's blocks are stored or go, and which of its sessions"
+        " change. With --json one object a line.",
+    )
+    watch.add_argument(
+        "--seconds", type=float, default=_WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"
+    )
+    reach_node(watch)
+    watch.set_defaults(run=_watch)

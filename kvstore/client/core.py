@@ -1,0 +1,310 @@
+"""What a client stands on: its channel, its fabric, its link to the node, and the thread that hears of events.
+
+What always holds: it attaches at the first call that needs the link, and again after a loss; once a link is lost
+nothing comes in through it; a node that was away costs one call its deadline, and those after it nothing
+(`kvstore.client.breaker`).
+What it doesn't do: put or get. `kvstore.client.transfers` and the modules beside it do, and `Client` offers them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvstore.client.asking import Asking
+from kvstore.client.breaker import Breaker
+from kvstore.client.channel import open_channel
+from kvstore.client.contact import broken_step
+from kvstore.client.link import TAGS_OF_ONE, Link
+from kvstore.client.lookups import ClientLookups
+from kvstore.client.own_side import OwnSide, say_first_word
+from kvstore.client.slabs import Slabs
+from kvstore.clock import SystemClock
+from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, KvError, NodeUnavailable
+from kvstore.limits import FETCH_CANCEL_MS
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import kvstore_pb2_grpc
+from kvstore.wire.status import error_from_rpc
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from opentelemetry.trace import TracerProvider
+
+    from kvstore.client.spans import ClientSpans
+    from kvstore.reach import Reach
+    from kvstore.wire.fabric_call import Leased
+    from nic_offload.fabric import Fabric
+
+__all__ = ["Core"]
+
+
+def _spans(provider: TracerProvider, target: str) -> ClientSpans:
+    from kvstore.client.spans import ClientSpans  # noqa: PLC0415 - its package is an extra
+
+    return ClientSpans(provider, target)
+
+
+class Core(Handle):
+    """Of one client. Any thread."""
+
+    def __init__(
+        self,
+        reach: Reach,
+        fingerprint: bytes,
+        slots: int,
+        block_bytes_max: int,
+        tracer_provider: TracerProvider | None,
+    ) -> None:
+        self.reach, self.fingerprint = reach, fingerprint
+        self.slots, self.block_bytes_max = slots, block_bytes_max
+        self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
+        self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
+        self.lock = threading.RLock()
+        self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
+        self._own_side = OwnSide(reach)
+        self._closed = False
+        self.calls = 0  # made to the node; a test counts that armed puts need none
+        self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
+        self.link: Link | None = None
+        self._attaching = threading.Lock()
+        self.stub = kvstore_pb2_grpc.KvStoreStub(self.channel)  # type: ignore[no-untyped-call]
+        self.breaker = Breaker(SystemClock())
+        # The node may be there, and its fabric not be reached; to connect takes its time.
+        self.fabric_breaker = Breaker(SystemClock(), reach.connect_timeout_ms)
+        self.lookups = ClientLookups(SystemClock())
+        self.asking = Asking(self, self.stub, self.calling, self.lookups)
+        self.slabs = Slabs(self)
+        self._settling: list[Callable[[], None]] = []
+        self._stopping = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pump: threading.Thread | None = None
+
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric of all its links; FabricError where there is none."""
+        with self.lock:
+            if self._fabric is None:
+                if self._closed:
+                    raise Closed("The client is closed.")
+                self._fabric = self._own_side.open_fabric()
+                self._pump = threading.Thread(
+                    target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
+                )
+                self._pump.start()
+            return self._fabric
+
+    @property
+    def open_fabric(self) -> Fabric:
+        """The same, for what begins something new: Closed once the client is."""
+        self._check_open()
+        return self.fabric
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("The client is closed.")
+
+    @contextmanager
+    def calling(self, doing: str) -> Iterator[None]:
+        """Make a call unless the node was away a moment ago; its error is one of ours."""
+        self._check_open()
+        with self.breaker.call():
+            self.calls += 1
+            try:
+                yield
+            except (grpc.RpcError, NodeUnavailable) as failure:
+                error = error_from_rpc(doing, failure) if isinstance(failure, grpc.RpcError) else failure
+                # gRPC does not say which step towards the node failed. This is asked once for each failure that
+                # the breaker lets through, and a node that can be reached answers at once.
+                if isinstance(error, NodeUnavailable) and (step := broken_step(self.reach)) is not None:
+                    error = NodeUnavailable(f"{doing} found no node at {self.reach.node}: {step}")
+                raise error from failure
+
+    def status(self, wait_s: float) -> pb.StatusResponse:
+        """As `Client.status`."""
+        self._check_open()
+        timeout_s = wait_s or self.reach.call_timeout_s
+        try:
+            answer: pb.StatusResponse = self.stub.Status(
+                pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
+            )
+        except grpc.RpcError as failure:
+            raise error_from_rpc("Asking for the node's status", failure) from failure
+        self.breaker.succeeded()
+        return answer
+
+    # --- what a node is told of puts and gets
+
+    def abort(
+        self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
+    ) -> threading.Event:
+        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer.
+
+        `told`, with the lock held, hears the generations of those that were over: their words have been put.
+        """
+        over = threading.Event()
+        if link.error is not None or not leases:
+            over.set()
+            return over
+        request = pb.AbortRequest(
+            connection=link.number,
+            leases=[pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases],
+        )
+        self.calls += 1
+        call = self.stub.Abort.future(request, timeout=self.reach.call_timeout_s)
+
+        def check(answered: grpc.Future[pb.AbortResponse]) -> None:
+            if answered.exception() is not None:
+                self.lose(link, NodeUnavailable("The node did not take leases back."))
+            else:
+                with self.lock:
+                    told(answered.result().expired)
+            over.set()
+
+        call.add_done_callback(check)
+        return over
+
+    def cancel_fetch(
+        self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
+    ) -> None:
+        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not."""
+        request = pb.CancelFetchRequest(
+            connection=link.number,
+            blocks=[pb.CancelledBlock(ack_word=word, ack_generation=one) for word, one in blocks],
+            called=called,
+        )
+        self.calls += 1
+        call = self.stub.CancelFetch.future(request, timeout=FETCH_CANCEL_MS / 1000)
+
+        def check(answered: grpc.Future[pb.CancelFetchResponse]) -> None:
+            if answered.exception() is not None:
+                with self.lock:
+                    failed()
+
+        call.add_done_callback(check)
+
+    # --- the link
+
+    def next_tags(self) -> int:
+        """The first of `TAGS_OF_ONE` fresh tags."""
+        return next(self._tags)
+
+    def settle(self, decide: Callable[[], None]) -> None:
+        """Call this, with the lock held, once all events have been told that the fabric has reported by now."""
+        self._settling.append(decide)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def lose(self, link: Link, error: KvError) -> None:
+        """End a link: when this returns, nothing comes in through it any more."""
+        if isinstance(error, DeadlineExceeded):
+            self.breaker.failed(error)
+        with self.lock:
+            link.lose(error)
+            if self.link is link:
+                self.link = None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a link to the node now."""
+        return self.link is not None
+
+    def attach(self) -> None:
+        """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
+        self.attached(self.reach.call_timeout_s)
+
+    def attached(self, timeout_s: float) -> Link:
+        """The link there is, or a new one, within this time."""
+        until_s = time.monotonic() + timeout_s
+        if not self._attaching.acquire(timeout=max(0.0, timeout_s)):
+            raise DeadlineExceeded("Another call was still attaching to the node.")
+        try:
+            with self.lock:
+                if self._closed:
+                    raise Closed("The client is closed.")
+                if self.link is not None:
+                    return self.link
+            left_s = max(0.0, until_s - time.monotonic())
+            return self._attach(left_s)
+        finally:
+            self._attaching.release()
+
+    def _attach(self, timeout_s: float) -> Link:
+        until_s = time.monotonic() + timeout_s
+        self.fabric_breaker.check()
+        with self.calling("Attaching"):
+            try:
+                link = self._new_link(timeout_s)
+            except AddressRefused as refused:
+                if not self._own_side.is_at(refused.caller):
+                    raise
+                link = self._new_link(max(0.0, until_s - time.monotonic()))
+        with self.lock:
+            self.link = link
+        link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
+        with self.fabric_breaker.call():
+            say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        return link
+
+    def _new_link(self, timeout_s: float) -> Link:
+        return Link(
+            self,
+            self.stub,
+            self.fabric,
+            self._own_side,
+            self.reach.tenant,
+            self.slots,
+            self.block_bytes_max,
+            timeout_s,
+        )
+
+    # --- events
+
+    def _run_pump(self, fabric: Fabric) -> None:
+        poll = select.poll()
+        poll.register(fabric.fileno(), select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
+        while True:
+            poll.poll()
+            if self._stopping:
+                return
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            with self.lock:
+                settling, self._settling = self._settling, []
+            while events := fabric.reap():
+                with self.lock:
+                    for event in events:
+                        link = self.link
+                        operation = link.operation(event.tag) if link is not None else None
+                        if operation is not None:
+                            operation.event(event)
+            with self.lock:
+                for decide in settling:
+                    decide()
+
+    def close(self) -> None:
+        """End everything; puts that had not been acknowledged fail."""
+        with self._attaching, self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self.link is not None:
+                self.lose(self.link, NodeUnavailable("The client was closed."))
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+        if self._pump is not None:
+            self._pump.join()
+        if self._fabric is not None:
+            self._fabric.close()
+        self.channel.close()
+        os.close(self._wake_fd)
+        if self.spans is not None:
+            self.spans.close()

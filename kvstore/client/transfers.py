@@ -1,0 +1,200 @@
+"""Puts and gets of one client over the fabric: what is armed, reserved, fetched.
+
+What always holds: a batch that can't be is refused by one typed error before anything is sent; a get gives exact
+bytes, or a Miss with its reason, and never raises because a node is away; once a call has ended nothing of it writes to
+the caller's memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kvstore.client.asking import Reserving
+from kvstore.client.checks import check_armed, check_gets, check_lease, check_reserved
+from kvstore.client.gets import Get, NoGet
+from kvstore.client.link import ARMED_BLOCKS_MAX
+from kvstore.client.lookups import current_request
+from kvstore.client.puts import ArmedPuts
+from kvstore.client.reserved import Reservation, lease_deadline_ns
+from kvstore.client.windows import get_in_windows, needs_windows
+from kvstore.errors import InvalidArgument, KvError, Overloaded
+from kvstore.limits import BATCH_BLOCKS_MAX, GET_BLOCKS_MAX
+from kvstore.lookups import Kind
+from kvstore.miss import Miss, MissReason
+from nic_offload.sender import Heads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.client.blocks import Block, Hit
+    from kvstore.client.core import Core
+    from kvstore.client.gets import Ended
+    from kvstore.client.spans import PutSpan
+    from kvstore.client.watch import Watch
+    from kvstore.durability import Durability
+    from kvstore.layout import Layout
+    from nic_offload.counter import Counter
+    from nic_offload.flags import FlagWord
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Of one client. Any thread."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def reserve(
+        self,
+        blocks: Sequence[Block],
+        *,
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+    ) -> Reservation:
+        """As `Client.reserve`."""
+        core = self._core
+        check_reserved(core.open_fabric, blocks)
+        check_lease(lease_ms, "A lease lasts")
+        span = None if core.spans is None else core.spans.put(blocks, durability)
+        try:
+            return self._reserve(blocks, durability, lease_ms, expires_unix_ms, watch, span)
+        except KvError as error:
+            if span is not None:
+                span.failed(error)
+            raise
+
+    def arm(
+        self,
+        blocks: Sequence[Block],
+        flag: FlagWord | Counter | None,
+        *,
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+    ) -> ArmedPuts:
+        """As `Client.arm`."""
+        core = self._core
+        check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
+        check_lease(lease_ms, "A put waits for its flag")
+        link = core.attached(core.reach.call_timeout_s)
+        # It has to know the slot beforehand, and to find the bytes in one piece.
+        by_nic = flag is not None and core.fabric.deferred_work and not any(one.pieces for one in blocks)
+        if link.sender is None or by_nic:
+            return self.reserve(
+                blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
+            ).arm(flag)
+        span = None if core.spans is None else core.spans.put(blocks, durability)
+        said = core.asking.said_of_puts(watch, span)
+        deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
+        try:
+            heads = Heads([one.key for one in blocks], core.fingerprint, durability, expires_unix_ms, said)
+            return ArmedPuts(core, link, blocks, durability, flag, deadline_ns, watch, span, heads)
+        except KvError as error:
+            if span is not None:
+                span.failed(error)
+            raise
+
+    def _reserve(
+        self,
+        blocks: Sequence[Block],
+        durability: Durability,
+        lease_ms: int,
+        expires_unix_ms: int,
+        watch: Watch | None,
+        span: PutSpan | None,
+    ) -> Reservation:
+        core = self._core
+        link = core.attached(core.reach.call_timeout_s)
+        with core.lock:
+            words = link.take_words(len(blocks))
+        asked_ns = time.monotonic_ns()
+        try:
+            wanted = Reserving(blocks, words, core.fingerprint, durability, lease_ms, expires_unix_ms, watch)
+            leases = core.asking.reserve(link, wanted, span)
+        except KvError:
+            with core.lock:
+                link.give_back_words(words)
+            raise
+        if span is not None:
+            span.reserved()
+        deadline_ns = lease_deadline_ns(asked_ns, lease_ms)
+        return Reservation(core, link, blocks, leases, words, durability, deadline_ns, watch, span)
+
+    def get(
+        self,
+        blocks: Sequence[Block],
+        *,
+        layout: Layout | None,
+        timeout_s: float | None,
+    ) -> list[Hit | Miss]:
+        """As `Client.get`."""
+        core = self._core
+        if needs_windows(blocks):
+            check_gets(core.open_fabric, blocks, GET_BLOCKS_MAX)
+            timeout_s = core.reach.get_timeout_s if timeout_s is None else timeout_s
+            return get_in_windows(
+                core.slabs,
+                blocks,
+                lambda some, left_s: self._getting(some, layout, left_s, None, None, is_awaited=True),
+                timeout_s,
+            )
+        get = self._getting(blocks, layout, timeout_s, None, None, is_awaited=True)
+        try:
+            return get.wait()
+        except BaseException:  # such as a signal's: the get still has to be waited for, to be ended
+            threading.Thread(target=get.wait, name="kvstore-get", daemon=True).start()
+            raise
+
+    def getting(
+        self,
+        blocks: Sequence[Block],
+        *,
+        layout: Layout | None,
+        timeout_s: float | None,
+        watch: Watch | None,
+        ended: Ended | None,
+    ) -> Get | NoGet:
+        """As `Client.getting`."""
+        if any(block.pieces is not None for block in blocks):
+            raise InvalidArgument("A block that belongs in pieces is waited for: use `get`.")
+        return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
+
+    def _getting(
+        self,
+        blocks: Sequence[Block],
+        layout: Layout | None,
+        timeout_s: float | None,
+        watch: Watch | None,
+        ended: Ended | None,
+        *,
+        is_awaited: bool,
+    ) -> Get | NoGet:
+        core = self._core
+        check_gets(core.open_fabric, blocks, BATCH_BLOCKS_MAX)
+        fingerprint = core.fingerprint if layout is None else layout.fingerprint
+        began_ns, request_id = time.monotonic_ns(), current_request()
+        span = None if core.spans is None else core.spans.get(blocks, request_id)
+        if span is not None:
+            ended = span.before(ended)
+        if timeout_s is None:
+            timeout_s = core.reach.get_timeout_s
+        deadline_ns = began_ns + int(timeout_s * 1e9)
+        try:
+            with core.lookups.noting(Kind.FETCH, len(blocks), request_id):
+                link = core.attached(timeout_s)
+                with core.lock:
+                    if link.error is not None:
+                        raise link.error
+                    get = Get(core, link, blocks, ended, is_awaited=is_awaited)
+        except Overloaded as error:
+            return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
+        except KvError as error:
+            return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
+        core.asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
+        return get

@@ -1,0 +1,115 @@
+"""A node for a test: `kvstore serve` as a child process, with a drive of its own in a folder that goes with it.
+
+What always holds: it listens on loopback on a port that it keeps over restarts; what was acknowledged as written is
+there after `kill` and `start`; nothing of it is left once it is closed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client import Client
+from kvstore.demo.node_process import NodeProcess
+from kvstore.limits import HOT_BYTES_MIN
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LocalNode"]
+
+_SLOTS, _BLOCK_BYTES_MAX = 16, 1 << 20  # of a client: 16 MiB of the node's memory
+
+
+class LocalNode(Handle):
+    """A storage node of a test's own, with as little memory as a node takes, and a small drive.
+
+    >>> from kvstore.names import block_key
+    >>> from kvstore.testing import LocalNode
+    >>> with LocalNode() as node, node.client() as client:
+    ...     _ = client.put_inline(block_key(b"page 1"), b"KV")
+    ...     node.kill()  # SIGKILL
+    ...     node.start()
+    ...     client.status(wait_s=10).read_only
+    ...     client.get_inline(block_key(b"page 1"), length=2)
+    False
+    b'KV'
+    """
+
+    def __init__(self, *, drive: str = "64MiB", arguments: Sequence[str] = ()) -> None:
+        """Start it, and wait until it takes calls; NodeUnavailable with its own last words if it does not start.
+
+        `arguments` are further ones of `kvstore serve`, such as `("--eviction", "s3fifo")`.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="triggerkv-")
+        try:
+            self._process = NodeProcess(
+                Path(self._folder.name) / "node",
+                capacity=drive,
+                arguments=("--hot", str(HOT_BYTES_MIN), *arguments),
+            )
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    @property
+    def target(self) -> str:
+        """Where it listens, HOST:PORT; the same after a restart."""
+        return self._process.target
+
+    def client(self, **more: Any) -> Client:
+        """A client of it, for which the node needs 16 MiB unless `more` says otherwise; `more` is what `Client` takes.
+
+        >>> with LocalNode() as node, node.client(tenant="acme") as client:
+        ...     client.tenant
+        'acme'
+        """
+        return Client(self.target, **({"slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES_MAX} | more))
+
+    def kill(self) -> None:
+        """SIGKILL it: what was not acknowledged as written may be gone. `start` brings it back.
+
+        >>> with LocalNode() as node:
+        ...     node.kill()
+        """
+        self._process.kill()
+
+    def stop(self) -> int:
+        """SIGTERM it, as a service manager does, and wait; the exit status. `start` brings it back.
+
+        >>> with LocalNode() as node:
+        ...     node.stop()
+        0
+        """
+        return self._process.stop()
+
+    def start(self) -> None:
+        """Start it again after `kill` or `stop`, over the same drive, and wait until it takes calls.
+
+        >>> with LocalNode() as node:
+        ...     before = node.target
+        ...     _ = node.stop()
+        ...     node.start()
+        ...     node.target == before
+        True
+        """
+        self._process.start()
+
+    def log(self) -> str:
+        """What it has said on standard error, in all its lives.
+
+        >>> with LocalNode() as node:
+        ...     "fabric" in node.log()
+        True
+        """
+        return self._process.log()
+
+    def close(self) -> None:
+        """Stop it, and remove its folder.
+
+        >>> LocalNode().close()
+        """
+        self._process.stop()
+        self._folder.cleanup()

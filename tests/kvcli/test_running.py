@@ -1,0 +1,183 @@
+"""How both commands end: the exit status says what kind of end it was, and no end is a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import kvstore.cli
+import sim.cli
+from kvcli.running import Status, run_command
+from kvcli.version import package_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
+KVSTORE = (sys.executable, "-m", "kvstore")
+KVSIM = (sys.executable, "-m", "sim.cli")
+BOTH = pytest.mark.parametrize("command", [KVSTORE, KVSIM], ids=["kvstore", "kvsim"])
+WAIT_S = 30.0
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        raise error
+
+    return work
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (KeyboardInterrupt(), Status.INTERRUPTED, ""),
+        (BrokenPipeError(), Status.DONE, ""),
+        (MemoryError(), Status.FAILED, "x: The machine gave no memory for it.\n"),
+        (FileNotFoundError(2, "No such file", "/a/b"), Status.FAILED, "x: /a/b: No such file.\n"),
+        (OSError(28, "No space left on device"), Status.FAILED, "x: No space left on device.\n"),
+        (ValueError("It is 3."), Status.USAGE, "x: It is 3.\n"),
+        (LookupError("It went."), Status.FAILED, "x: It went.\n"),
+    ],
+)
+def test_an_end_has_its_status_and_one_sentence(
+    error: BaseException,
+    status: Status,
+    says: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcli.running._drop_output", lambda: None)
+    known = {ValueError: True, LookupError: False}
+    assert run_command("x", raising(error), lambda one: known.get(type(one))) == status
+    assert capfd.readouterr().err == says
+
+
+def test_a_bug_is_a_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command("x", lambda: 1 // 0)
+
+
+def test_the_handler_of_a_signal_is_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command("x", lambda: 0) == Status.DONE
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from kvcli.running import run_command\n"
+        "def work():\n"
+        "    try:\n"
+        "        print('begun', flush=True)\n"
+        "        time.sleep(30)\n"
+        "    finally:\n"
+        f"        open({str(tmp_path / 'clean')!r}, 'w').close()\n"
+        "sys.exit(run_command('x', work))"
+    )
+    # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+    command = ["env", "--default-signal=INT", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 128 + number
+        assert process.stderr.read() == b""
+    assert (tmp_path / "clean").exists()
+
+
+@BOTH
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["completion", "bash"]])
+def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], arguments: list[str]) -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=buffered,
+            timeout=WAIT_S,
+            check=False,
+        )
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@BOTH
+def test_a_command_that_is_used_wrongly_ends_with_2(command: tuple[str, ...]) -> None:
+    for arguments in ((), ("nonsense",), ("--nonsense",)):
+        done = run(*command, *arguments)
+        assert done.returncode == Status.USAGE
+        assert "Traceback" not in done.stderr
+
+
+@BOTH
+def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
+    assert run(*command, "--version").stdout.split()[1:] == [package_version()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["serve", "--data", "{}/node", "--hot", "9999GiB"], 2, "more memory than this machine has"),
+        (["serve", "--data", "/proc/x"], 1, "/proc/x cannot be used"),
+        (["demo", "--data", "/proc/x"], 1, "/proc/x"),
+        (["fsck", "{}/none"], 2, "There is no data folder"),
+        (["put", "short", "{}/none"], 2, "64 hexadecimal digits"),
+        (["put", "name:a", "{}/none"], 2, "could not be read"),
+        (["watch", "--seconds", "0"], 2, "--seconds"),
+        (["pin", "name:a", "--seconds", "601"], 2, "1 to 600"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says: str, tmp_path: Path) -> None:
+    done = run(*KVSTORE, *(one.replace("{}", str(tmp_path)) for one in arguments))
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith("kvstore: ")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "node").exists(), "nothing is made for what can't be served"
+
+
+def test_a_demo_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
+    data = tmp_path / "demo"
+    data.mkdir()
+    with subprocess.Popen(
+        [*KVSTORE, "demo", "--data", str(data)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        node = next(
+            int(found[1]) for line in process.stdout if (found := re.search(r"process (\d+) on", line))
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == Status.TERMINATED
+    until = time.monotonic() + WAIT_S
+    while Path(f"/proc/{node}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_the_page_has_each_status_and_each_command() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| ([^|]*) \|", PAGE, re.MULTILINE))
+    assert {int(number) for number in rows} == set(map(int, Status))
+    for parser in (kvstore.cli._parser(), sim.cli._parser()):
+        (commands,) = [one.choices for one in parser._actions if isinstance(one.choices, dict)]
+        for name in commands:
+            assert f"`{name}`" in PAGE, name

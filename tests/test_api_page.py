@@ -1,0 +1,25 @@
+"""docs/api.md is what the docstrings say, and says something of all that users import."""
+
+from __future__ import annotations
+
+import kvstore
+from kvcli.version import package_version
+from kvstore import client, errors, testing
+from tools.generate_api import PAGE, page
+
+TEXT = PAGE.read_text()
+
+
+def test_the_page_is_what_the_docstrings_say() -> None:
+    assert page() == TEXT, "run `make api`"
+
+
+def test_all_that_users_import_is_on_the_page() -> None:
+    for name in (*client.__all__, *testing.__all__):
+        assert f"\n### {name}\n" in TEXT
+    for name in errors.__all__:
+        assert name in TEXT
+
+
+def test_the_version_can_be_asked_for() -> None:
+    assert kvstore.__version__ == package_version()

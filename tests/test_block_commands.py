@@ -1,0 +1,130 @@
+"""`kvstore put`, `get`, `delete`, `pin` and `watch`, as a person and as a program use them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcli.running import Status
+from kvstore.block_commands import parse_key
+from kvstore.cli import main
+from kvstore.errors import ConfigError
+from kvstore.names import block_key
+from tests.conftest import small_client
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+DATA = bytes(range(256)) * 16
+KEY = block_key(b"hello")
+
+
+@pytest.fixture
+def ours(shared_node: NodeProcess, tenant: str) -> list[str]:
+    """The options that say which node, and a tenant of the test's own."""
+    return ["--node", shared_node.target, "--tenant", tenant]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "page"
+    path.write_bytes(DATA)
+    return path
+
+
+def test_a_block_is_put_got_and_deleted(
+    ours: list[str], file: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert main(["put", "name:hello", str(file), "--layout", "bf16", *ours]) == 0
+    assert capfdbinary.readouterr().out == f"{KEY.hex()} written, {len(DATA)} bytes\n".encode()
+    assert main(["get", KEY.hex(), *ours]) == 0, "in whichever layout it is"
+    assert capfdbinary.readouterr().out == DATA
+    out = tmp_path / "out"
+    assert main(["get", "name:hello", "--out", str(out), *ours]) == 0
+    assert out.read_bytes() == DATA
+    assert main(["delete", "name:hello", "name:none", *ours]) == Status.NO
+    assert capfdbinary.readouterr().out.decode().split() == [
+        *(KEY.hex(), "deleted"),
+        *(block_key(b"none").hex(), "not", "stored"),
+    ]
+    assert main(["get", "name:hello", "--out", str(tmp_path / "none"), *ours]) == Status.NO
+    out_, err = capfdbinary.readouterr()
+    assert (out_, err) == (b"", f"kvstore: {KEY.hex()}: MISS(unknown): it was deleted\n".encode())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "page"]
+
+
+def test_a_program_reads_json(ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["put", "name:hello", str(file), "--json", *ours]) == 0
+    assert json.loads(capsys.readouterr().out) == {"key": KEY.hex(), "bytes": 4096, "durability": "written"}
+    assert main(["delete", "name:hello", "--json", *ours]) == 0
+    assert json.loads(capsys.readouterr().out) == {"key": KEY.hex(), "deleted": True}
+
+
+def test_a_pin_outlives_the_command(
+    ours: list[str], file: Path, shared_node: NodeProcess, tenant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["put", "name:hello", str(file), *ours]) == 0
+    with small_client(shared_node.target, tenant=tenant) as client:
+        before = client.statistics().pins
+        assert main(["pin", "name:hello", *ours]) == 0
+        assert client.statistics().pins == before + 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"{KEY.hex()} pinned"
+    assert main(["pin", "name:none", *ours]) == Status.NO
+
+
+def test_a_watch_shows_what_happens(
+    ours: list[str], file: Path, shared_node: NodeProcess, tenant: str
+) -> None:
+    command = [sys.executable, "-m", "kvstore", "watch", "--json", "--seconds", "60", *ours]
+    with (
+        small_client(shared_node.target, tenant=tenant) as client,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        wait_until(lambda: client.statistics().watchers > 0, "the watch has begun")
+        client.put_inline(KEY, file.read_bytes())
+        client.session("ada", "chat").append([KEY], tokens=1)
+        assert process.stdout is not None
+        stored, changed = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.terminate()
+        assert process.wait(30) == Status.TERMINATED
+    assert (stored["what"], stored["key"]) == ("STORED", KEY.hex())
+    assert (changed["what"], changed["blocks"]) == ("CHANGED", 1)
+
+
+@pytest.mark.parametrize("text", ["", "00", "name", "zz" * 32, "00" * 33, " " + "00" * 32, "0 " + "00" * 31])
+def test_what_is_no_key_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="64 hexadecimal digits, or name:TEXT"):
+        parse_key(text)
+
+
+def test_a_file_that_is_no_block_is_refused(
+    ours: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size, word in ((0, "0"), ((64 << 20) + 1, "more")):
+        path = tmp_path / str(size)
+        with path.open("wb") as made:
+            made.truncate(size)
+        assert main(["put", "name:hello", str(path), *ours]) == Status.USAGE
+        assert (
+            capsys.readouterr().err == f"kvstore: A block has 1 to 67108864 bytes, and {path} has {word}.\n"
+        )
+
+
+def test_the_node_is_the_usual_one_unless_somebody_says(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRIGGERKV_NODE", raising=False)
+    monkeypatch.setattr("kvstore.node_commands.DEFAULT_NODE", shared_node.target)
+    monkeypatch.delenv("TRIGGERKV_CONFIG", raising=False)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    assert main(["stats"]) == 0
+    monkeypatch.setenv("TRIGGERKV_NODE", "127.0.0.1:1")
+    assert main(["stats", "--call-timeout-ms", "2000"]) == Status.FAILED
+    assert "127.0.0.1:1" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""`kvstore.testing`: the node that users' own tests are given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.errors import NodeUnavailable
+from kvstore.names import block_key
+from kvstore.testing import LocalNode
+from tests.client.test_api import run
+
+if TYPE_CHECKING:
+    from kvstore.client import Client
+
+pytest_plugins = ["kvstore.testing.fixtures"]
+
+KEY = block_key(b"testing")
+
+
+def test_the_examples_run_as_printed() -> None:
+    texts = [LocalNode.__doc__, *(one.__doc__ for one in vars(LocalNode).values() if callable(one))]
+    examples = [text for text in texts if text is not None and ">>> " in text]
+    assert len(examples) == 7
+    for text in examples:
+        run(text, {"LocalNode": LocalNode}, "LocalNode")
+
+
+def test_a_client_of_the_fixture_is_a_tenant_of_its_own(kv_node: LocalNode, kv_client: Client) -> None:
+    kv_client.put_inline(KEY, b"KV")
+    assert kv_client.get_inline(KEY, 2) == b"KV"
+    with kv_node.client(tenant="another") as other:
+        assert not isinstance(other.get_inline(KEY, 2), bytes)
+
+
+def test_nothing_is_left_of_a_node_that_is_closed() -> None:
+    with LocalNode() as node:
+        folder, pid = Path(node._folder.name), node._process.pid
+        assert (folder / "node").is_dir()
+    assert not folder.exists()
+    assert not Path(f"/proc/{pid}").exists()
+    node.close()  # once more is nothing
+
+
+def test_a_node_that_does_not_start_says_why_and_leaves_nothing() -> None:
+    before = set(Path(tempfile.gettempdir()).glob("triggerkv-*"))
+    with pytest.raises(NodeUnavailable, match="eviction"):
+        LocalNode(arguments=("--eviction", "none"))
+    assert set(Path(tempfile.gettempdir()).glob("triggerkv-*")) <= before
+
+
+def test_a_users_test_takes_the_fixtures(tmp_path: Path) -> None:
+    test = tmp_path / "test_mine.py"
+    test.write_text(
+        'pytest_plugins = ["kvstore.testing.fixtures"]\n'
+        "def test_a_block_comes_back(kv_client):\n"
+        "    kv_client.put_inline(bytes(32), b'KV')\n"
+        "    assert kv_client.get_inline(bytes(32), 2) == b'KV'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,143 @@
+"""Generates `docs/api.md` from the docstrings of what users import: `make api`. A test holds the page to the code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PAGE", "main", "page"]
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+
+# The modules that users import, and of each what stands in the page; none named: all that it exports.
+_MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("kvstore.client", ()),
+    ("kvstore.names", ("block_key",)),
+    ("kvstore.layout", ("Layout",)),
+    ("kvstore.durability", ()),
+    ("kvstore.miss", ()),
+    ("nic_offload.flags", ("FlagWords", "FlagWord")),
+    ("kvstore.testing", ()),
+    ("kvstore.errors", ()),
+)
+_LINE_MAX = 100
+# Users are given these, and don't make them.
+_GIVEN = {"ArmedPuts", "Arrival", "FlagWord", "FlagWords", "Pin", "Reservation", "Resuming", "Session"}
+# Called from inside the package, across modules.
+_INSIDE = {
+    *("ArmedPuts.event", "ArmedPuts.lost", "Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
+    *("FlagWord.bell", "Session.manifest", "Session.resume_span"),
+    *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
+}
+_FIRST = ("Client", "Block")  # before the others, which follow by name
+
+_HEAD = """\
+# API reference
+
+Generated from the docstrings by `make api`; do not edit. [client.md](client.md) shows how the parts go together.
+
+What is not on this page is not public, and may change without notice. `kvstore.__version__` is the version.
+The examples under `Client` go on from the one of the class; a test runs them all against a real node.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    return (
+        "\n".join([_HEAD, *(line for name, only in _MODULES for line in _module(name, only))]).rstrip() + "\n"
+    )
+
+
+def _module(name: str, only: tuple[str, ...]) -> Iterator[str]:
+    module = importlib.import_module(name)
+    yield f"## {name}\n"
+    if name == "kvstore.errors":  # the tree says it all
+        yield from _prose(inspect.getdoc(module) or "")
+        return
+    if only:
+        names: list[str] = list(only)
+    else:
+        names = [*filter(module.__all__.__contains__, _FIRST), *sorted(set(module.__all__) - set(_FIRST))]
+    for one in names:
+        yield from _member(one, getattr(module, one))
+
+
+def _member(name: str, what: object) -> Iterator[str]:
+    yield f"### {name}\n"
+    if not inspect.isclass(what):
+        yield from _function(name, what)
+        return
+    is_made = name not in _GIVEN and not issubclass(what, int)
+    if is_made:
+        yield from _signature(name, what)
+    yield from _prose(inspect.getdoc(what) or "")
+    if is_made and "__init__" in vars(what):
+        yield from _prose(inspect.cleandoc(what.__init__.__doc__ or ""))
+    for member, found in vars(what).items():
+        if member.startswith("_") or f"{name}.{member}" in _INSIDE:
+            continue
+        if isinstance(found, property):
+            yield f"#### {name}.{member}\n"
+            yield from _prose(inspect.getdoc(found) or "")
+        elif isinstance(found, (classmethod, staticmethod)) or inspect.isfunction(found):
+            yield f"#### {name}.{member}()\n"
+            yield from _function(f"{name}.{member}", getattr(what, member))
+    if issubclass(what, int):
+        yield from (f"- `{one.name}`" for one in what)  # type: ignore[attr-defined]
+        yield ""
+
+
+def _function(name: str, what: object) -> Iterator[str]:
+    yield from _signature(name, what)
+    yield from _prose(inspect.getdoc(what) or "")
+
+
+def _signature(name: str, what: object) -> Iterator[str]:
+    signature = inspect.signature(what)  # type: ignore[arg-type]
+    shown: list[str] = []
+    for one in signature.parameters.values():
+        if one.name == "self":
+            continue
+        if one.kind is one.KEYWORD_ONLY and not any(part.startswith("*") for part in shown):
+            shown.append("*")
+        shown.append(_plain(str(one)))
+    returns = signature.return_annotation
+    end = ")" if returns is signature.empty or inspect.isclass(what) else f") -> {returns}"
+    line = f"{name}({', '.join(shown)}{end}"
+    if len(line) > _LINE_MAX:
+        line = "\n".join([f"{name}(", *(f"    {part}," for part in shown), end])
+    yield f"```python\n{line}\n```\n"
+
+
+def _plain(parameter: str) -> str:
+    """With its annotation, which is a string, as it is written."""
+    parameter = re.sub(r": (?:ForwardRef\()?'([^']*)'\)?", r": \1", parameter)
+    return re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", parameter)  # a member of an enumeration
+
+
+def _prose(text: str) -> Iterator[str]:
+    """Paragraphs as they are; examples, and what is indented, in fences."""
+    for part in re.split(r"\n\n", text.strip()):
+        if part.startswith(">>> "):
+            yield f"```pycon\n{part}\n```\n"
+        elif part.startswith("    "):
+            yield f"```text\n{inspect.cleandoc(part)}\n```\n"
+        elif part:
+            yield f"{part}\n"
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
