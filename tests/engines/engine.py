@@ -116,6 +116,10 @@ class Engine:
         """Empty its own prefix cache, and what the connector has."""
         assert self._ask({"do": "forget", "all": connector})["forgotten"]
 
+    def drop_pool(self) -> None:
+        """Empty its own prefix cache and vLLM's pool of host memory, and leave the tiers behind that as they are."""
+        assert self._ask({"do": "drop"})
+
     def counts(self) -> dict[str, float]:
         """Its metrics, by name."""
         return dict(self._ask({"do": "counts"}))

@@ -1,0 +1,239 @@
+"""vLLM's multi-tier offloading with our node as a tier says what vLLM says without, and loads what was stored."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Client
+from tests.engines.chats import Chats
+from tests.engines.digests import read_digests
+from tests.engines.engine import PATIENT, Engine
+from tests.engines.model import make_gemma
+from tests.engines.node import Node
+from tests.engines.pages import check_pages, layout_of, read_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.engines.node import GuardedNode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SMALL_BLOCKS = 40  # as in test_vllm
+POOL_BYTES = 32 << 20  # of chunks of 128 KiB: all of the conversations
+SMALL_POOL_BYTES = 4 << 20
+
+
+def tiered(
+    node: str, *, pool_bytes: int = POOL_BYTES, tier: str = "RecordingTier", **more: Any
+) -> dict[str, Any]:
+    """What `kv_transfer_config` says: as users have it, but the worker is for a CPU and the tier keeps a record."""
+    return {
+        "kv_connector": "TriggerKvTieringConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": pool_bytes,
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "tests.engines.cpu_pool",
+            "secondary_tiers": [
+                {"type": tier, "module_path": "tests.engines.recording", "node": node, **PATIENT, **more}
+            ],
+        },
+    }
+
+
+def start(place: Path, name: str, model: Path, node: str, **more: Any) -> Engine:
+    """An engine with a tier; what is `more` is the tier's, but for vLLM's own."""
+    own = ("num_gpu_blocks_override", "max_num_batched_tokens", "max_num_seqs", "kv_events_config")
+    arguments = {key: more.pop(key) for key in own if key in more}
+    return Engine(place, f"tier {name}", model, kv_transfer_config=tiered(node, **more), **arguments)
+
+
+def check_digests(engine: Engine) -> int:
+    """Every chunk that was loaded is one that was stored under its name; how many were."""
+    saved, loaded = read_digests(engine.digests)
+    assert not [key for key, digest in loaded if digest not in saved.get(key, ())]
+    return len(loaded)
+
+
+def count(engine: Engine, name: str) -> float:
+    """One of the tier's counts; vLLM has none that was never told."""
+    return engine.counts().get(f"vllm:triggerkv_tier_{name}", 0)
+
+
+@pytest.fixture(scope="module")
+def engine(place: Path, model: Path, node: Node, chats: Chats) -> Iterator[Engine]:  # noqa: ARG001  # held first
+    with start(place, "first", model, node.target) as engine:
+        yield engine
+
+
+def test_every_turn_is_the_same_and_comes_from_the_node_when_the_pool_is_empty(
+    engine: Engine, chats: Chats
+) -> None:
+    chats.check(engine)
+    assert count(engine, "stored_chunks") > 50
+    assert count(engine, "loaded_chunks") == 0  # the pool had it all
+    engine.drop_pool()
+    assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+    assert count(engine, "loaded_chunks") > 50
+    assert count(engine, "missing_chunks") == count(engine, "unsaved_chunks") == 0
+    assert check_digests(engine) > 50
+
+
+def test_a_salt_separates(engine: Engine, chats: Chats) -> None:
+    engine.drop_pool()
+    said = engine.say(chats.last, tokens=24, salt="of one")
+    assert (said.answers, said.cached) == (chats.answers[-1], 0)
+    engine.drop_pool()
+    assert engine.say(chats.last, tokens=24, salt="of another").cached == 0
+    engine.drop_pool()
+    assert engine.say(chats.last, tokens=24, salt="of one").cached > 0
+
+
+def test_a_small_engine_under_pressure_and_another_one_share_a_node(
+    place: Path, model: Path, node: Node, engine: Engine, chats: Chats
+) -> None:
+    small = {"pool_bytes": SMALL_POOL_BYTES, "num_gpu_blocks_override": SMALL_BLOCKS}
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    with start(
+        place, "small", model, node.target, enable_kv_events=True, kv_events_config=events, **small
+    ) as other:
+        engine.drop_pool()
+        chats.check(other)
+        chats.check(engine)
+        chats.check(other, range(3, 4))
+        chats.check_long(other)
+        counts = other.counts()
+        assert counts["vllm:num_preemptions"] > 0
+        assert count(other, "loaded_chunks") > 30
+        assert check_digests(other) > 0
+        other.forget(connector=True)
+        assert chats.check(other, range(3, 4)) == 0  # after a reset nothing is found by those who were reset
+        assert "Traceback" not in other.log()
+        lines = (other.digests / "tier small.txt").read_text().splitlines()
+    assert {line.split()[2] for line in lines if line.startswith("event ")} == {"STORAGE"}
+
+
+def test_the_node_is_killed_in_the_middle_and_comes_back(node: Node, engine: Engine, chats: Chats) -> None:
+    def kill_and_restart() -> None:
+        for _ in range(2):
+            started.wait(10)
+            started.clear()
+            node.kill()
+            node.start()
+
+    started = threading.Event()
+    killer = threading.Thread(target=kill_and_restart)
+    killer.start()
+    while killer.is_alive():
+        engine.drop_pool()
+        started.set()
+        chats.check(engine, range(2, 4))
+    killer.join()
+    until = time.monotonic() + 30
+    before = count(engine, "loaded_chunks")
+    while count(engine, "loaded_chunks") == before:  # the client looks for the node again by and by
+        engine.drop_pool()
+        chats.check(engine, range(3, 4))
+        assert time.monotonic() < until
+    check_digests(engine)
+    assert "Traceback" not in engine.log()
+
+
+def test_one_in_ten_chunks_is_damaged_on_the_drive(node: Node, engine: Engine, chats: Chats) -> None:
+    node.stop()
+    assert node.damage(0.1) > 10
+    node.start()
+    with Client(node.target) as client:
+        client.status(wait_s=10)
+    until = time.monotonic() + 30
+    missing = count(engine, "missing_chunks")
+    while count(engine, "missing_chunks") == missing:
+        engine.drop_pool()
+        chats.check(engine)
+        assert time.monotonic() < until
+    engine.drop_pool()
+    chats.check(engine)
+    check_digests(engine)
+    assert "Traceback" not in engine.log()
+
+
+def test_a_new_process_and_a_restarted_node(
+    place: Path, model: Path, node: Node, engine: Engine, chats: Chats
+) -> None:
+    engine.drop_pool()
+    chats.check(engine)
+    node.restart()
+    with start(place, "new", model, node.target, transport="inline") as new:
+        assert chats.check(new, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
+        assert check_digests(new) > 50
+        assert "over gRPC" in new.log()
+
+
+def test_a_node_that_is_stopped_or_not_there_changes_nothing(
+    place: Path, model: Path, chats: Chats, tmp_path: Path
+) -> None:
+    times = {"lookup_timeout_ms": 200, "load_timeout_ms": 2_000, "save_timeout_ms": 2_000}
+    with Node(tmp_path / "node") as node, start(place, "stopped", model, node.target, **times) as engine:
+        chats.check(engine, range(2))
+        with node.paused():
+            engine.drop_pool()
+            chats.check(engine, range(1, 4))
+            assert count(engine, "unsaved_chunks") > 0
+        node.kill()
+        engine.drop_pool()
+        chats.check(engine)
+        assert "Traceback" not in engine.log()
+
+
+def test_when_loads_fail_at_random_every_stored_chunk_is_a_clean_engines(
+    place: Path, model: Path, chats: Chats
+) -> None:
+    folder = place / "lossy tier"
+    folder.mkdir()
+    small = {"num_gpu_blocks_override": SMALL_BLOCKS, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    with Node(folder / "clean node") as clean_node, Node(folder / "lossy node") as lossy_node:
+        with start(folder, "clean", model, clean_node.target) as clean:
+            chats.check(clean)
+        clean_keys = set(read_digests(clean.digests)[0])
+        with start(
+            folder, "lossy", model, lossy_node.target, tier="LossyTier", pool_bytes=SMALL_POOL_BYTES, **small
+        ) as engine:
+            chats.check(engine)
+            engine.drop_pool()
+            chats.check(engine, range(2, 4))
+            assert count(engine, "missing_chunks") > 0
+            assert "Traceback" not in engine.log()
+        layout = layout_of(clean.digests / "tier clean.txt")
+        assert layout == layout_of(clean.digests / "tier lossy.txt")
+        stored = read_pages(lossy_node.target, layout, set(read_digests(engine.digests)[0]))
+        check_pages(stored, read_pages(clean_node.target, layout, clean_keys))
+    assert len(stored) > 60
+
+
+def test_what_was_stored_over_tls_by_a_token_file_is_found(
+    place: Path, model: Path, guarded: GuardedNode, chats: Chats
+) -> None:
+    with start(place, "tls", model, guarded.target, transport="fabric", **guarded.trust) as engine:
+        assert chats.check(engine, range(3, 4)) == 0
+        engine.drop_pool()
+        assert chats.check(engine, range(3, 4)) > 0
+        assert "Traceback" not in engine.log()
+
+
+def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> None:
+    gemma = make_gemma(place / "tier gemma")
+    with Engine(place, "plain tier gemma", gemma) as plain:
+        chats = Chats.held_with(plain)
+    with start(place, "gemma", gemma, node.target) as engine:
+        chats.check(engine)
+        engine.drop_pool()
+        assert chats.check(engine, range(3, 4)) > 0
+        assert count(engine, "loaded_chunks") > 0
+        check_digests(engine)
+        assert "Traceback" not in engine.log()
