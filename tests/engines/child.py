@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 _CALLS = (
@@ -40,7 +41,16 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     print(json.dumps("ready"), file=answers)
 
-    def say(prompts: list[list[int]], tokens: int, salt: str = "", session: str = "") -> dict[str, Any]:
+    adapters: dict[str, Any] = {}
+
+    def adapter_of(path: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return adapters.setdefault(path, LoRARequest(Path(path).name, len(adapters) + 1, path))
+
+    def say(
+        prompts: list[list[int]], tokens: int, salt: str = "", session: str = "", adapter: str = ""
+    ) -> dict[str, Any]:
         params = {"session": session, "user": "ada"} if session else None
         how = SamplingParams(
             temperature=0,
@@ -50,7 +60,8 @@ def main() -> None:
         )
         given: Any = [{"prompt_token_ids": one, **({"cache_salt": salt} if salt else {})} for one in prompts]
         began = time.perf_counter()
-        outputs = llm.generate(given, how, use_tqdm=False)
+        lora = adapter_of(adapter) if adapter else None
+        outputs = llm.generate(given, how, use_tqdm=False, lora_request=lora)
         seconds = time.perf_counter() - began
         _wait_for_saves()
         _step_until_stored(llm)

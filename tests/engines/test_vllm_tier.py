@@ -11,8 +11,8 @@ import pytest
 from kvstore.client import Client
 from tests.engines.chats import Chats
 from tests.engines.digests import read_digests
-from tests.engines.engine import PATIENT, Engine
-from tests.engines.model import make_gemma
+from tests.engines.engine import PATIENT, Engine, tiered
+from tests.engines.model import make_adapter, make_gemma
 from tests.engines.node import Node
 from tests.engines.pages import check_pages, layout_of, read_pages
 
@@ -25,33 +25,19 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SMALL_BLOCKS = 40  # as in test_vllm
-POOL_BYTES = 32 << 20  # of chunks of 128 KiB: all of the conversations
 SMALL_POOL_BYTES = 4 << 20
-
-
-def tiered(
-    node: str, *, pool_bytes: int = POOL_BYTES, tier: str = "RecordingTier", **more: Any
-) -> dict[str, Any]:
-    """What `kv_transfer_config` says: as users have it, but the worker is for a CPU and the tier keeps a record."""
-    return {
-        "kv_connector": "TriggerKvTieringConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": pool_bytes,
-            "spec_name": "CpuTieringSpec",
-            "spec_module_path": "tests.engines.cpu_pool",
-            "secondary_tiers": [
-                {"type": tier, "module_path": "tests.engines.recording", "node": node, **PATIENT, **more}
-            ],
-        },
-    }
 
 
 def start(place: Path, name: str, model: Path, node: str, **more: Any) -> Engine:
     """An engine with a tier; what is `more` is the tier's, but for vLLM's own."""
-    own = ("num_gpu_blocks_override", "max_num_batched_tokens", "max_num_seqs", "kv_events_config")
+    own = (
+        *("num_gpu_blocks_override", "max_num_batched_tokens", "max_num_seqs", "kv_events_config"),
+        *("enable_lora", "max_lora_rank", "max_loras"),
+    )
     arguments = {key: more.pop(key) for key in own if key in more}
-    return Engine(place, f"tier {name}", model, kv_transfer_config=tiered(node, **more), **arguments)
+    return Engine(
+        place, f"tier {name}", model, kv_transfer_config=tiered(node, **PATIENT | more), **arguments
+    )
 
 
 def check_digests(engine: Engine) -> int:
@@ -224,6 +210,34 @@ def test_what_was_stored_over_tls_by_a_token_file_is_found(
         engine.drop_pool()
         assert chats.check(engine, range(3, 4)) > 0
         assert "Traceback" not in engine.log()
+
+
+def test_an_adapter_is_known_by_its_bytes_in_a_new_process_too(
+    place: Path, model: Path, node: Node, chats: Chats, tmp_path: Path
+) -> None:
+    """By vLLM's own hash it is known by its name and its path, which are the same when it has been trained again."""
+    one, other = (make_adapter(tmp_path / name, seed) for seed, name in enumerate(("one", "other")))
+
+    def say(engine: Engine, adapter: Path | None) -> tuple[list[list[int]], int]:
+        engine.drop_pool()
+        said = engine.say(chats.last, tokens=24, **({} if adapter is None else {"adapter": str(adapter)}))
+        return said.answers, said.cached
+
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with start(place, "adapters", model, node.target, weights="of the adapters", **lora) as engine:
+        answers = {adapter: say(engine, adapter) for adapter in (None, one, other)}
+        assert [cached for _, cached in answers.values()] == [0, 0, 0]
+        assert len({str(answer) for answer, _ in answers.values()}) == 3
+        for adapter, (answer, _) in answers.items():
+            again, cached = say(engine, adapter)
+            assert again == answer
+            assert cached > 0
+    make_adapter(one, 1)  # it has the other's weights now, at its own path
+    with start(place, "adapters anew", model, node.target, weights="of the adapters", **lora) as engine:
+        assert say(engine, one) == (answers[other][0], 0)
+        again, cached = say(engine, other)
+        assert again == answers[other][0]
+        assert cached > 0
 
 
 def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> None:
