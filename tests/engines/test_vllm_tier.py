@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Client
-from tests.engines.chats import Chats
 from tests.engines.digests import read_digests
 from tests.engines.engine import PATIENT, Engine, tiered
-from tests.engines.model import make_adapter, make_gemma
+from tests.engines.model import make_adapter
 from tests.engines.node import Node
 from tests.engines.pages import check_pages, layout_of, read_pages
 
@@ -20,12 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.engines.chats import Chats
     from tests.engines.node import GuardedNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SMALL_BLOCKS = 40  # as in test_vllm
-SMALL_POOL_BYTES = 4 << 20
+CHUNK_BYTES = 128 << 10
+SMALL_POOL_BYTES = 32 * CHUNK_BYTES
 
 
 def start(place: Path, name: str, model: Path, node: str, **more: Any) -> Engine:
@@ -71,6 +72,34 @@ def test_every_turn_is_the_same_and_comes_from_the_node_when_the_pool_is_empty(
     assert check_digests(engine) > 50
 
 
+def test_when_loads_fail_at_random_every_stored_chunk_is_a_clean_engines(
+    model: Path, node: Node, engine: Engine, chats: Chats, tmp_path: Path
+) -> None:
+    chats.check(engine)
+    clean_keys = set(read_digests(engine.digests)[0])
+    small = {"num_gpu_blocks_override": SMALL_BLOCKS, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    with Node(tmp_path / "lossy node") as lossy_node:
+        with start(
+            tmp_path,
+            "lossy",
+            model,
+            lossy_node.target,
+            tier="LossyTier",
+            pool_bytes=SMALL_POOL_BYTES,
+            **small,
+        ) as lossy:
+            chats.check(lossy)
+            lossy.drop_pool()
+            chats.check(lossy, range(2, 4))
+            assert count(lossy, "missing_chunks") > 0
+            assert "Traceback" not in lossy.log()
+        layout = layout_of(engine.digests / "tier first.txt")
+        assert layout == layout_of(lossy.digests / "tier lossy.txt")
+        stored = read_pages(lossy_node.target, layout, set(read_digests(lossy.digests)[0]))
+        check_pages(stored, read_pages(node.target, layout, clean_keys))
+    assert len(stored) > 60
+
+
 def test_a_salt_separates(engine: Engine, chats: Chats) -> None:
     engine.drop_pool()
     said = engine.say(chats.last, tokens=24, salt="of one")
@@ -103,6 +132,18 @@ def test_a_small_engine_under_pressure_and_another_one_share_a_node(
         assert "Traceback" not in other.log()
         lines = (other.digests / "tier small.txt").read_text().splitlines()
     assert {line.split()[2] for line in lines if line.startswith("event ")} == {"STORAGE"}
+
+
+def test_a_prompt_that_is_longer_than_the_pool_is_answered(
+    place: Path, model: Path, node: Node, engine: Engine, chats: Chats
+) -> None:
+    chats.check(engine, range(3, 4))  # the node has all of it
+    with start(place, "tiny", model, node.target, pool_bytes=8 * CHUNK_BYTES) as tiny:
+        for prompt, answer in zip(chats.last[:2], chats.answers[-1], strict=False):
+            assert len(prompt) > 10 * 32
+            said = tiny.say([prompt], tokens=24)
+            assert said.answers == [answer]
+            assert said.cached == 6 * 32  # a quarter is left for what waits to be stored
 
 
 def test_the_node_is_killed_in_the_middle_and_comes_back(node: Node, engine: Engine, chats: Chats) -> None:
@@ -177,31 +218,6 @@ def test_a_node_that_is_stopped_or_not_there_changes_nothing(
         assert "Traceback" not in engine.log()
 
 
-def test_when_loads_fail_at_random_every_stored_chunk_is_a_clean_engines(
-    place: Path, model: Path, chats: Chats
-) -> None:
-    folder = place / "lossy tier"
-    folder.mkdir()
-    small = {"num_gpu_blocks_override": SMALL_BLOCKS, "max_num_batched_tokens": 128, "max_num_seqs": 8}
-    with Node(folder / "clean node") as clean_node, Node(folder / "lossy node") as lossy_node:
-        with start(folder, "clean", model, clean_node.target) as clean:
-            chats.check(clean)
-        clean_keys = set(read_digests(clean.digests)[0])
-        with start(
-            folder, "lossy", model, lossy_node.target, tier="LossyTier", pool_bytes=SMALL_POOL_BYTES, **small
-        ) as engine:
-            chats.check(engine)
-            engine.drop_pool()
-            chats.check(engine, range(2, 4))
-            assert count(engine, "missing_chunks") > 0
-            assert "Traceback" not in engine.log()
-        layout = layout_of(clean.digests / "tier clean.txt")
-        assert layout == layout_of(clean.digests / "tier lossy.txt")
-        stored = read_pages(lossy_node.target, layout, set(read_digests(engine.digests)[0]))
-        check_pages(stored, read_pages(clean_node.target, layout, clean_keys))
-    assert len(stored) > 60
-
-
 def test_what_was_stored_over_tls_by_a_token_file_is_found(
     place: Path, model: Path, guarded: GuardedNode, chats: Chats
 ) -> None:
@@ -240,11 +256,9 @@ def test_an_adapter_is_known_by_its_bytes_in_a_new_process_too(
         assert cached > 0
 
 
-def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> None:
-    gemma = make_gemma(place / "tier gemma")
-    with Engine(place, "plain tier gemma", gemma) as plain:
-        chats = Chats.held_with(plain)
-    with start(place, "gemma", gemma, node.target) as engine:
+def test_layers_with_a_window_and_layers_without(place: Path, gemma: tuple[Path, Chats], node: Node) -> None:
+    model, chats = gemma
+    with start(place, "gemma", model, node.target) as engine:
         chats.check(engine)
         engine.drop_pool()
         assert chats.check(engine, range(3, 4)) > 0

@@ -17,12 +17,15 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.v1.core.sched.scheduler")
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvstore.client import Client
+from kvstore.engines.vllm import tiering_connector
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
+from kvstore.engines.vllm.tiering_connector import TriggerKvTieringConnector
 from kvstore.engines.vllm.told import Engine, tell_adapter
 from kvstore.errors import ConfigError
 from tests.engines.node import Node, until
@@ -36,6 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CHUNKS = 16
 CHUNK_BYTES = 3 * 4096
 NEVER = "127.0.0.1:9"
+STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 class Tier:
@@ -93,7 +97,7 @@ class Tier:
 
         def is_known() -> bool:
             found.append(self.tier.lookup(key, context))
-            self.tier.on_schedule_end(None)
+            self.tier.on_schedule_end(STEP)
             return found[-1] is not LookupResult.RETRY
 
         until(is_known, "the node has been asked", seconds)
@@ -139,12 +143,42 @@ def test_what_did_not_come_is_not_promised_again(node: Node) -> None:
     assert one.ended(one.submit(key)).success
     context = one.request()
     while one.tier.lookup(key[0], context) is LookupResult.RETRY:
-        one.tier.on_schedule_end(None)
+        one.tier.on_schedule_end(STEP)
     with Client(node.target, layout=one.tier._layout) as client:
         assert client.delete([one.tier._name(key[0])]) == [True]
     assert one.tier.lookup(key[0], context) is LookupResult.HIT
     assert not one.ended(one.submit(key, load=True, context=context)).success
     assert one.tier.lookup(key[0], context) is LookupResult.MISS
+    one.tier.shutdown()
+
+
+def test_a_chunk_comes_once_for_a_request(node: Node) -> None:
+    """What a request has got and asks for again, the pool has evicted, to make room for the rest of the same prompt."""
+    one = Tier(node.target)
+    key = keys("once", 1)
+    assert one.ended(one.submit(key)).success
+    context = one.request("first")
+    while one.tier.lookup(key[0], context) is LookupResult.RETRY:
+        one.tier.on_schedule_end(STEP)
+    assert one.ended(one.submit(key, load=True, context=context)).success
+    assert one.tier.lookup(key[0], context) is LookupResult.MISS
+    one.tier.on_schedule_end(ScheduleEndContext((), preempted_req_ids=("first",)))
+    assert one.tier.lookup(key[0], context) is LookupResult.HIT  # it was preempted, and has nothing any more
+    assert one.look(key[0], one.request("second")) is LookupResult.HIT
+    one.tier.on_request_finished(context)
+    assert not one.tier._seen
+    assert one.counts()["evicted_chunks"] == 1
+    one.tier.shutdown()
+
+
+def test_of_a_prompt_that_is_longer_than_the_pool_the_beginning_is_found(node: Node) -> None:
+    one = Tier(node.target)
+    some = keys("long", 2)
+    assert one.ended(one.submit(some)).success
+    context = one.request()
+    for key, chunks in zip(some, (CHUNKS * 3 // 4, CHUNKS * 3 // 4 + 1), strict=True):
+        context.set_offload_key_position(key, chunks * 32)
+    assert [one.look(key, context) for key in some] == [LookupResult.HIT, LookupResult.MISS]
     one.tier.shutdown()
 
 
@@ -166,6 +200,37 @@ def test_adapters_resets_and_engines_find_only_their_own(node: Node, tmp_path: P
     one.told.reset()
     assert one.look(key[0]) is LookupResult.MISS
     one.tier.shutdown()
+
+
+def test_the_connector_tells_the_tier_of_adapters_and_of_a_reset(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    connector = TriggerKvTieringConnector.__new__(TriggerKvTieringConnector)
+    connector._engines = [Engine(b"one tier's"), Engine(b"another's")]
+    order: list[bytes] = []
+    connector.connector_scheduler = Fake(
+        on_new_request=lambda request: None,  # noqa: ARG005
+        reset_cache=lambda: order.append(connector._engines[0].epoch),
+    )
+    connector.on_new_request(Fake(request_id="r", lora_request=Fake(lora_path=str(tmp_path))))
+    assert [len(engine.adapters["r"]) for engine in connector._engines] == [16, 16]
+    connector.reset_cache()
+    assert order == [b""]  # what is under way ends under its old name
+    assert all(engine.epoch for engine in connector._engines)
+
+
+def test_tiers_of_others_stand_beside_ours_and_one_is_ours() -> None:
+    def extra_of(*tiers: dict[str, Any]) -> Any:
+        extra = {"cpu_bytes_to_use": 1, "secondary_tiers": list(tiers)}
+        transfer = KVTransferConfig(kv_connector="ours", kv_role="kv_both", kv_connector_extra_config=extra)
+        told = tiering_connector._with(Fake(kv_transfer_config=transfer), lambda tier: tier | {"told": "all"})
+        return told.kv_transfer_config.kv_connector_extra_config
+
+    files = {"type": "fs", "root_dir": "somewhere"}
+    extra = extra_of(files, {"type": "triggerkv"})
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    assert extra["secondary_tiers"] == [files, {"type": "triggerkv", "told": "all"}]
+    with pytest.raises(ConfigError, match="no tier of type"):
+        extra_of(files)
 
 
 def test_a_chunk_of_another_form_is_not_found(node: Node) -> None:
@@ -201,6 +266,30 @@ def test_a_node_that_is_not_there_ends_every_job_and_look_up_in_time() -> None:
     one.tier.shutdown()
 
 
+def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
+    one = Tier(node.target, lookup_timeout_ms=300)
+
+    def slow(blocks: Sequence[Any]) -> list[bool]:
+        time.sleep(0.25)
+        return [True] * len(blocks)
+
+    one.tier._carrier.present = slow  # type: ignore[method-assign]
+    contexts = [one.request(str(number)) for number in range(12)]
+    for number, context in enumerate(contexts):
+        assert one.tier.lookup(keys(f"late {number}", 1)[0], context) is LookupResult.RETRY
+    began = time.monotonic()
+    one.tier.on_schedule_end(STEP)
+    assert one.look(keys("late 11", 1)[0], contexts[11], 10) is LookupResult.MISS
+    assert time.monotonic() - began < 1.5
+    assert one.counts() == {"late_lookups": 1}
+    late = one.request("late")
+    assert one.tier.lookup(keys("of one that is preempted", 1)[0], late) is LookupResult.RETRY
+    time.sleep(0.4)
+    one.tier.on_schedule_end(ScheduleEndContext((), preempted_req_ids=("late",)))
+    assert one.tier.lookup(keys("and looks anew", 1)[0], late) is LookupResult.RETRY
+    one.tier.shutdown()
+
+
 def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> None:
     with Node(tmp_path / "node") as node:
         one = Tier(node.target, save_timeout_ms=2_000, load_timeout_ms=1_000, lookup_timeout_ms=300)
@@ -211,7 +300,7 @@ def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> 
             loading = one.submit(keys("before", 2), load=True)
             context = one.request()
             assert one.tier.lookup(keys("before", 1)[0], context) is LookupResult.RETRY
-            one.tier.on_schedule_end(None)
+            one.tier.on_schedule_end(STEP)
             assert time.monotonic() - began < 0.2  # the scheduler has waited for nothing
             skipped = [result.job_id for result in one.tier.get_finished_jobs()]
             assert skipped == numbers[2:]  # four chunks of sixteen wait, and that is all
@@ -248,8 +337,7 @@ def test_a_drained_tier_has_a_result_for_every_job(node: Node) -> None:
     numbers = [one.submit(keys(f"drained {number}", 1)) for number in range(4)]
     one.tier.drain_jobs()
     assert sorted(result.job_id for result in one.tier.get_finished_jobs()) == numbers
-    assert one.submit(keys("drained", 3, first=1)) == 5  # nothing waits any more
-    one.ended(5)
+    assert one.ended(one.submit(keys("drained", 3, first=1))).success  # nothing waits any more
     one.tier.shutdown()
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -41,7 +41,6 @@ from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.vllm.settings import ENGINE, TierSettings
 from kvstore.engines.vllm.told import Adapter, Engine
 from kvstore.errors import ConfigError, DeadlineExceeded
-from kvstore.limits import BLOCK_BYTES_MAX
 from kvstore.names import block_key
 
 if TYPE_CHECKING:
@@ -62,15 +61,17 @@ _COUNTS = {
     "stored_chunks": "Chunks that the node has stored",
     "unsaved_chunks": "Chunks that the node did not take in time",
     "skipped_chunks": "Chunks that were not stored because earlier ones still waited for the node",
+    "evicted_chunks": "Chunks that came, and the pool evicted before they were used: it is too small",
     "late_lookups": "Chunks that the node had not answered for in time",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Of a request: when the node was first asked for a chunk that it has not answered for."""
+@dataclass(slots=True)
+class _Seen:
+    """Of a request, until it is preempted or over."""
 
-    since_ns: int
+    asked_ns: int  # when it began to wait for the node's answers
+    brought: set[bytes] = field(default_factory=set)  # what has come for it
 
 
 class _Job(NamedTuple):
@@ -126,16 +127,20 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._engine = engine
         settings = TierSettings.of(given, where=f"The tier {tier_type!r}")
         self.locality = None if locality is None else Locality(locality)
-        with_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] | None = [] if with_events else None
+        may_tell = offloading_spec.kv_events_config.enable_kv_cache_events  # else nobody takes them
+        self._events: list[OffloadingEvent] | None = [] if enable_kv_events and may_tell else None
+        if enable_kv_events and not may_tell:
+            log.warning("enable_kv_events does nothing: vLLM's kv_events_config is not set.")
         self._load_ns, self._save_ns, self._lookup_ns = (
             ms * 1_000_000
             for ms in (settings.load_timeout_ms, settings.save_timeout_ms, settings.lookup_timeout_ms)
         )
         self._size = self.block_size_bytes
-        if self._size > BLOCK_BYTES_MAX:
-            raise ConfigError(f"A chunk has {self._size} bytes on all ranks; we take {BLOCK_BYTES_MAX}.")
         self._storing, self._storing_max = 0, len(primary_kv_view) // _STORING_PART
+        per_token = sum(
+            1 / (tokens * offloading_spec.blocks_per_chunk) for tokens in offloading_spec.tokens_per_block
+        )
+        self._tokens_max = (len(primary_kv_view) - self._storing_max) / per_token
         self._layout = engine.layout + _form(offloading_spec, self._size)
         self._clock = SystemClock()
         self._address: int = np.asarray(primary_kv_view).ctypes.data
@@ -146,6 +151,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             self._carrier.close()
             raise
         self._lookups = _Lookups(tier_type, self._present)
+        self._seen: dict[str, _Seen] = {}
         self._loads = ThreadPoolExecutor(_LOADING_THREADS, "kvstore-tier-load")
         self._saves = ThreadPoolExecutor(1, "kvstore-tier-save")
         self._under_way: dict[int, tuple[bool, _Job, Future[_Moved]]] = {}
@@ -161,19 +167,26 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     # --- what is there
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Say whether a chunk can be loaded; RETRY until the node has been asked, and MISS if that takes too long."""
+        """Say whether a chunk can be loaded, once for a request; RETRY until the node has answered or is late."""
         if not self._engine.loads:
             return LookupResult.MISS
-        found = self._lookups.lookup(key + self._more(req_context), req_context)
-        if found is not None:
-            return LookupResult.HIT if found else LookupResult.MISS
-        now_ns = self._clock.monotonic_ns()
-        if (asked := req_context.get_state(_Asked)) is None:
-            req_context.set_state(_Asked(now_ns))
-        elif now_ns - asked.since_ns > self._lookup_ns:
+        # Of a prompt that is longer than the pool the later chunks would evict the earlier ones before they are used.
+        end_token = req_context.get_offload_key_position(key)
+        if end_token is not None and end_token > self._tokens_max:
+            return LookupResult.MISS
+        name = key + self._more(req_context)
+        if (seen := self._seen.get(req_context.req_id)) is None:
+            seen = self._seen[req_context.req_id] = _Seen(self._clock.monotonic_ns())
+        found = self._lookups.lookup(name, req_context)
+        if found is None:
+            if self._clock.monotonic_ns() - seen.asked_ns <= self._lookup_ns:
+                return LookupResult.RETRY
             self._count("late_lookups", 1)
             return LookupResult.MISS
-        return LookupResult.RETRY
+        if found and name in seen.brought:  # requests beside each other would evict each other's for ever
+            self._count("evicted_chunks", 1)
+            return LookupResult.MISS
+        return LookupResult.HIT if found else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Take in whose adapter it is for."""
@@ -183,10 +196,13 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what was known for it."""
+        self._seen.pop(req_context.req_id, None)
         self._lookups.cleanup(req_context.req_id)
 
-    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+    def on_schedule_end(self, context: Any) -> None:
         """Ask the node what this step has looked for."""
+        for request_id in context.preempted_req_ids:  # it looks anew
+            self._seen.pop(request_id, None)
         self._lookups.flush()
 
     def _more(self, req_context: Any) -> bytes:
@@ -259,6 +275,8 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     def _loaded(self, job_id: int, job: _Job, moved: _Moved) -> JobResult:
         here, missing = _parted(job.keys, moved.whole)
         self._lookups.mark_miss([key + job.more for key in missing])  # or it would be promised again
+        if (seen := self._seen.get(job.request_id)) is not None:
+            seen.brought.update(key + job.more for key in here)
         self._count("loaded_chunks", len(here))
         self._count("missing_chunks", len(missing))
         return JobResult(
