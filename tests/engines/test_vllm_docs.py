@@ -57,7 +57,9 @@ def test_the_recipe_for_a_tier(tmp_path: Path, model: Path, node: Node) -> None:
     program = recipe('"TriggerKvTieringConnector"', node)
     assert for_gpus in program
     program = program.replace(for_gpus, for_cpus)
-    program = program.replace("model=sys.argv[1],", "model=sys.argv[1], enforce_eager=True,")  # to compile takes long
+    program = program.replace(
+        "model=sys.argv[1],", "model=sys.argv[1], enforce_eager=True,"
+    )  # to compile takes long
     before = _pools()
     first, second = (run(program, tmp_path, model, PYTHONPATH=str(ROOT)) for _ in range(2))
     answers = [re.search(r"(\d+) tokens came from the node; (.*)", said) for said in (first, second)]

