@@ -1,7 +1,7 @@
 """Carries blocks between an engine's memory and a node: over the fabric if the memory is registered, else inside gRPC.
 
-It is what the adapters of engines share that hand over addresses and wait (SGLang, LMCache). A block that is larger
-than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
+It is what the adapters of engines share that hand over addresses and wait (SGLang, LMCache, vLLM's tier). A block that
+is larger than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
 
 What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time, but for a put,
 which may take `call_timeout_ms` longer to attach and to get its leases; once it has ended, nothing reads or writes the
@@ -175,9 +175,9 @@ class Carrier(Handle):
 
     # --- moving
 
-    def put(self, places: Sequence[Place]) -> list[bool]:
+    def put(self, places: Sequence[Place], *, timeout_s: float | None = None) -> list[bool]:
         """Store blocks; says of each whether all of it is stored as durably as a killed node needs."""
-        until_ns = self._until(self._save_s)
+        until_ns = self._until(self._save_s if timeout_s is None else timeout_s)
         done = [True] * len(places)
         over_fabric, inline = self._ways(places)
         if over_fabric:
@@ -215,9 +215,9 @@ class Carrier(Handle):
             for (part, _), result in zip(some, results, strict=True):
                 done[part.block] &= result.has_block
 
-    def get(self, places: Sequence[Place]) -> list[bool]:
+    def get(self, places: Sequence[Place], *, timeout_s: float | None = None) -> list[bool]:
         """Bring blocks into memory; says of each whether its exact bytes are there. Others leave anything in theirs."""
-        until_ns = self._until(self._load_s)
+        until_ns = self._until(self._load_s if timeout_s is None else timeout_s)
         here = [True] * len(places)
         over_fabric, inline = self._ways(places)
         try:

@@ -3,6 +3,8 @@
 A prompt of 4,096 tokens, a Llama of 8 layers x 512 in bf16 with random weights, greedy, one thread. In each round, one
 after the other: a new prompt without our connector and another one with it, the second again (the engine's own cache),
 and once more with that cache emptied (the node). Ratios are medians of the rounds' own ratios.
+Then vLLM's multi-tier offloading: from its pool of host memory, from our node behind it, in the same process, in a new
+one, and when the node has it on its drive only.
 Then models of other shapes, with prompts that end in the middle of a block: what a hit on the node, the first and the
 next one, takes longer than one in the engine's own cache.
 It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
@@ -17,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.engines.engine import Engine
+from tests.engines.engine import PATIENT, Engine, tiered
 from tests.engines.model import make_llama
 from tests.engines.node import Node
 
@@ -80,9 +82,22 @@ def run(form: Form) -> None:
         model = make_llama(place / "model", num_hidden_layers=8, hidden_size=512, intermediate_size=1024)
         with Node(place / "node") as node:
             rounds = _measure(place, model, node)
+        with Node(place / "tier node") as node:
+            _measure_tier(place, model, node, rounds)
         for name in _SHAPES:
             _measure_shape(place, name, form)
-    for name in ("without", "miss", "local", "fabric", "fabric sync", "fabric cold", "grpc", "host copy"):
+    of_tier = ("tier miss", "tier local", "tier pool", "tier", "tier anew", "tier cold")
+    for name in (
+        "without",
+        "miss",
+        "local",
+        "fabric",
+        "fabric sync",
+        "fabric cold",
+        "grpc",
+        "host copy",
+        *of_tier,
+    ):
         form.note(f"TTFT {name}", rounds.median(name) * 1e3, "ms")
     for name, to, goal in (
         ("fabric", "local", 2.5),
@@ -92,6 +107,8 @@ def run(form: Form) -> None:
         ("fabric cold", "miss", None),
         ("grpc", "miss", None),
         ("host copy", "miss", None),
+        ("tier", "tier pool", None),
+        ("tier", "tier miss", None),
     ):
         form.note(f"{name} / {to}", rounds.ratio(name, to), "x", goal=goal, lower_is_better=True)
 
@@ -175,6 +192,33 @@ def _measure(place: Path, model: Path, node: Node) -> _Rounds:
             engine.forget(connector=True)
             rounds.add("host copy", _hit(engine, one))
     return rounds
+
+
+def _measure_tier(place: Path, model: Path, node: Node, rounds: _Rounds) -> None:
+    """Through vLLM's own pool of host memory, as `tests.engines.cpu_pool` makes one for a CPU."""
+    dice = random.Random(5)
+    stored: list[list[list[int]]] = []
+    transfer = tiered(node.target, pool_bytes=512 << 20, tier="triggerkv", **PATIENT)
+
+    def prompt() -> list[list[int]]:
+        return [[dice.randrange(3, 999) for _ in range(_TOKENS)]]
+
+    with _engine(place, "tier", model, None, kv_transfer_config=transfer) as engine:
+        engine.say(prompt())
+        for _ in range(_ROUNDS):
+            stored.append(prompt())
+            rounds.add("tier miss", engine.say(stored[-1]).seconds)
+            rounds.add("tier local", engine.say(stored[-1]).seconds)
+            engine.forget()
+            rounds.add("tier pool", _hit(engine, stored[-1]))
+            engine.drop_pool()
+            rounds.add("tier", _hit(engine, stored[-1]))
+    for name in ("tier anew", "tier cold"):
+        with _engine(place, name, model, None, kv_transfer_config=transfer) as engine:
+            engine.say(prompt())
+            for one in stored:
+                rounds.add(name, _hit(engine, one))
+        node.restart()  # nothing is in its memory now
 
 
 def _hit(engine: Engine, one: list[list[int]]) -> float:

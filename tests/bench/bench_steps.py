@@ -2,8 +2,9 @@
 
 A Llama of 32 layers x 64 in bf16 with random weights, one thread, blocks of 128 tokens: a prompt of 8,192 tokens is
 2,048 pages of 16 KiB. One request decodes all the time; then the prompt comes, in chunks of 512 tokens, and gets 64
-tokens of answer. Every step is timed, of an engine without our connector and of one with it, in turns, and what of it
-passes in the connector's calls. A slow node runs for 10 of every 100 ms; a stopped one has got SIGSTOP, a dead one
+tokens of answer. Every step is timed, in turns, of an engine without our connector, of one with it, of one with vLLM's
+own pool of host memory, and of one with our node as a tier behind such a pool; and what of it passes in the connector's
+calls. A slow node runs for 10 of every 100 ms; a stopped one has got SIGSTOP, a dead one
 SIGKILL.
 It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
 """
@@ -20,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.engines.engine import Engine
+from tests.engines.engine import Engine, tiered
 from tests.engines.model import make_llama
 from tests.engines.node import Node
 
@@ -35,6 +36,8 @@ _CHUNK_TOKENS = 512
 _ANSWER_TOKENS = 64
 _OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": "kvstore.engines.vllm.connector"}
 _COUNTS = ("saved_pages", "unsaved_pages", "skipped_pages")
+_TIER_COUNTS = ("stored_chunks", "unsaved_chunks", "skipped_chunks")
+_POOL_BYTES = 128 << 20
 
 
 def run(form: Form) -> None:
@@ -73,23 +76,31 @@ def _measure(form: Form, place: Path, model: Path, node: Node) -> None:
     with (
         Engine(place, "without", model, **how) as without,  # type: ignore[arg-type]
         Engine(place, "with", model, node.target, transfer=_OURS, **how) as ours,  # type: ignore[arg-type]
+        _tiered(place, "pool", model, **how) as pool,
+        _tiered(place, "tier", model, node.target, **how) as tier,
     ):
-        without.steps(prompt(), tokens=2)
-        ours.steps(prompt(), tokens=2)
+        engines = {"without": without, "with": ours, "pool": pool, "tier": tier}
+        for engine in engines.values():
+            engine.steps(prompt(), tokens=2)
         for state in (_alive, _slow, _stopped, _dead):
-            before = ours.counts()
-            plain, with_ours = [], []
+            before = ours.counts() | tier.counts()
+            steps: dict[str, list[tuple[int, float, float]]] = {name: [] for name in engines}
             with state(node):
                 for _ in range(_ROUNDS):
-                    plain += without.steps(prompt(), tokens=_ANSWER_TOKENS)
-                    with_ours += ours.steps(prompt(), tokens=_ANSWER_TOKENS)
-            name = state.__name__.removeprefix("_")
-            _note(form, f"{name}: without", plain)
-            _note(form, f"{name}: with", with_ours)
-            after = ours.counts()
-            for count in _COUNTS:
+                    for name, engine in engines.items():
+                        steps[name] += engine.steps(prompt(), tokens=_ANSWER_TOKENS)
+            of_state = state.__name__.removeprefix("_")
+            for name, of_engine in steps.items():
+                _note(form, f"{of_state}: {name}", of_engine)
+            after = ours.counts() | tier.counts()
+            for count in (*_COUNTS, *(f"tier_{one}" for one in _TIER_COUNTS)):
                 one = f"vllm:triggerkv_{count}"
-                form.note(f"{name}: {count}", after.get(one, 0) - before.get(one, 0), "")
+                form.note(f"{of_state}: {count}", after.get(one, 0) - before.get(one, 0), "")
+
+
+def _tiered(place: Path, name: str, model: Path, *nodes: str, **how: object) -> Engine:
+    transfer = tiered(*nodes, pool_bytes=_POOL_BYTES, tier="triggerkv")
+    return Engine(place, name, model, kv_transfer_config=transfer, **how)  # type: ignore[arg-type]
 
 
 def _note(form: Form, name: str, steps: list[tuple[int, float, float]]) -> None:

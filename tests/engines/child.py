@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 _CALLS = (
@@ -40,7 +41,16 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     print(json.dumps("ready"), file=answers)
 
-    def say(prompts: list[list[int]], tokens: int, salt: str = "", session: str = "") -> dict[str, Any]:
+    adapters: dict[str, Any] = {}
+
+    def adapter_of(path: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return adapters.setdefault(path, LoRARequest(Path(path).name, len(adapters) + 1, path))
+
+    def say(
+        prompts: list[list[int]], tokens: int, salt: str = "", session: str = "", adapter: str = ""
+    ) -> dict[str, Any]:
         params = {"session": session, "user": "ada"} if session else None
         how = SamplingParams(
             temperature=0,
@@ -50,9 +60,11 @@ def main() -> None:
         )
         given: Any = [{"prompt_token_ids": one, **({"cache_salt": salt} if salt else {})} for one in prompts]
         began = time.perf_counter()
-        outputs = llm.generate(given, how, use_tqdm=False)
+        lora = adapter_of(adapter) if adapter else None
+        outputs = llm.generate(given, how, use_tqdm=False, lora_request=lora)
         seconds = time.perf_counter() - began
         _wait_for_saves()
+        _step_until_stored(llm)
         return {
             "seconds": seconds,
             "answers": [list(one.outputs[0].token_ids) for one in outputs],
@@ -68,6 +80,8 @@ def main() -> None:
                 answer = _steps(llm, **told)
             case "forget":
                 answer = {"forgotten": llm.reset_prefix_cache(reset_connector=told["all"])}
+            case "drop":
+                answer = _drop_pool(llm)
             case "counts":
                 answer = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
         print(json.dumps(answer), file=answers)
@@ -80,6 +94,23 @@ def _wait_for_saves() -> None:
     working = getattr(get_kv_transfer_group(), "_working", None) if has_kv_transfer_group() else None
     if (saves := getattr(working, "_saves", None)) is not None:
         saves._thread.submit(lambda: None).result(60)
+
+
+def _step_until_stored(llm: Any) -> None:
+    """Let vLLM's multi-tier offloading end what it has begun, as its engine's own loop would."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    until = time.perf_counter() + 60
+    while scheduler.has_requests() and time.perf_counter() < until:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+
+
+def _drop_pool(llm: Any) -> bool:
+    """Forget what the engine and vLLM's pool of host memory have; a tier behind that has it still."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert not scheduler.has_requests()
+    scheduler.connector.scheduler.manager.primary_tier.reset_cache()
+    return bool(llm.reset_prefix_cache())
 
 
 def _steps(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:

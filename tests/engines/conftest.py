@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.chats import Chats
 from tests.engines.engine import Engine
-from tests.engines.model import make_llama
+from tests.engines.model import make_gemma, make_llama
 from tests.engines.node import GuardedNode, Node
 
 if TYPE_CHECKING:
@@ -46,3 +46,11 @@ def chats(place: Path, model: Path) -> Chats:
     """Conversations, and what an engine without our store says in them."""
     with Engine(place, "plain", model) as plain:
         return Chats.held_with(plain)
+
+
+@pytest.fixture(scope="session")
+def gemma(place: Path) -> tuple[Path, Chats]:
+    """A model with layers of two kinds, and what is said in conversations with it."""
+    model = make_gemma(place / "gemma")
+    with Engine(place, "plain gemma", model) as plain:
+        return model, Chats.held_with(plain)

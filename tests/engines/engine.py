@@ -49,6 +49,28 @@ ENVIRONMENT = {
 }
 
 
+def tiered(
+    *nodes: str, pool_bytes: int = 32 << 20, tier: str = "RecordingTier", **more: Any
+) -> dict[str, Any]:
+    """Multi-tier offloading of vLLM's, as users have it, but the worker is for a CPU and the tiers keep a record.
+
+    What is `more` is the tiers'.
+    """
+    module = "tests.engines.recording" if tier != "triggerkv" else None
+    return {
+        "kv_connector": "TriggerKvTieringConnector" if nodes else "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": pool_bytes,
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "tests.engines.cpu_pool",
+            "secondary_tiers": [
+                {"type": tier, "module_path": module, "node": node, **more} for node in nodes
+            ],
+        },
+    }
+
+
 @dataclass(frozen=True)
 class Said:
     answers: list[list[int]]
@@ -115,6 +137,10 @@ class Engine:
     def forget(self, *, connector: bool = False) -> None:
         """Empty its own prefix cache, and what the connector has."""
         assert self._ask({"do": "forget", "all": connector})["forgotten"]
+
+    def drop_pool(self) -> None:
+        """Empty its own prefix cache and vLLM's pool of host memory, and leave the tiers behind that as they are."""
+        assert self._ask({"do": "drop"})
 
     def counts(self) -> dict[str, float]:
         """Its metrics, by name."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 1000
 # Wider weights than a trained model's: it says something else in every conversation.
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -71,6 +71,28 @@ def make_mistral(folder: Path) -> Path:
         head_dim=32,
         sliding_window=128,
     )
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """An adapter of `make_llama`'s model that changes what it says, and its KV; other weights for each seed."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    dice, rank, hidden = torch.Generator().manual_seed(seed), 8, COMMON["hidden_size"]
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": 0.3
+        * torch.randn(shape, generator=dice)
+        for layer in range(COMMON["num_hidden_layers"])
+        for name, width in (("q_proj", hidden), ("v_proj", hidden // 2))
+        for part, shape in (("A", (rank, hidden)), ("B", (width, rank)))
+    }
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**about, "target_modules": ["q_proj", "v_proj"]}))
+    return folder
 
 
 def _make(folder: Path, name: str, config_name: str, seed: int, **config: Any) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
 from kvstore.engines.vllm.plan import Plan
+from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.working import Working
 
 if TYPE_CHECKING:
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from kvstore.engines.vllm.plan import Wanted
     from kvstore.engines.vllm.transport import Object
 
-__all__ = ["BrokenConnector", "LossyConnector", "RecordingConnector", "RecordingSpec"]
+__all__ = [
+    "BrokenConnector",
+    "LossyConnector",
+    "LossyTier",
+    "RecordingConnector",
+    "RecordingSpec",
+    "RecordingTier",
+]
 
 
 class RecordingConnector(TriggerKvConnector):
@@ -133,3 +141,62 @@ class RecordingSpec(TriggerKvOffloadingSpec):
 
         host.end_fill, host.hold = end_fill, hold_keys
         return manager
+
+
+class RecordingTier(TriggerKvTier):
+    """The same of a tier: chunks, when vLLM has them stored, and when they have come."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        _write([f"layout {self._layout.hex()} -"])
+
+    def submit_store(self, job_metadata: Any) -> None:
+        more = self._more(job_metadata.req_context)
+        self._record("saved", zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True), more)
+        super().submit_store(job_metadata)
+
+    def _loaded(self, job_id: int, job: Any, moved: Any) -> Any:
+        came = zip(job.keys, job.chunks, moved.whole, strict=True)
+        self._record("loaded", ((key, chunk) for key, chunk, is_here in came if is_here), job.more)
+        return super()._loaded(job_id, job, moved)
+
+    def take_events(self) -> Iterable[Any]:
+        events = list(super().take_events())
+        _write([f"event {key.hex()} {event.medium.value}" for event in events for key in event.keys])
+        return events
+
+    def _record(self, what: str, chunks: Iterable[tuple[bytes, int]], more: bytes) -> None:
+        _write(
+            f"{what} {self._name(key + more).hex()} "
+            f"{blake2b(np.asarray(self._primary_kv_view)[chunk].tobytes(), digest_size=16).hexdigest()}"
+            for key, chunk in chunks
+        )
+
+
+class LossyTier(RecordingTier):
+    """Some chunks are gone between look-up and load: what is left in their place is nobody's."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        get, dice = self._carrier.get, random.Random(7)
+
+        def lossy(places: Sequence[Any], *, timeout_s: float) -> list[bool]:
+            here = get(places, timeout_s=timeout_s)
+            for at, one in enumerate(places):
+                if dice.random() < 0.15:
+                    chunk = (one.address - self._address) // self._size
+                    self._pool[chunk] = dice.randrange(1, 99)
+                    here[at] = False
+            return here
+
+        self._pool = np.asarray(self._primary_kv_view)
+        self._carrier.get = lossy  # type: ignore[assignment,method-assign]
+
+    def shutdown(self) -> None:
+        del self._pool
+        super().shutdown()
+
+
+def _write(lines: Iterable[str]) -> None:
+    with Path(os.environ["TEST_DIGESTS"]).open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Client
-from tests.engines.chats import Chats
 from tests.engines.digests import read_digests
 from tests.engines.engine import PATIENT, Engine
-from tests.engines.model import make_gemma
 from tests.engines.node import Node, until
 from tests.engines.pages import check_pages, layout_of, read_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.engines.chats import Chats
     from tests.engines.node import GuardedNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -257,6 +256,7 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
             engine.forget(connector=True)
             assert chats.check(engine, range(3, 4)) == 0
             assert "Traceback" not in engine.log()
+            assert engine.log().count("TriggerKvOffloadingConnector is deprecated") == 1
         node.restart()
     assert _memory_files() <= before  # others may run beside this
 
@@ -301,11 +301,9 @@ def test_the_offloading_spec_goes_on_without_its_node(
         assert "Traceback" not in engine.log()
 
 
-def test_layers_with_a_window_and_layers_without(place: Path, node: Node) -> None:
-    gemma = make_gemma(place / "gemma")
-    with Engine(place, "plain gemma", gemma) as plain:
-        chats = Chats.held_with(plain)
-    with Engine(place, "gemma", gemma, node.target) as engine:
+def test_layers_with_a_window_and_layers_without(place: Path, gemma: tuple[Path, Chats], node: Node) -> None:
+    model, chats = gemma
+    with Engine(place, "gemma", model, node.target) as engine:
         chats.check(engine)
         engine.forget()
         assert chats.check(engine, range(3, 4)) > 0

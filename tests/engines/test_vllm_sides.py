@@ -92,7 +92,7 @@ print(json.dumps({
         session({"session": "s"}, None), session(None, None)],
     "managers": [manager(True, True), manager(False, True), manager(True, False)],
     "connectors": [KVConnectorFactory.get_connector_class_by_name(name).__name__
-        for name in ("TriggerKvConnector", "TriggerKvOffloadingConnector")],
+        for name in ("TriggerKvConnector", "TriggerKvOffloadingConnector", "TriggerKvTieringConnector")],
     "plain": str(spec({})), "second": str(second),
 }))
 """
@@ -133,7 +133,11 @@ def test_a_session_that_names_no_user_is_the_anonymous_user_s(told: dict[str, An
 
 
 def test_our_connectors_have_names_however_often_they_are_given(told: dict[str, Any]) -> None:
-    assert told["connectors"] == ["TriggerKvConnector", "TriggerKvOffloadingConnector"]
+    assert told["connectors"] == [
+        "TriggerKvConnector",
+        "TriggerKvOffloadingConnector",
+        "TriggerKvTieringConnector",
+    ]
 
 
 def test_a_spec_that_is_not_told_its_model_does_not_start(told: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ class KvMemory:
         if cache.device.type != "cpu":
             raise LayoutError(
                 f"The KV of {name} lies in the memory of a {cache.device.type} device; "
-                "only an OffloadingSpec takes it through host memory."
+                "TriggerKvTieringConnector takes it through host memory."
             )
         if blocks < 1 or cache.shape[0] % blocks:
             raise LayoutError(f"The KV of {name} has the shape {tuple(cache.shape)}, not block by block.")

@@ -1,4 +1,4 @@
-"""vLLM's OffloadingSpec over our node, for engines whose KV is not in memory that a fabric reaches.
+"""vLLM's OffloadingSpec over our node, deprecated: `tier` takes its place, behind vLLM's own pool of host memory.
 
     "kv_connector": "TriggerKvOffloadingConnector", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}
 
@@ -19,7 +19,6 @@ import mmap
 import os
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from vllm.v1.kv_offload.base import (
 from kvstore.client import Client
 from kvstore.engines.vllm.host import HostMemory, State
 from kvstore.engines.vllm.settings import ENGINE, Settings
+from kvstore.engines.vllm.told import Adapter, Engine
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX
 from kvstore.names import block_key
@@ -46,7 +46,7 @@ from kvstore.names import block_key
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["Engine", "TriggerKvOffloadingSpec"]
+__all__ = ["TriggerKvOffloadingSpec"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
@@ -59,23 +59,6 @@ _RESULTS = {
     State.FILLING: LookupResult.HIT_PENDING,
     State.HERE: LookupResult.HIT,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What the connector knows of its engine, and vLLM doesn't tell a spec."""
-
-    layout: bytes  # what its chunks are; b"": they can't be named, and none is kept
-    saves: bool = True
-    loads: bool = True
-    adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    """A request's, by content: the engine's own hashes have its path."""
-
-    name: bytes
 
 
 class _Slots(LoadStoreSpec):  # type: ignore[misc]
@@ -209,7 +192,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Take in whose adapter it is for."""
         if (name := self._engine.adapters.pop(req_context.req_id, None)) is not None:
-            req_context.set_state(_Adapter(name))
+            req_context.set_state(Adapter(name))
         return RequestOffloadingContext()
 
     def _named(self, keys: Collection[bytes], req_context: Any) -> list[bytes]:
@@ -218,7 +201,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
 
     def _more(self, req_context: Any) -> bytes:
         """What vLLM's hashes lack: all of one request's chunks have the same of it."""
-        adapter = req_context.get_state(_Adapter)
+        adapter = req_context.get_state(Adapter)
         return self._epoch + (adapter.name if adapter is not None else b"")
 
     def on_schedule_end(self, context: Any) -> None:

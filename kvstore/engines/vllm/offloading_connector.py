@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector with our spec in it, told which model it is for.
+"""vLLM's OffloadingConnector with our spec in it, told which model it is for; deprecated for `tiering_connector`.
 
     --kv-transfer-config '{"kv_connector": "TriggerKvOffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
@@ -15,19 +15,13 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvstore.engines.vllm.identity import identify_chunks
-from kvstore.engines.vllm.offloading import Engine
 from kvstore.engines.vllm.settings import ENGINE, Settings
-from kvstore.engines.vllm.weights import adapter_name
-from kvstore.errors import KvError
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from kvstore.engines.vllm.told import engine_of, tell_adapter
 
 __all__ = ["TriggerKvOffloadingConnector"]
 
@@ -40,31 +34,21 @@ class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
     """One of them is the scheduler's, and one each worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        self._engine = _engine(vllm_config, kv_cache_config)
+        settings = Settings.of_vllm(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if role is KVConnectorRole.SCHEDULER:  # once, not once a worker as well
+            log.warning("TriggerKvOffloadingConnector is deprecated: use TriggerKvTieringConnector.")
+        self._engine = engine_of(vllm_config, kv_cache_config, settings.weights)
         super().__init__(_with(vllm_config, {ENGINE: self._engine}), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
         """Say which adapter it is for."""
-        if request.lora_request is not None:
-            name = adapter_name(request.lora_request.lora_path).encode()
-            self._engine.adapters[request.request_id] = blake2b(name, digest_size=16).digest()
+        tell_adapter([self._engine], request)
         super().on_new_request(request)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **named: Any) -> Any:
         """Make the counters of vLLM's Prometheus page."""
         return super().build_prom_metrics(_with(vllm_config, {}), *arguments, **named)
-
-
-def _engine(vllm_config: Any, kv_cache_config: Any) -> Engine:
-    transfer = vllm_config.kv_transfer_config
-    settings = Settings.of_vllm(transfer.kv_connector_extra_config)
-    try:
-        layout = identify_chunks(vllm_config, kv_cache_config, settings.weights)
-    except KvError as reason:
-        log.warning("No KV is kept: %s", reason)
-        return Engine(b"", saves=False, loads=False)
-    return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
 
 
 def _with(vllm_config: Any, more: dict[str, Any]) -> Any:

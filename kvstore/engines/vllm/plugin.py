@@ -13,6 +13,7 @@ __all__ = ["register"]
 _CONNECTORS = {
     "TriggerKvConnector": "kvstore.engines.vllm.connector",
     "TriggerKvOffloadingConnector": "kvstore.engines.vllm.offloading_connector",
+    "TriggerKvTieringConnector": "kvstore.engines.vllm.tiering_connector",
 }
 
 

@@ -10,9 +10,9 @@ from kvstore.engines.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ENGINE", "Settings"]
+__all__ = ["ENGINE", "Settings", "TierSettings"]
 
-ENGINE = "triggerkv engine"  # where our offloading connector puts what it knows of its engine
+ENGINE = "triggerkv engine"  # where our connectors put what they know of their engine, for a spec or a tier
 # What vLLM itself reads from the same place.
 _OF_VLLM = frozenset({"spec_name", "spec_module_path", "self_describing_kv_events", "offload_prompt_only"})
 
@@ -39,3 +39,10 @@ class Settings(EngineSettings):
     def of_vllm(cls, extra: Mapping[str, Any]) -> Self:
         """Read an engine's `kv_connector_extra_config`."""
         return cls.of(extra, where="kv_connector_extra_config", of_engine=_OF_VLLM | {ENGINE})
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings(EngineSettings):
+    """Of a tier of vLLM's multi-tier offloading: a request waits for its look-ups."""
+
+    lookup_timeout_ms: int = 200

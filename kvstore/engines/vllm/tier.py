@@ -1,0 +1,374 @@
+"""A tier of vLLM's multi-tier offloading on our node, behind vLLM's own pool of host memory.
+
+    "secondary_tiers": [{"type": "triggerkv", "node": "127.0.0.1:7070"}]
+
+vLLM copies chunks (some blocks of tokens, all layers and ranks) between the device and its pool, keeps those in use
+where they are, and has this store and load the others. The pool is registered once with our client: puts read it and
+gets write to it, with no copy of ours. `tiering_connector` is how vLLM gets here; without it nothing tells which model
+this is.
+
+What always holds: no call of the scheduler's waits for the node; they note, and threads of ours work. A job ends within
+its time from when it was submitted, and then nothing reads or writes its chunks any more. A load says which chunks have
+come, whole and checked. Two engines share a chunk only if they would share the connector's pages (`identity`).
+`shutdown` ends all that is under way, or raises, and then vLLM keeps the memory.
+What it doesn't do: name sessions; ranks on several hosts, whose pools are several.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvstore.client import as_request
+from kvstore.clock import SystemClock
+from kvstore.engines.carrier import Carrier, Place
+from kvstore.engines.vllm.settings import ENGINE, TierSettings
+from kvstore.engines.vllm.told import Adapter, Engine
+from kvstore.errors import ConfigError, DeadlineExceeded
+from kvstore.names import block_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["TriggerKvTier"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_LOADING_THREADS = 2  # so that one request's load does not wait for all of another's
+# A chunk that waits to be stored can't be evicted. So many of the pool's may wait: the rest goes on to be a cache while
+# the node is slow or stopped.
+_STORING_PART = 4
+_SHUTDOWN_S = 10.0  # until what is under way has ended, once the client is closed
+_COUNTS = {
+    "loaded_chunks": "Chunks that came from the node",
+    "missing_chunks": "Chunks that were promised and did not come; they were computed",
+    "stored_chunks": "Chunks that the node has stored",
+    "unsaved_chunks": "Chunks that the node did not take in time",
+    "skipped_chunks": "Chunks that were not stored because earlier ones still waited for the node",
+    "evicted_chunks": "Chunks that came, and the pool evicted before they were used: it is too small",
+    "late_lookups": "Chunks that the node had not answered for in time",
+}
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of a request, until it is preempted or over."""
+
+    asked_ns: int  # when it began to wait for the node's answers
+    brought: set[bytes] = field(default_factory=set)  # what has come for it
+
+
+class _Job(NamedTuple):
+    keys: list[bytes]
+    more: bytes  # behind each key in its name
+    chunks: list[int]
+    until_ns: int
+    request_id: str
+
+
+class _Moved(NamedTuple):
+    whole: list[bool]  # of each chunk, whether all of it is where it belongs
+    seconds: float
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """Asks in a thread; vLLM's own calls of it are made by the scheduler alone."""
+
+    def __init__(self, tier_type: str, present: Callable[[list[bytes]], list[bool]]) -> None:
+        self._present = present  # before the thread starts
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:
+        """Ask the node about chunks of one request."""
+        with as_request(req_context.req_id):  # for `kvstore explain`
+            return self._present(keys)
+
+
+class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
+    """One of a scheduler's tiers. All calls but the threads' own come from the scheduler's thread."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        **given: Any,
+    ) -> None:
+        """Register the pool; the node is not called yet. What is `given` beside vLLM's own stands in `TierSettings`."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        engine = given.pop(ENGINE, None)
+        if not isinstance(engine, Engine):
+            raise ConfigError(
+                "A tier has to be told which model this is: "
+                'let kv_connector be "TriggerKvTieringConnector", not "OffloadingConnector".'
+            )
+        self._engine = engine
+        settings = TierSettings.of(given, where=f"The tier {tier_type!r}")
+        self.locality = None if locality is None else Locality(locality)
+        may_tell = offloading_spec.kv_events_config.enable_kv_cache_events  # else nobody takes them
+        self._events: list[OffloadingEvent] | None = [] if enable_kv_events and may_tell else None
+        if enable_kv_events and not may_tell:
+            log.warning("enable_kv_events does nothing: vLLM's kv_events_config is not set.")
+        self._load_ns, self._save_ns, self._lookup_ns = (
+            ms * 1_000_000
+            for ms in (settings.load_timeout_ms, settings.save_timeout_ms, settings.lookup_timeout_ms)
+        )
+        self._size = self.block_size_bytes
+        self._storing, self._storing_max = 0, len(primary_kv_view) // _STORING_PART
+        per_token = sum(
+            1 / (tokens * offloading_spec.blocks_per_chunk) for tokens in offloading_spec.tokens_per_block
+        )
+        self._tokens_max = (len(primary_kv_view) - self._storing_max) / per_token
+        self._layout = engine.layout + _form(offloading_spec, self._size)
+        self._clock = SystemClock()
+        self._address: int = np.asarray(primary_kv_view).ctypes.data
+        self._carrier = Carrier(settings, self._layout, self._size)
+        try:
+            over_fabric = self._carrier.register(self._address, primary_kv_view.nbytes)
+        except BaseException:
+            self._carrier.close()
+            raise
+        self._lookups = _Lookups(tier_type, self._present)
+        self._seen: dict[str, _Seen] = {}
+        self._loads = ThreadPoolExecutor(_LOADING_THREADS, "kvstore-tier-load")
+        self._saves = ThreadPoolExecutor(1, "kvstore-tier-save")
+        self._under_way: dict[int, tuple[bool, _Job, Future[_Moved]]] = {}
+        self._ended: list[JobResult] = []
+        self._counts: dict[str, int] = {}
+        log.info(
+            "Chunks of %d bytes are kept on %s, over %s.",
+            self._size,
+            settings.reach.node,
+            "the fabric" if over_fabric else "gRPC",
+        )
+
+    # --- what is there
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Say whether a chunk can be loaded, once for a request; RETRY until the node has answered or is late."""
+        if not self._engine.loads:
+            return LookupResult.MISS
+        # Of a prompt that is longer than the pool the later chunks would evict the earlier ones before they are used.
+        end_token = req_context.get_offload_key_position(key)
+        if end_token is not None and end_token > self._tokens_max:
+            return LookupResult.MISS
+        name = key + self._more(req_context)
+        if (seen := self._seen.get(req_context.req_id)) is None:
+            seen = self._seen[req_context.req_id] = _Seen(self._clock.monotonic_ns())
+        found = self._lookups.lookup(name, req_context)
+        if found is None:
+            if self._clock.monotonic_ns() - seen.asked_ns <= self._lookup_ns:
+                return LookupResult.RETRY
+            self._count("late_lookups", 1)
+            return LookupResult.MISS
+        if found and name in seen.brought:  # requests beside each other would evict each other's for ever
+            self._count("evicted_chunks", 1)
+            return LookupResult.MISS
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Take in whose adapter it is for."""
+        if (name := self._engine.adapters.pop(req_context.req_id, None)) is not None:
+            req_context.set_state(Adapter(name))
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what was known for it."""
+        self._seen.pop(req_context.req_id, None)
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the node what this step has looked for."""
+        for request_id in context.preempted_req_ids:  # it looks anew
+            self._seen.pop(request_id, None)
+        self._lookups.flush()
+
+    def _more(self, req_context: Any) -> bytes:
+        """What vLLM's hashes lack: all of one request's chunks have the same of it."""
+        adapter = req_context.get_state(Adapter)
+        return self._engine.epoch + (adapter.name if adapter is not None else b"")
+
+    def _name(self, key: bytes) -> bytes:
+        return block_key(self._layout, key)
+
+    def _present(self, keys: list[bytes]) -> list[bool]:
+        return self._carrier.present([(self._name(key), self._size) for key in keys])
+
+    # --- jobs
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Have chunks stored, unless too many wait already."""
+        chunks = len(job_metadata.chunk_ids)
+        if not self._engine.saves:
+            self._ended.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+        elif self._storing and self._storing + chunks > self._storing_max:
+            self._count("skipped_chunks", chunks)
+            self._ended.append(JobResult(job_metadata.job_id, success=False))
+        else:
+            self._storing += chunks
+            self._begin(self._saves, self._carrier.put, job_metadata, self._save_ns)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Have chunks loaded."""
+        self._begin(self._loads, self._carrier.get, job_metadata, self._load_ns)
+
+    def _begin(
+        self, threads: ThreadPoolExecutor, move: Callable[..., list[bool]], told: Any, ns: int
+    ) -> None:
+        job = _Job(
+            list(told.keys),
+            self._more(told.req_context),
+            told.chunk_ids.tolist(),
+            self._clock.monotonic_ns() + ns,
+            told.req_context.req_id,
+        )
+        self._under_way[told.job_id] = (told.is_promotion, job, threads.submit(self._move, move, job))
+
+    def _move(self, move: Callable[..., list[bool]], job: _Job) -> _Moved:
+        """In a thread: put or get."""
+        began_ns = self._clock.monotonic_ns()
+        whole = [False] * len(job.keys)
+        left_ns = job.until_ns - began_ns
+        if left_ns > 0:
+            try:
+                places = [
+                    Place(self._name(key + job.more), self._address + chunk * self._size, self._size)
+                    for key, chunk in zip(job.keys, job.chunks, strict=True)
+                ]
+                with as_request(job.request_id):  # for `kvstore explain`
+                    whole = move(places, timeout_s=left_ns / 1e9)
+            except Exception:  # the engine goes on, whatever it was
+                log.exception("Moving chunks failed.")
+        return _Moved(whole, (self._clock.monotonic_ns() - began_ns) / 1e9)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Which jobs have ended since this was last asked, and which chunks they have moved."""
+        ended, self._ended = self._ended, []
+        for job_id in [number for number, (_, _, future) in self._under_way.items() if future.done()]:
+            is_load, job, future = self._under_way.pop(job_id)
+            moved = _Moved([False] * len(job.keys), 0.0) if future.cancelled() else future.result()
+            ended.append((self._loaded if is_load else self._stored)(job_id, job, moved))
+        return ended
+
+    def _loaded(self, job_id: int, job: _Job, moved: _Moved) -> JobResult:
+        here, missing = _parted(job.keys, moved.whole)
+        self._lookups.mark_miss([key + job.more for key in missing])  # or it would be promised again
+        if (seen := self._seen.get(job.request_id)) is not None:
+            seen.brought.update(key + job.more for key in here)
+        self._count("loaded_chunks", len(here))
+        self._count("missing_chunks", len(missing))
+        return JobResult(
+            job_id,
+            success=not missing,
+            successful_keys=here or None,
+            transfer_time=moved.seconds,
+            transfer_bytes=len(here) * self._size,
+        )
+
+    def _stored(self, job_id: int, job: _Job, moved: _Moved) -> JobResult:
+        self._storing -= len(job.keys)
+        stored, failed = _parted(job.keys, moved.whole)
+        self._count("stored_chunks", len(stored))
+        self._count("unsaved_chunks", len(failed))
+        if self._events is not None and stored:
+            self._events.append(
+                OffloadingEvent(keys=stored, medium=self.medium, removed=False, locality=self.locality)
+            )
+        return JobResult(
+            job_id,
+            success=not failed,
+            transfer_time=moved.seconds,
+            transfer_bytes=len(stored) * self._size,
+        )
+
+    def drain_jobs(self) -> None:
+        """Wait for what is under way, which has its deadline; what has not begun never does."""
+        self._cancel()
+        wait([future for _, _, future in self._under_way.values()])
+
+    def _cancel(self) -> None:
+        for _, _, future in self._under_way.values():
+            future.cancel()
+
+    # --- what it tells
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Tell which chunks were stored."""
+        if self._events is not None:
+            events, self._events = self._events, []
+            yield from events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003
+        """Say what `get_stats` counts."""
+        return {
+            _metric(name): OffloadingCounterMetadata(documentation=about) for name, about in _COUNTS.items()
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Tell what was done since this was last asked."""
+        counts, self._counts = self._counts, {}
+        if not counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in counts.items():
+            stats.increase_counter(_metric(name), count)
+        return stats
+
+    def _count(self, name: str, count: int) -> None:
+        if count:
+            self._counts[name] = self._counts.get(name, 0) + count
+
+    # --- the end
+
+    def shutdown(self) -> None:
+        """End everything: then nothing of ours uses the pool any more. DeadlineExceeded if something still may."""
+        self._cancel()
+        self._carrier.close()  # ends what waits for the node
+        under_way = [future for _, _, future in self._under_way.values()]
+        if wait(under_way, _SHUTDOWN_S).not_done:
+            raise DeadlineExceeded("Jobs of the tier have not ended; the pool's memory has to stay.")
+        for threads in (self._loads, self._saves):
+            threads.shutdown()
+        self._lookups.shutdown()
+
+
+def _form(spec: Any, size: int) -> bytes:
+    """What else a chunk's bytes depend on: how they lie in the pool."""
+    about = [
+        *("vllm tier", size, spec.blocks_per_chunk, spec.tokens_per_hash, list(spec.tokens_per_block)),
+        *(spec.config.canonical_layout, spec.replicated_layout),
+    ]
+    return b"\n" + json.dumps(about).encode()
+
+
+def _parted(keys: Sequence[bytes], whole: Sequence[bool]) -> tuple[list[bytes], list[bytes]]:
+    """Those of which it is true, and the others."""
+    pairs = list(zip(keys, whole, strict=True))
+    return [key for key, is_whole in pairs if is_whole], [key for key, is_whole in pairs if not is_whole]
+
+
+def _metric(name: str) -> str:
+    return f"vllm:triggerkv_tier_{name}"

@@ -1,0 +1,369 @@
+"""Jobs of the tier without an engine: what vLLM's manager is told of them, and that they end whatever the node does."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import warnings
+from types import SimpleNamespace as Fake
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is in .venv-engines only: make test-engines")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its imports warn of much, and here warnings are errors
+    importlib.import_module("vllm.v1.core.sched.scheduler")
+
+import numpy as np
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+from kvstore.client import Client
+from kvstore.engines.vllm import tiering_connector
+from kvstore.engines.vllm.settings import ENGINE
+from kvstore.engines.vllm.tier import TriggerKvTier
+from kvstore.engines.vllm.tiering_connector import TriggerKvTieringConnector
+from kvstore.engines.vllm.told import Engine, tell_adapter
+from kvstore.errors import ConfigError, ProtocolError
+from tests.engines.node import Node, until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+CHUNKS = 16
+CHUNK_BYTES = 3 * 4096
+NEVER = "127.0.0.1:9"
+STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+class Tier:
+    """One with a pool, and a scheduler that asks it."""
+
+    def __init__(
+        self, node: str, *, told: Engine | None = None, chunk_bytes: int = CHUNK_BYTES, **more: Any
+    ) -> None:
+        self.pool = np.zeros((CHUNKS, chunk_bytes), np.int8)
+        self.told = told or Engine(b"a model")
+        spec = Fake(
+            kv_events_config=Fake(enable_kv_cache_events=True),
+            blocks_per_chunk=1,
+            tokens_per_hash=32,
+            tokens_per_block=(32,),
+            replicated_layout=False,
+            config=Fake(canonical_layout=False),
+        )
+        given = {"node": node, ENGINE: self.told, "lookup_timeout_ms": 10_000, **more}
+        self.tier = TriggerKvTier(spec, memoryview(cast("Any", self.pool)), "triggerkv", **given)
+        self._jobs = 0
+
+    def request(self, name: str = "r", lora: Any = None) -> ReqContext:
+        context = ReqContext(name)
+        tell_adapter([self.told], Fake(request_id=name, lora_request=lora))
+        self.tier.on_new_request(context)
+        return context
+
+    def submit(self, keys: list[bytes], *, load: bool = False, context: ReqContext | None = None) -> int:
+        self._jobs += 1
+        chunks = np.array([key[0] for key in keys], np.int32)
+        job = TransferJob(self._jobs, keys, chunks, load, context or self.request())
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return self._jobs
+
+    def ended(self, number: int, seconds: float = 30.0) -> JobResult:
+        (result,) = self.all_ended(1, seconds)
+        assert result.job_id == number
+        return result
+
+    def all_ended(self, count: int, seconds: float = 30.0) -> list[JobResult]:
+        """The results of so many jobs, in the jobs' order."""
+        found: list[JobResult] = []
+
+        def are_all_there() -> bool:
+            found.extend(self.tier.get_finished_jobs())
+            return len(found) >= count
+
+        until(are_all_there, "the jobs have ended", seconds)
+        return sorted(found, key=lambda result: result.job_id)
+
+    def look(self, key: bytes, context: ReqContext | None = None, seconds: float = 30.0) -> LookupResult:
+        context = context or self.request()
+        found: list[LookupResult] = []
+
+        def is_known() -> bool:
+            found.append(self.tier.lookup(key, context))
+            self.tier.on_schedule_end(STEP)
+            return found[-1] is not LookupResult.RETRY
+
+        until(is_known, "the node has been asked", seconds)
+        self.tier.on_request_finished(context)
+        return found[-1]
+
+    def counts(self) -> dict[str, int]:
+        stats = self.tier.get_stats()
+        data = {} if stats is None else stats.data["data"]
+        return {name.removeprefix("vllm:triggerkv_tier_"): int(*of.values()) for name, of in data.items()}
+
+
+def keys(what: str, count: int, first: int = 0) -> list[bytes]:
+    """Keys whose chunks are those of their first byte."""
+    return [bytes([number]) + what.encode() for number in range(first, first + count)]
+
+
+@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 9 << 20])
+def test_what_is_stored_comes_back_and_what_is_not_there_is_told_apart(
+    node: Node, transport: str, chunk_bytes: int
+) -> None:
+    what = f"{transport} {chunk_bytes}"
+    one = Tier(node.target, transport=transport, chunk_bytes=chunk_bytes, enable_kv_events=True)
+    assert one.look(keys(what, 1)[0]) is LookupResult.MISS
+    one.pool[:3] = np.arange(3, dtype=np.int8)[:, None] + 5
+    stored = one.ended(one.submit(keys(what, 3)))
+    assert (stored.success, stored.transfer_bytes) == (True, 3 * chunk_bytes)
+    (event,) = one.tier.take_events()
+    assert (event.keys, event.medium.value, event.removed) == (keys(what, 3), "STORAGE", False)
+    assert one.look(keys(what, 1)[0]) is LookupResult.HIT
+    one.pool[:] = 0
+    loaded = one.ended(one.submit(keys(what, 4), load=True))
+    assert (loaded.success, loaded.successful_keys) == (False, keys(what, 3))
+    assert (one.pool[:3, ::4096] == np.arange(3)[:, None] + 5).all()
+    assert one.counts() == {"stored_chunks": 3, "loaded_chunks": 3, "missing_chunks": 1}
+    one.tier.shutdown()
+
+
+def test_what_did_not_come_is_not_promised_again(node: Node) -> None:
+    one = Tier(node.target)
+    key = keys("gone", 1)
+    assert one.ended(one.submit(key)).success
+    context = one.request()
+    while one.tier.lookup(key[0], context) is LookupResult.RETRY:
+        one.tier.on_schedule_end(STEP)
+    with Client(node.target, layout=one.tier._layout) as client:
+        assert client.delete([one.tier._name(key[0])]) == [True]
+    assert one.tier.lookup(key[0], context) is LookupResult.HIT
+    assert not one.ended(one.submit(key, load=True, context=context)).success
+    assert one.tier.lookup(key[0], context) is LookupResult.MISS
+    one.tier.shutdown()
+
+
+def test_a_chunk_comes_once_for_a_request(node: Node) -> None:
+    """What a request has got and asks for again, the pool has evicted, to make room for the rest of the same prompt."""
+    one = Tier(node.target)
+    key = keys("once", 1)
+    assert one.ended(one.submit(key)).success
+    context = one.request("first")
+    while one.tier.lookup(key[0], context) is LookupResult.RETRY:
+        one.tier.on_schedule_end(STEP)
+    assert one.ended(one.submit(key, load=True, context=context)).success
+    assert one.tier.lookup(key[0], context) is LookupResult.MISS
+    one.tier.on_schedule_end(ScheduleEndContext((), preempted_req_ids=("first",)))
+    assert one.tier.lookup(key[0], context) is LookupResult.HIT  # it was preempted, and has nothing any more
+    assert one.look(key[0], one.request("second")) is LookupResult.HIT
+    one.tier.on_request_finished(context)
+    assert not one.tier._seen
+    assert one.counts()["evicted_chunks"] == 1
+    one.tier.shutdown()
+
+
+def test_of_a_prompt_that_is_longer_than_the_pool_the_beginning_is_found(node: Node) -> None:
+    one = Tier(node.target)
+    some = keys("long", 2)
+    assert one.ended(one.submit(some)).success
+    context = one.request()
+    for key, chunks in zip(some, (CHUNKS * 3 // 4, CHUNKS * 3 // 4 + 1), strict=True):
+        context.set_offload_key_position(key, chunks * 32)
+    assert [one.look(key, context) for key in some] == [LookupResult.HIT, LookupResult.MISS]
+    one.tier.shutdown()
+
+
+def test_adapters_resets_and_engines_find_only_their_own(node: Node, tmp_path: Path) -> None:
+    for number, content in enumerate((b"1", b"2", b"1")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "adapter_model.safetensors").write_bytes(content)
+    one = Tier(node.target)
+    key = keys("adapters", 1)
+    adapters = [one.request(str(number), Fake(lora_path=str(tmp_path / str(number)))) for number in range(3)]
+    assert one.ended(one.submit(key, context=adapters[0])).success
+    found = [one.look(key[0], context) is LookupResult.HIT for context in (*adapters, one.request())]
+    assert found == [True, False, True, False]
+    assert one.ended(one.submit(key)).success
+    other = Tier(node.target, told=Engine(b"another model"))
+    assert other.look(key[0]) is LookupResult.MISS
+    other.tier.shutdown()
+    assert one.look(key[0]) is LookupResult.HIT
+    one.told.reset()
+    assert one.look(key[0]) is LookupResult.MISS
+    one.tier.shutdown()
+
+
+def test_the_connector_tells_the_tier_of_adapters_and_of_a_reset(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    connector = TriggerKvTieringConnector.__new__(TriggerKvTieringConnector)
+    connector._engines = [Engine(b"one tier's"), Engine(b"another's")]
+    order: list[bytes] = []
+    connector.connector_scheduler = Fake(
+        on_new_request=lambda request: None,  # noqa: ARG005
+        reset_cache=lambda: order.append(connector._engines[0].epoch),
+    )
+    connector.on_new_request(Fake(request_id="r", lora_request=Fake(lora_path=str(tmp_path))))
+    assert [len(engine.adapters["r"]) for engine in connector._engines] == [16, 16]
+    connector.reset_cache()
+    assert order == [b""]  # what is under way ends under its old name
+    assert all(engine.epoch for engine in connector._engines)
+
+
+def test_tiers_of_others_stand_beside_ours_and_one_is_ours() -> None:
+    def extra_of(*tiers: dict[str, Any]) -> Any:
+        extra = {"cpu_bytes_to_use": 1, "secondary_tiers": list(tiers)}
+        transfer = KVTransferConfig(kv_connector="ours", kv_role="kv_both", kv_connector_extra_config=extra)
+        told = tiering_connector._with(Fake(kv_transfer_config=transfer), lambda tier: tier | {"told": "all"})
+        return told.kv_transfer_config.kv_connector_extra_config
+
+    files = {"type": "fs", "root_dir": "somewhere"}
+    extra = extra_of(files, {"type": "triggerkv"})
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    assert extra["secondary_tiers"] == [files, {"type": "triggerkv", "told": "all"}]
+    with pytest.raises(ConfigError, match="no tier of type"):
+        extra_of(files)
+
+
+def test_a_chunk_of_another_form_is_not_found(node: Node) -> None:
+    one, other = Tier(node.target), Tier(node.target)
+    assert one.tier._layout == other.tier._layout
+    larger = Tier(node.target, chunk_bytes=2 * CHUNK_BYTES)
+    assert larger.tier._layout != one.tier._layout
+    for each in (one, other, larger):
+        each.tier.shutdown()
+
+
+def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node) -> None:
+    key = keys("roles", 1)
+    producer = Tier(node.target, told=Engine(b"roles", loads=False))
+    consumer = Tier(node.target, told=Engine(b"roles", saves=False))
+    result = consumer.ended(consumer.submit(key))
+    assert (result.success, result.transfer_bytes) == (True, 0)
+    assert consumer.look(key[0]) is LookupResult.MISS
+    assert producer.ended(producer.submit(key)).success
+    assert producer.tier.lookup(key[0], producer.request()) is LookupResult.MISS
+    assert consumer.look(key[0]) is LookupResult.HIT
+    producer.tier.shutdown()
+    consumer.tier.shutdown()
+
+
+def test_a_node_that_is_not_there_ends_every_job_and_look_up_in_time() -> None:
+    one = Tier(NEVER, load_timeout_ms=500, save_timeout_ms=500, lookup_timeout_ms=500)
+    began = time.monotonic()
+    assert one.look(keys("never", 1)[0], seconds=5) is LookupResult.MISS
+    assert not one.ended(one.submit(keys("never", 2), load=True), 5).success
+    assert not one.ended(one.submit(keys("never", 2)), 5).success
+    assert time.monotonic() - began < 10
+    one.tier.shutdown()
+
+
+def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
+    one = Tier(node.target, lookup_timeout_ms=300)
+
+    def slow(blocks: Sequence[Any]) -> list[bool]:
+        time.sleep(0.4)
+        return [True] * len(blocks)
+
+    one.tier._carrier.present = slow  # type: ignore[method-assign]
+    contexts = [one.request(str(number)) for number in range(12)]
+    for number, context in enumerate(contexts):
+        assert one.tier.lookup(keys(f"late {number}", 1)[0], context) is LookupResult.RETRY
+    began = time.monotonic()
+    one.tier.on_schedule_end(STEP)
+    assert one.look(keys("late 11", 1)[0], contexts[11], 10) is LookupResult.MISS
+    assert time.monotonic() - began < 3
+    assert one.counts() == {"late_lookups": 1}
+    late = one.request("late")
+    assert one.tier.lookup(keys("of one that is preempted", 1)[0], late) is LookupResult.RETRY
+    time.sleep(0.4)
+    one.tier.on_schedule_end(ScheduleEndContext((), preempted_req_ids=("late",)))
+    assert one.tier.lookup(keys("and looks anew", 1)[0], late) is LookupResult.RETRY
+    one.tier.shutdown()
+
+
+def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> None:
+    with Node(tmp_path / "node") as node:
+        one = Tier(node.target, save_timeout_ms=4_000, load_timeout_ms=3_000, lookup_timeout_ms=300)
+        assert one.ended(one.submit(keys("before", 2))).success
+        with node.paused():
+            began = time.monotonic()
+            numbers = [one.submit(keys(str(number), 2, first=2 * number)) for number in range(6)]
+            loading = one.submit(keys("before", 2), load=True)
+            context = one.request()
+            assert one.tier.lookup(keys("before", 1)[0], context) is LookupResult.RETRY
+            one.tier.on_schedule_end(STEP)
+            assert time.monotonic() - began < 2  # the scheduler has waited for nothing
+            skipped = [result.job_id for result in one.tier.get_finished_jobs()]
+            assert skipped == numbers[2:]  # four chunks of sixteen wait, and that is all
+            assert one.look(keys("others", 1)[0], context, 10) is LookupResult.MISS
+            ended = one.all_ended(3, 25)
+            assert [result.job_id for result in ended] == [*numbers[:2], loading]
+            assert not any(result.success for result in ended)
+            counts = one.counts()
+            assert (counts["skipped_chunks"], counts["unsaved_chunks"], counts["missing_chunks"]) == (8, 4, 2)
+        until(lambda: one.ended(one.submit(keys("after", 2))).success, "the node is found again", 30)
+        one.tier.shutdown()
+
+
+def test_a_job_s_time_counts_from_when_it_was_submitted(tmp_path: Path) -> None:
+    """Else a job behind others would keep its request, or its chunks, for the sum of all their times."""
+    with Node(tmp_path / "node") as node:
+        one = Tier(node.target, load_timeout_ms=2_000)
+        assert one.ended(one.submit(keys("some", 1))).success
+
+        def slow(places: Sequence[Any], *, timeout_s: float) -> list[bool]:
+            assert timeout_s < 2
+            time.sleep(1.4)
+            return [True] * len(places)
+
+        one.tier._carrier.get = slow  # type: ignore[assignment,method-assign]
+        for _ in range(6):
+            one.submit(keys("some", 1), load=True)
+        assert [result.success for result in one.all_ended(6, 10)] == [True] * 4 + [False] * 2
+        one.tier.shutdown()
+
+
+def test_a_drained_tier_has_a_result_for_every_job(node: Node) -> None:
+    one = Tier(node.target)
+    numbers = [one.submit(keys(f"drained {number}", 1)) for number in range(4)]
+    one.tier.drain_jobs()
+    assert sorted(result.job_id for result in one.tier.get_finished_jobs()) == numbers
+    assert one.ended(one.submit(keys("drained", 3, first=1))).success  # nothing waits any more
+    one.tier.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["fabric", "inline"])
+def test_shutdown_ends_what_waits_for_a_stopped_node(tmp_path: Path, transport: str) -> None:
+    with Node(tmp_path / "node") as node:
+        one = Tier(node.target, transport=transport, save_timeout_ms=60_000, load_timeout_ms=60_000)
+        assert one.ended(one.submit(keys("stored", 2))).success
+        with node.paused():
+            one.submit(keys("stored", 2), load=True)
+            one.submit(keys("more", 2))
+            time.sleep(0.3)
+            began = time.monotonic()
+            one.tier.shutdown()
+            assert time.monotonic() - began < 10
+            under_way = [future for _, _, future in one.tier._under_way.values()]
+            assert all(future.done() for future in under_way)
+            one.pool[:] = 77
+        time.sleep(0.5)
+        assert (one.pool == 77).all()  # nothing is written to what is not ours any more
+        with pytest.raises(ProtocolError, match="closed"):
+            one.tier._carrier._client.attach()
+
+
+def test_a_tier_that_is_not_told_its_model_does_not_start(node: Node) -> None:
+    with pytest.raises(ConfigError, match="TriggerKvTieringConnector"):
+        Tier(node.target, told=cast("Any", "a model"))
+    with pytest.raises(ConfigError, match="no_such_thing"):
+        Tier(node.target, no_such_thing=1)
