@@ -358,8 +358,10 @@ def test_shutdown_ends_what_waits_for_a_stopped_node(tmp_path: Path, transport: 
             one.pool[:] = 77
         time.sleep(0.5)
         assert (one.pool == 77).all()  # nothing is written to what is not ours any more
+        client = one.tier._carrier._client
+        assert isinstance(client, Client)
         with pytest.raises(Closed):
-            one.tier._carrier._client.attach()
+            client.attach()
 
 
 def test_a_tier_that_is_not_told_its_model_does_not_start(node: Node) -> None:
