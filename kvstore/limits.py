@@ -137,6 +137,7 @@ __all__ = [
     "REACH_TIMEOUT_MS_MAX",
     "READINESS_RETRY_MS",
     "READ_AHEAD_BYTES",
+    "REPAIR_BYTES_MAX",
     "REPLICAS_MAX",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
@@ -276,6 +277,7 @@ CLUSTER_CALLS_AT_ONCE = 32  # of one client, to its nodes
 CLUSTER_FIRST_TRY_MS = 1_000  # of a get, until a block's second owner is asked
 CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is enough
 REPLICAS_MAX = 2  # of a block
+REPAIR_BYTES_MAX = 64 << 20  # that a client holds of blocks that are to be put back to their first owners
 FOLLOW_RETRY_MS = 500  # until a client asks its nodes for the map again, when none has told it
 ETCD_CALL_MS = 2_000
 ETCD_ENDPOINTS_MAX = 16

@@ -14,8 +14,9 @@ What always holds: what `Client` promises of each block, within one deadline for
 has no error only if both owners have the block; with `acks="any"`, if one has. A block that its first owner doesn't
 have, or doesn't send in its part of the time, is asked of the second. A deletion goes to all members, and has an error
 unless each has answered. A node that is away costs its own blocks' first try, and no other's.
-What it doesn't do: move or repair replicas. A block of a node that was lost lies on its other owner alone until it is
-put again.
+A block that only its second owner had is put back to the first one, in the background (`kvstore.client.repairs`).
+What it doesn't do: copy what nobody reads. A block of a node that was lost lies on its other owner alone until somebody
+gets or puts it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import Block, PutResult
 from kvstore.client.nodes import Nodes
+from kvstore.client.repairs import Repairs
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, KvError, NodeUnavailable, UsageError
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["ClusterBlock", "ClusterClient", "ClusterPin", "ClusterPuts"]
 
 _CLOCK = SystemClock()
+_PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
 _LOOK_S = 0.02  # at one node's puts, until those of the others are looked at
 _INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
 R = TypeVar("R")
@@ -96,6 +99,7 @@ class ClusterClient(Handle):
             raise InvalidArgument(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._copies = replicas, replicas if acks == "all" else 1
+        self._repairs = Repairs(self.nodes.at)
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
 
     def register(self, memory: Buffer) -> Everywhere:
@@ -164,7 +168,11 @@ class ClusterClient(Handle):
         def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
             return client.get([blocks[at].on(client) for at in some], timeout_s=left_s)
 
-        return self._found([block.key for block in blocks], get, self._get_s(timeout_s))
+        def copied(at: int, _: object) -> bytes:
+            block = blocks[at]
+            return block.memory.copied(block.offset, block.length)
+
+        return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
 
     # --- inside gRPC
 
@@ -232,7 +240,7 @@ class ClusterClient(Handle):
             ) -> list[bytes | Miss]:
                 return list(client.get_many_inline([part[at] for at in some], timeout_s=left_s))
 
-            yield from self._found([key for key, _ in part], get, _left(until_s))
+            yield from self._found([key for key, _ in part], get, _left(until_s), lambda _, found: found)
 
     # --- what is stored
 
@@ -295,6 +303,7 @@ class ClusterClient(Handle):
     def close(self) -> None:
         """Close the clients. What is under way ends within its time."""
         self.nodes.close()
+        self._repairs.close()
         self._threads.shutdown()
 
     # --- how calls are split
@@ -328,8 +337,9 @@ class ClusterClient(Handle):
         keys: Sequence[bytes],
         ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
         timeout_s: float,
+        copied: Callable[[int, R], bytes] | None = None,
     ) -> list[R | Miss]:
-        """Ask the first owners, and of what they don't have the next ones."""
+        """Ask the first owners, and of what they don't have the next ones; then the first ones get it back."""
         until_s = _now_s() + timeout_s
         now = self.nodes.map
         ranks = max(1, min(self._replicas, len(now.members)))
@@ -339,22 +349,38 @@ class ClusterClient(Handle):
             left_s = _left(until_s)
             if rank + 1 < ranks:
                 left_s = min(left_s / 2, CLUSTER_FIRST_TRY_MS / 1000)
-
-            def within(client: Client, some: list[int], left_s: float = left_s) -> Sequence[R | Miss]:
-                return ask(client, some, left_s)
-
-            parts = self._split(now, keys, left, rank)
-            for node, answer in self._each(parts, within).items():
-                told = answer
-                if isinstance(told, KvError):
-                    told = [Miss(MissReason.NODE_AWAY, str(told))] * len(parts[node])
-                for at, outcome in zip(parts[node], told, strict=True):
-                    if not rank or not isinstance(outcome, Miss):
-                        outcomes[at] = outcome
+            for at, outcome in self._asked(self._split(now, keys, left, rank), ask, left_s):
+                had = outcomes[at]
+                if not rank:
+                    outcomes[at] = outcome
+                elif not isinstance(outcome, Miss):  # of two misses the first owner's says more
+                    outcomes[at] = outcome
+                    if copied is not None and isinstance(had, Miss) and had.reason in _PUT_BACK:
+                        self._put_back(now, keys[at], at, outcome, copied)
             left = [at for at in left if isinstance(outcomes[at], Miss)]
             if not left:
                 break
         return outcomes
+
+    def _asked(
+        self,
+        parts: Mapping[str, list[int]],
+        ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
+        left_s: float,
+    ) -> Iterator[tuple[int, R | Miss]]:
+        """What each node says of each of its keys."""
+        for node, answer in self._each(parts, lambda client, some: ask(client, some, left_s)).items():
+            told: Sequence[R | Miss]
+            if isinstance(answer, KvError):
+                told = [Miss(MissReason.NODE_AWAY, str(answer))] * len(parts[node])
+            else:
+                told = answer
+            yield from zip(parts[node], told, strict=True)
+
+    def _put_back(self, now: Map, key: bytes, at: int, found: R, copied: Callable[[int, R], bytes]) -> None:
+        if self._repairs.has_room:
+            first = now.owners(self.nodes.reach.tenant.encode(), key)[0]
+            self._repairs.add(now.members[first].node, key, copied(at, found))
 
     def _each(
         self, parts: Mapping[str, list[int]], call: Callable[[Client, list[int]], R]

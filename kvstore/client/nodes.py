@@ -130,6 +130,10 @@ class Everywhere(Handle):
                 region = self._regions[client] = client.register(self._memory)
             return region
 
+    def copied(self, offset: int, length: int) -> bytes:
+        """What is in it now."""
+        return bytes(memoryview(self._memory).cast("B")[offset : offset + length])
+
     def close(self) -> None:
         """Take it back from all of them. RegionBusy if that can't be yet: close it again when its gets have ended."""
         busy: RegionBusy | None = None

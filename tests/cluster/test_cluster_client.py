@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import threading
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.client import ClusterBlock, ClusterClient, Hit
+from kvstore.client import Client, ClusterBlock, ClusterClient, Hit
 from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.settings import EngineSettings
@@ -164,6 +165,44 @@ def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
     assert client.prefix(world.keys).blocks == COUNT
     fresh = world.client(replicas=2)
     assert hits(world.got(fresh)) == COUNT
+
+
+@pytest.mark.parametrize("way", ["fabric", "inline"])
+def test_what_is_got_from_a_second_owner_is_put_back_to_the_first(world: World, way: str) -> None:
+    client = world.client(replicas=2)
+    world.put(client)
+    first = world.nodes[1].target
+    theirs = [key for key in world.keys if client.owners(key)[0] == first]
+    client.nodes.at(first).delete(theirs)  # as one that was replaced
+    assert len(theirs) > COUNT // 8
+    if way == "fabric":
+        assert hits(world.got(client)) == COUNT
+    else:
+        told = list(client.get_many_inline([(key, BYTES) for key in world.keys]))
+        assert b"".join(one for one in told if isinstance(one, bytes)) == world.source
+    world.target[:] = bytes(len(world.target))  # what is put back is no longer there
+    there = client.nodes.at(first)
+    wait_until(lambda: there.prefix(theirs).blocks == len(theirs), "they are on both again", WAIT_S)
+    at = [world.keys.index(key) for key in theirs]
+    assert list(there.get_many_inline([(key, BYTES) for key in theirs])) == [
+        bytes(world.source[one * BYTES : (one + 1) * BYTES]) for one in at
+    ]
+
+
+def test_no_more_is_held_to_be_put_back_than_may_be(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.client.repairs.REPAIR_BYTES_MAX", 3 * BYTES)
+    client = world.client(replicas=2)
+    world.put(client)
+    put = threading.Event()
+    monkeypatch.setattr(Client, "put_inline", lambda *_, **__: put.wait(WAIT_S))
+    for node in world.nodes:
+        client.nodes.at(node.target).delete(
+            [key for key in world.keys if client.owners(key)[0] == node.target]
+        )
+    assert hits(world.got(client)) == COUNT
+    assert client._repairs._held_bytes == 3 * BYTES
+    put.set()
+    wait_until(lambda: client._repairs._held_bytes == 0, "they are let go", WAIT_S)
 
 
 def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_and_say_why(world: World) -> None:

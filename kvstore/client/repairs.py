@@ -1,0 +1,87 @@
+"""What a cluster's client puts back: blocks that a first owner doesn't have, and a second one had.
+
+A node that was replaced, or has just joined, has nothing of what it should have. Whatever is got from a second owner is
+put to the first one, so what is used is on two nodes again.
+
+What always holds: the bytes are copied before the get returns, so its caller may write to its memory again; no more
+is copied once `REPAIR_BYTES_MAX` are held, and the rest is left for the next get; nobody waits for it. A put that fails
+is forgotten.
+What it doesn't do: look for blocks that nobody reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import KvError
+from kvstore.limits import REPAIR_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.client.client import Client
+
+__all__ = ["Repairs"]
+
+log = logging.getLogger(__name__)
+
+
+class _Repair(NamedTuple):
+    node: str
+    key: bytes
+    data: bytes
+
+
+class Repairs:
+    """Of one client; a thread of its own from the first one on. Any thread."""
+
+    def __init__(self, at: Callable[[str], Client]) -> None:
+        self._at = at
+        self._changed = threading.Condition()
+        self._waiting: deque[_Repair] = deque()
+        self._held_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a block more may be copied."""
+        return not self._closed and self._held_bytes < REPAIR_BYTES_MAX
+
+    def add(self, node: str, key: bytes, data: bytes) -> None:
+        """Put a block to a node when there is time."""
+        with self._changed:
+            if not self.has_room:
+                return
+            self._waiting.append(_Repair(node, key, data))
+            self._held_bytes += len(data)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvstore-repairs", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                one = self._waiting.popleft()
+            try:
+                self._at(one.node).put_inline(one.key, one.data)
+            except KvError as error:
+                log.debug("A block was not put back to %s: %s", one.node, error)
+            with self._changed:
+                self._held_bytes -= len(one.data)
+
+    def close(self) -> None:
+        """Leave what is waiting. The clients are closed already, so what is under way ends."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
