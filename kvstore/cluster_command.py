@@ -9,12 +9,13 @@ import grpc
 
 from kvcli.running import Status
 from kvstore.client.channel import open_channel
-from kvstore.cluster.map import Map, Member
+from kvstore.client.following import map_of
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc
 from kvstore.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
+    from kvstore.cluster.map import Map
     from kvstore.reach import Reach
 
 __all__ = ["show"]
@@ -23,7 +24,7 @@ __all__ = ["show"]
 def show(reach: Reach, *, as_json: bool) -> int:
     """Print the map of the first node that answers; 1 if it is in no cluster, or not a member of its own."""
     told = _ask(reach)
-    now = Map.of(told.revision, (Member(one.name, one.node, one.weight, one.version) for one in told.members))
+    now = map_of(told)
     if as_json:
         members = [
             {"name": one.name, "node": one.node, "weight": one.weight, "version": one.version, "share": share}

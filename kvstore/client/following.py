@@ -24,9 +24,15 @@ from kvstore.wire import cluster_pb2_grpc
 if TYPE_CHECKING:
     from kvstore.reach import Reach
 
-__all__ = ["Following"]
+__all__ = ["Following", "map_of"]
 
 log = logging.getLogger(__name__)
+
+
+def map_of(told: pb.MapResponse) -> Map:
+    """The map that a node tells; ConfigError if it is none."""
+    members = (Member(one.name, one.node, one.weight, one.version) for one in told.members)
+    return Map.of(told.revision, members)
 
 
 class Following:
@@ -55,8 +61,9 @@ class Following:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            if self._call is not None:
-                self._call.cancel()
+            call = self._call  # the thread forgets it without the lock
+            if call is not None:
+                call.cancel()
         self._thread.join()
 
     def _run(self) -> None:
@@ -115,12 +122,12 @@ class Following:
         if told.revision <= self._map.revision or not told.members:
             return  # of a cluster that lost all its members nobody is better off to know
         try:
-            members = [Member(one.name, one.node, one.weight, one.version) for one in told.members]
+            now = map_of(told)
         except ConfigError as error:
             log.warning("A node told a map that can't be: %s", error)
             return
         with self._changed:
-            self._map = Map.of(told.revision, members)
+            self._map = now
         self._settle()
 
 

@@ -31,19 +31,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         async with refusals(context, self._node.counters):
             self._gate.enter("map", context, request.tenant)
             membership, known = self._node.membership, Map(0)
+            if membership is None:
+                async with deadline("A client of the map"):
+                    await context.write(pb.MapResponse())
+                return
             while True:
-                now = known if membership is None else membership.map
+                now = membership.map
                 async with deadline("A client of the map"):
                     await context.write(_told(membership, now, known))
-                if membership is None or not now.revision:
+                if not now.revision:
                     return
                 known = now
                 await membership.later_than(known.revision, WATCH_HEARTBEAT_MS / 1000)
 
 
-def _told(membership: Membership | None, now: Map, known: Map) -> pb.MapResponse:
-    if membership is None:
-        return pb.MapResponse()
+def _told(membership: Membership, now: Map, known: Map) -> pb.MapResponse:
     told = pb.MapResponse(clustered=True, etcd_away_ms=membership.away_ms, outside=membership.outside)
     if now.revision > known.revision:
         told.revision = now.revision
