@@ -11,10 +11,11 @@ A block's owners are the first `replicas` members in the order that its tenant a
 (`kvstore.cluster.map`), so whoever has the same map finds them. A call is split by owner; its parts run side by side.
 
 What always holds: what `Client` promises of each block, within one deadline for the whole call. A put of two replicas
-has no error only if both owners have the block; with `acks="any"`, if one has. A block that its first owner doesn't
-have, or doesn't send in its part of the time, is asked of the second. A deletion goes to all members, and has an error
+has no error only if both owners have the block; with `acks="any"`, if one has. What an owner doesn't have,
+or doesn't send in its part of the time, is asked of the next in that order, up to one more than there are replicas: so
+nothing is missed with one member away, nor because one has come back or joined. A deletion goes to all members, and has an error
 unless each has answered. A node that is away costs its own blocks' first try, and no other's.
-A block that only its second owner had is put back to the first one, in the background (`kvstore.client.repairs`).
+A block that an owner didn't have, and another one had, is put back to it in the background (`kvstore.client.repairs`).
 What it doesn't do: copy what nobody reads. A block of a node that was lost lies on its other owner alone until somebody
 gets or puts it.
 """
@@ -339,24 +340,31 @@ class ClusterClient(Handle):
         timeout_s: float,
         copied: Callable[[int, R], bytes] | None = None,
     ) -> list[R | Miss]:
-        """Ask the first owners, and of what they don't have the next ones; then the first ones get it back."""
+        """Ask the first owners, and of what they don't have the next ones; then the first ones get it back.
+
+        One node more than there are replicas is asked: it is an owner while another is off the map, and was one before
+        the last that joined.
+        """
         until_s = _now_s() + timeout_s
         now = self.nodes.map
-        ranks = max(1, min(self._replicas, len(now.members)))
+        ranks = max(1, min(self._replicas + 1, len(now.members)))
         outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
+        lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
         left: Sequence[int] = range(len(keys))
         for rank in range(ranks):
             left_s = _left(until_s)
             if rank + 1 < ranks:
                 left_s = min(left_s / 2, CLUSTER_FIRST_TRY_MS / 1000)
-            for at, outcome in self._asked(self._split(now, keys, left, rank), ask, left_s):
-                had = outcomes[at]
+            for node, at, outcome in self._asked(self._split(now, keys, left, rank), ask, left_s):
+                if not isinstance(outcome, Miss):
+                    outcomes[at] = outcome
+                    if copied is not None:
+                        self._put_back(lost[at], keys[at], at, outcome, copied)
+                    continue
                 if not rank:
-                    outcomes[at] = outcome
-                elif not isinstance(outcome, Miss):  # of two misses the first owner's says more
-                    outcomes[at] = outcome
-                    if copied is not None and isinstance(had, Miss) and had.reason in _PUT_BACK:
-                        self._put_back(now, keys[at], at, outcome, copied)
+                    outcomes[at] = outcome  # of several misses the first owner's says most
+                if rank < self._replicas and outcome.reason in _PUT_BACK:
+                    lost[at].append(node)
             left = [at for at in left if isinstance(outcomes[at], Miss)]
             if not left:
                 break
@@ -367,7 +375,7 @@ class ClusterClient(Handle):
         parts: Mapping[str, list[int]],
         ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
         left_s: float,
-    ) -> Iterator[tuple[int, R | Miss]]:
+    ) -> Iterator[tuple[str, int, R | Miss]]:
         """What each node says of each of its keys."""
         for node, answer in self._each(parts, lambda client, some: ask(client, some, left_s)).items():
             told: Sequence[R | Miss]
@@ -375,12 +383,15 @@ class ClusterClient(Handle):
                 told = [Miss(MissReason.NODE_AWAY, str(answer))] * len(parts[node])
             else:
                 told = answer
-            yield from zip(parts[node], told, strict=True)
+            for at, outcome in zip(parts[node], told, strict=True):
+                yield node, at, outcome
 
-    def _put_back(self, now: Map, key: bytes, at: int, found: R, copied: Callable[[int, R], bytes]) -> None:
-        if self._repairs.has_room:
-            first = now.owners(self.nodes.reach.tenant.encode(), key)[0]
-            self._repairs.add(now.members[first].node, key, copied(at, found))
+    def _put_back(
+        self, nodes: Iterable[str], key: bytes, at: int, found: R, copied: Callable[[int, R], bytes]
+    ) -> None:
+        for node in nodes:
+            if self._repairs.has_room:
+                self._repairs.add(node, key, copied(at, found))
 
     def _each(
         self, parts: Mapping[str, list[int]], call: Callable[[Client, list[int]], R]

@@ -1,7 +1,7 @@
-"""What a cluster's client puts back: blocks that a first owner doesn't have, and a second one had.
+"""What a cluster's client puts back: blocks that an owner doesn't have, and the next node had.
 
-A node that was replaced, or has just joined, has nothing of what it should have. Whatever is got from a second owner is
-put to the first one, so what is used is on two nodes again.
+A node that was replaced, or has just joined, has nothing of what it should have. Whatever is got from another one is
+put to it, so what is used is where it should be again.
 
 What always holds: the bytes are copied before the get returns, so its caller may write to its memory again; no more
 is copied once `REPAIR_BYTES_MAX` are held, and the rest is left for the next get; nobody waits for it. A put that fails

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.client import Client, ClusterBlock, ClusterClient, Hit
+from kvstore.client import Client, ClusterBlock, ClusterClient, Hit, Nodes
+from kvstore.cluster.map import Map
 from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.settings import EngineSettings
@@ -165,6 +166,39 @@ def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
     assert client.prefix(world.keys).blocks == COUNT
     fresh = world.client(replicas=2)
     assert hits(world.got(fresh)) == COUNT
+
+
+def test_what_was_put_while_an_owner_was_off_the_map_is_found_without_the_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = world.client(replicas=2)
+    whole = client.nodes.map
+    off, lost = world.nodes[0].target, world.nodes[1]
+    without = Map.of(1, [one for one in whole.members if one.node != off])
+    with monkeypatch.context() as patched:
+        patched.setattr(Nodes, "map", without)
+        world.put(client)
+    assert counts(world, client)[off] == 0
+    world.kill(1)
+    assert any(client.owners(key) == [lost.target, off] for key in world.keys)
+    assert hits(world.got(client)) == COUNT
+
+
+def test_what_a_node_takes_that_joins_is_found_where_it_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = world.client()
+    whole, joins = client.nodes.map, world.nodes[2].target
+    before = Map.of(1, [one for one in whole.members if one.node != joins])
+    with monkeypatch.context() as patched:
+        patched.setattr(Nodes, "map", before)
+        world.put(client)
+    moved = [key for key in world.keys if client.owners(key) == [joins]]
+    assert len(moved) > COUNT // 8
+    assert hits(world.got(client)) == COUNT
+    wait_until(
+        lambda: client.nodes.at(joins).prefix(moved).blocks == len(moved), "it has what it took", WAIT_S
+    )
 
 
 @pytest.mark.parametrize("way", ["fabric", "inline"])
