@@ -11,9 +11,9 @@ A block's owners are the first `replicas` members in the order that its tenant a
 (`kvstore.cluster.map`), so whoever has the same map finds them. A call is split by owner; its parts run side by side.
 
 What always holds: what `Client` promises of each block, within one deadline for the whole call. A put of two replicas
-has no error only if both owners have the block; with `acks="any"`, if one has. What an owner doesn't have,
-or doesn't send in its part of the time, is asked of the next in that order, up to one more than there are replicas: so
-nothing is missed with one member away, nor because one has come back or joined. A deletion goes to all members, and has an error
+has no error only if both owners have the block; with `acks="any"`, if one has. What an owner doesn't have, or doesn't
+send in its part of the time, is asked of the next in that order, up to one more than there are replicas: so nothing is
+missed with one member away, nor because one has come back or joined. A deletion goes to all members, and has an error
 unless each has answered. A node that is away costs its own blocks' first try, and no other's.
 A block that an owner didn't have, and another one had, is put back to it in the background (`kvstore.client.repairs`).
 What it doesn't do: copy what nobody reads. A block of a node that was lost lies on its other owner alone until somebody
