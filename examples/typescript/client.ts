@@ -5,7 +5,7 @@
 //     $ npm --prefix examples/typescript start --silent
 //     put: DURABILITY_WRITTEN
 //     got the same bytes: true
-//     a block that nobody put: MISS, reason 1
+//     a block that nobody put: MISS_REASON_UNKNOWN
 //
 // docs/grpc.md says what a client has to know beside the .proto files.
 
@@ -18,7 +18,7 @@ const proto = join(__dirname, "../../../proto");
 const loaded = loadSync("kvstore/v1/kvstore.proto", { includeDirs: [proto], keepCase: true, longs: Number, enums: String });
 const { kvstore } = grpc.loadPackageDefinition(loaded) as any;
 
-const CHUNK_BYTES = 1 << 20; // far below the 8 MiB that a message may have
+const CHUNK_BYTES = 1 << 20; // at most 4 MiB
 const DEADLINE_MS = 10_000;
 const client = new kvstore.v1.KvStore("127.0.0.1:7070", grpc.credentials.createInsecure());
 const deadline = () => ({ deadline: Date.now() + DEADLINE_MS });
@@ -38,7 +38,7 @@ function put(name: object, data: Buffer): Promise<string> {
 }
 
 // The block, or the reason of its miss: a miss is an answer, and no error.
-function get(name: object): Promise<Buffer | { reason: number | string; detail: string }> {
+function get(name: object): Promise<Buffer | { reason: string; detail: string }> {
   return new Promise((resolve, reject) => {
     const chunks: Buffer[] = [];
     const call = client.Get({ tenant: "", name }, new grpc.Metadata(), deadline());
@@ -58,7 +58,7 @@ async function main() {
   const got = await get(page);
   console.log("got the same bytes:", Buffer.isBuffer(got) && got.equals(kv));
   const miss = await get({ ...page, key: key("my model", "other tokens") });
-  if (!Buffer.isBuffer(miss)) console.log(`a block that nobody put: MISS, reason ${miss.reason}`);
+  if (!Buffer.isBuffer(miss)) console.log(`a block that nobody put: ${miss.reason}`);
   client.close();
 }
 
