@@ -131,6 +131,10 @@ proto: setup ## generate kvstore/wire/*_pb2* from proto/
 api: setup ## generate docs/api.md from the docstrings
 	@$(py) -m tools.generate_api
 
+.PHONY: docs
+docs: setup ## build/site: the documentation, to be read in a browser without a network
+	@$(py) -m tools.docs_site
+
 .PHONY: wheel
 wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3.11 on
 	@LDFLAGS=-s $(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .

@@ -21,6 +21,7 @@ __all__ = [
     "BREAKER_MS_MIN",
     "CHECKS_AT_ONCE",
     "CHECK_PIECE_BYTES",
+    "CHUNK_BYTES_MAX",
     "CLIENTS_MAX",
     "CLUSTER_CALLS_AT_ONCE",
     "CLUSTER_FIRST_TRY_MS",
@@ -116,6 +117,7 @@ __all__ = [
     "LOOKUP_LOG_WAITING_BYTES_MAX",
     "LOOKUP_MISSES_EXPLAINED_MAX",
     "LOOKUP_RUNS_MAX",
+    "MESSAGE_BYTES_MAX",
     "MOVING_MAX",
     "MOVING_MS",
     "NODES_MAX",
@@ -432,6 +434,10 @@ WINDOWS_AHEAD = 3  # of one get are on their way at a time, a slab's worth each
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
 INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
+CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
+MESSAGE_BYTES_MAX = (8 << 20) + (
+    64 << 10
+)  # what gRPC takes: a chunk that is too large is refused in our words
 HTTP_CONNECTIONS_MAX = 256  # at a time
 HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
@@ -481,7 +487,8 @@ assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a lin
 assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX
-assert INLINE_CHUNK_BYTES < 4 << 20  # gRPC's own message bound
+assert INLINE_CHUNK_BYTES < 4 << 20  # the bound of a message in a client of gRPC that sets none
+assert INLINE_CHUNK_BYTES <= CHUNK_BYTES_MAX < MESSAGE_BYTES_MAX
 assert LEASE_TIMEOUT_MS <= LEASE_TIMEOUT_MS_MAX
 assert FETCH_CANCEL_MS < ARRIVAL_GRACE_MS < RPC_TIMEOUT_MS
 assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX

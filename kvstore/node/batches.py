@@ -26,13 +26,14 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
-from kvstore.node.calls import durability_of, refusals
+from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import check_block, check_count
-from kvstore.node.inline import deadline
+from kvstore.node.inline import check_chunk, deadline
 from kvstore.storage.items import PutItem
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
 from kvstore.wire.parts import PutMessage, encoded_get, parse_put
+from kvstore.wire.status import code_of
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class _Puts:
     async def take(self, message: PutMessage) -> None:
         """Take what a message brings."""
         for name, chunk in message.parts:
+            check_chunk(len(chunk))
             if name is not None:
                 if self._filling is not None:
                     raise ProtocolError("A block began before the bytes of the one before had come.")
@@ -258,6 +260,7 @@ class _Puts:
             end.durability = cast("kvstore_pb2.Durability", int(durability))
         elif error is not None:
             end.error.name, end.error.sentence = type(error).__name__, str(error)
+            end.error.code = code_of(error)
             if isinstance(error, Overloaded):
                 end.error.retry_after_ms = error.retry_after_ms
                 self._inline.counters.refused += 1
@@ -351,7 +354,7 @@ class _Gets:
     async def _miss(self, number: int, key: bytes, miss: Miss) -> None:
         self._looking.missed(len(self._looking.outcomes), key, miss.reason)
         await self._flush()
-        part = pb.GetPart(number=number, miss=kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail))
+        part = pb.GetPart(number=number, miss=miss_message(miss))
         await self._write(pb.GetBatchResponse(parts=[part]).SerializeToString())
 
     async def _flush(self, still_read: InlineRead | None = None) -> None:

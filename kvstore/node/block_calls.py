@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from kvstore.limits import BLOCK_BYTES_MAX, TURN_STEP_BLOCKS
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
-from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
+from kvstore.node.calls import Ends, check_keys, kept_durability_of, miss_message, refusals
 from kvstore.node.connection import check_fingerprint
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import DeleteItem, GetItem
@@ -188,7 +188,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 told = store.explain(tenant, block.key)
                 never = self._never_landed_ms(tenant, block.key, told)
                 miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
-                states.append(pb.BlockState(miss=_miss(miss)))
+                states.append(pb.BlockState(miss=miss_message(miss)))
                 continue
             differs = mismatch(item, entry, now_ms)
             states.append(
@@ -196,18 +196,12 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     stored=differs is None,
                     length=entry.length,
                     expires_unix_ms=entry.expires_ms,
-                    miss=None
-                    if differs is None
-                    else kvstore_pb2.GetMiss(reason=differs[0], detail=differs[1]),
+                    miss=None if differs is None else miss_message(Miss(*differs)),
                     fingerprint=entry.fingerprint,
                 )
             )
         self._node.timings.lookups.note(self._node.clock.monotonic_ns() - began_ns)
         return states
-
-
-def _miss(miss: Miss) -> kvstore_pb2.GetMiss:
-    return kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail)
 
 
 def _explanation(told: Explanation) -> pb.Explanation:

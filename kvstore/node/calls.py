@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.node.connection import check_count, check_key
+from kvstore.wire import kvstore_pb2
 from kvstore.wire.status import status_of, trailers_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from grpc.aio import ServicerContext
 
+    from kvstore.miss import Miss
     from kvstore.node.statistics import Counters
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "check_keys",
     "durability_of",
     "kept_durability_of",
+    "miss_message",
     "refusals",
 ]
 
@@ -67,6 +70,12 @@ def durability_of(value: int) -> Durability:
 def kept_durability_of(value: int) -> Durability:
     """The same for what is never only in memory."""
     return max(durability_of(value), Durability.WRITTEN)
+
+
+def miss_message(miss: Miss) -> kvstore_pb2.GetMiss:
+    """A miss as the proto has it, whose reasons have our numbers."""
+    reason = cast("kvstore_pb2.MissReason", int(miss.reason))
+    return kvstore_pb2.GetMiss(reason=reason, detail=miss.detail)
 
 
 def check_keys(keys: Sequence[bytes], blocks_max: int = BATCH_BLOCKS_MAX) -> None:

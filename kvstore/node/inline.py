@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
-from kvstore.limits import HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
+from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
 from kvstore.node.connection import check_block, refuse_expired
 from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
-__all__ = ["InlineBlocks", "InlineRead", "PendingRead", "deadline"]
+__all__ = ["InlineBlocks", "InlineRead", "PendingRead", "check_chunk", "deadline"]
 
 
 @asynccontextmanager
@@ -44,6 +44,14 @@ async def deadline(what: str) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise DeadlineExceeded(f"{what} did not move within {INLINE_TIMEOUT_MS} ms.") from None
+
+
+def check_chunk(length: int) -> None:
+    """Refuse a chunk that is larger than one may be."""
+    if length > CHUNK_BYTES_MAX:
+        raise ProtocolError(
+            f"A chunk of {length} bytes came, and one has at most {CHUNK_BYTES_MAX}; send the block in several."
+        )
 
 
 class InlineBlocks:
@@ -140,6 +148,7 @@ class InlineBlocks:
         payload = self.memory.payload(piece, length)
         filled = 0
         async for chunk in chunks:
+            check_chunk(len(chunk))
             if filled + len(chunk) > length:
                 raise ProtocolError(f"More bytes came than the {length} that were announced.")
             payload[filled : filled + len(chunk)] = chunk

@@ -21,7 +21,13 @@ from kvstore.clock import SystemClock
 from kvstore.cluster.map import Member
 from kvstore.config import show_size
 from kvstore.errors import ConfigError, KvError
-from kvstore.limits import DOOR_HANDSHAKE_MS, DOOR_STREAMS_MAX, KEEPALIVE_MS, READINESS_RETRY_MS
+from kvstore.limits import (
+    DOOR_HANDSHAKE_MS,
+    DOOR_STREAMS_MAX,
+    KEEPALIVE_MS,
+    MESSAGE_BYTES_MAX,
+    READINESS_RETRY_MS,
+)
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
@@ -83,6 +89,7 @@ _GRPC_OPTIONS = (
     *keepalive_options(),
     ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
     ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection leaves the others their turns
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.server_handshake_timeout_ms", DOOR_HANDSHAKE_MS),
     (
         "grpc.http2.min_ping_interval_without_data_ms",

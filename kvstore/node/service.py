@@ -10,13 +10,14 @@ from kvstore.errors import ProtocolError
 from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
 from kvstore.node.asked import fetch, lease_told, reserve
-from kvstore.node.calls import durability_of, refusals
+from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
 from kvstore.node.inline import deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.fabric_call import FetchRow
 from kvstore.wire.seal import Seal
+from kvstore.wire.status import code_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -153,7 +154,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             check_count(len(request.generations), ACK_WORDS)
             return pb.WhyFailedResponse(
                 puts=[
-                    pb.FailedPut(generation=generation, name=type(error).__name__, sentence=str(error))
+                    pb.FailedPut(
+                        generation=generation,
+                        name=type(error).__name__,
+                        sentence=str(error),
+                        code=code_of(error),
+                    )
                     for generation, error in connection.why_failed(request.generations)
                 ]
             )
@@ -256,9 +262,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     miss = read.done.miss
                     if miss is not None:
                         looking.missed(0, name.key, miss.reason)
-                        await context.write(
-                            pb.GetResponse(miss=pb.GetMiss(reason=miss.reason, detail=miss.detail))
-                        )
+                        await context.write(pb.GetResponse(miss=miss_message(miss)))
                         return
                     for chunk in read.chunks():
                         async with deadline("A reader"):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import NoSession
 from kvstore.limits import RPC_TIMEOUT_MS
-from kvstore.node.calls import check_keys, refusals
+from kvstore.node.calls import check_keys, miss_message, refusals
 from kvstore.node.names import name_of
 from kvstore.steps import Step
-from kvstore.wire import kvstore_pb2, steps_pb2_grpc
 from kvstore.wire import steps_pb2 as pb
+from kvstore.wire import steps_pb2_grpc
 from kvstore.wire.seen import seen_message
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
 
     def _missing(self, tenant: bytes, key: bytes) -> pb.BlockMiss:
         miss = self._node.store.explain(tenant, key).miss
-        return pb.BlockMiss(key=key, miss=kvstore_pb2.GetMiss(reason=miss.reason, detail=miss.detail))
+        return pb.BlockMiss(key=key, miss=miss_message(miss))
 
     async def ReportSteps(  # noqa: N802
         self, request: pb.ReportStepsRequest, context: Context

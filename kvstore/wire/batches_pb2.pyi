@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d088442e511e87a8bcdd0a3f15687234
+# Generated from proto sources with BLAKE2b c0bae93241153211100dbc80e20f0936
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -45,14 +45,16 @@ class BlockEnd(_message.Message):
     def __init__(self, number: _Optional[int] = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ..., error: _Optional[_Union[BlockError, _Mapping]] = ...) -> None: ...
 
 class BlockError(_message.Message):
-    __slots__ = ("name", "sentence", "retry_after_ms")
+    __slots__ = ("name", "sentence", "retry_after_ms", "code")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     name: str
     sentence: str
     retry_after_ms: int
-    def __init__(self, name: _Optional[str] = ..., sentence: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    code: _kvstore_pb2.ErrorCode
+    def __init__(self, name: _Optional[str] = ..., sentence: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., code: _Optional[_Union[_kvstore_pb2.ErrorCode, str]] = ...) -> None: ...
 
 class GetBatchRequest(_message.Message):
     __slots__ = ("tenant", "blocks")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d088442e511e87a8bcdd0a3f15687234
+# Generated from proto sources with BLAKE2b c0bae93241153211100dbc80e20f0936
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -14,10 +14,76 @@ class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DURABILITY_LANDED: _ClassVar[Durability]
     DURABILITY_WRITTEN: _ClassVar[Durability]
     DURABILITY_SYNCED: _ClassVar[Durability]
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_REASON_UNKNOWN: _ClassVar[MissReason]
+    MISS_REASON_CORRUPT: _ClassVar[MissReason]
+    MISS_REASON_LAYOUT: _ClassVar[MissReason]
+    MISS_REASON_EXPIRED: _ClassVar[MissReason]
+    MISS_REASON_LENGTH: _ClassVar[MissReason]
+    MISS_REASON_UNREADABLE: _ClassVar[MissReason]
+    MISS_REASON_NODE_AWAY: _ClassVar[MissReason]
+    MISS_REASON_BUSY: _ClassVar[MissReason]
+    MISS_REASON_EVICTED: _ClassVar[MissReason]
+    MISS_REASON_QUOTA: _ClassVar[MissReason]
+
+class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
+    ERROR_CODE_OVERLOADED: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_AUTHENTICATED: _ClassVar[ErrorCode]
+    ERROR_CODE_TENANT_DENIED: _ClassVar[ErrorCode]
+    ERROR_CODE_PROTOCOL_ERROR: _ClassVar[ErrorCode]
+    ERROR_CODE_ADDRESS_REFUSED: _ClassVar[ErrorCode]
+    ERROR_CODE_LEASE_EXPIRED: _ClassVar[ErrorCode]
+    ERROR_CODE_DEADLINE_EXCEEDED: _ClassVar[ErrorCode]
+    ERROR_CODE_STORAGE_ERROR: _ClassVar[ErrorCode]
+    ERROR_CODE_NO_SPACE: _ClassVar[ErrorCode]
+    ERROR_CODE_EXPIRED: _ClassVar[ErrorCode]
+    ERROR_CODE_QUOTA_EXCEEDED: _ClassVar[ErrorCode]
+    ERROR_CODE_KEY_TAKEN: _ClassVar[ErrorCode]
+    ERROR_CODE_CORRUPT: _ClassVar[ErrorCode]
+    ERROR_CODE_NO_SESSION: _ClassVar[ErrorCode]
+    ERROR_CODE_SESSION_REFUSED: _ClassVar[ErrorCode]
+    ERROR_CODE_READ_ONLY: _ClassVar[ErrorCode]
+    ERROR_CODE_FABRIC_ERROR: _ClassVar[ErrorCode]
+    ERROR_CODE_NO_MEMORY: _ClassVar[ErrorCode]
 DURABILITY_UNSPECIFIED: Durability
 DURABILITY_LANDED: Durability
 DURABILITY_WRITTEN: Durability
 DURABILITY_SYNCED: Durability
+MISS_REASON_UNSPECIFIED: MissReason
+MISS_REASON_UNKNOWN: MissReason
+MISS_REASON_CORRUPT: MissReason
+MISS_REASON_LAYOUT: MissReason
+MISS_REASON_EXPIRED: MissReason
+MISS_REASON_LENGTH: MissReason
+MISS_REASON_UNREADABLE: MissReason
+MISS_REASON_NODE_AWAY: MissReason
+MISS_REASON_BUSY: MissReason
+MISS_REASON_EVICTED: MissReason
+MISS_REASON_QUOTA: MissReason
+ERROR_CODE_UNSPECIFIED: ErrorCode
+ERROR_CODE_OVERLOADED: ErrorCode
+ERROR_CODE_NOT_AUTHENTICATED: ErrorCode
+ERROR_CODE_TENANT_DENIED: ErrorCode
+ERROR_CODE_PROTOCOL_ERROR: ErrorCode
+ERROR_CODE_ADDRESS_REFUSED: ErrorCode
+ERROR_CODE_LEASE_EXPIRED: ErrorCode
+ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode
+ERROR_CODE_STORAGE_ERROR: ErrorCode
+ERROR_CODE_NO_SPACE: ErrorCode
+ERROR_CODE_EXPIRED: ErrorCode
+ERROR_CODE_QUOTA_EXCEEDED: ErrorCode
+ERROR_CODE_KEY_TAKEN: ErrorCode
+ERROR_CODE_CORRUPT: ErrorCode
+ERROR_CODE_NO_SESSION: ErrorCode
+ERROR_CODE_SESSION_REFUSED: ErrorCode
+ERROR_CODE_READ_ONLY: ErrorCode
+ERROR_CODE_FABRIC_ERROR: ErrorCode
+ERROR_CODE_NO_MEMORY: ErrorCode
 
 class AttachRequest(_message.Message):
     __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals")
@@ -160,14 +226,16 @@ class WhyFailedResponse(_message.Message):
     def __init__(self, puts: _Optional[_Iterable[_Union[FailedPut, _Mapping]]] = ...) -> None: ...
 
 class FailedPut(_message.Message):
-    __slots__ = ("generation", "name", "sentence")
+    __slots__ = ("generation", "name", "sentence", "code")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     name: str
     sentence: str
-    def __init__(self, generation: _Optional[int] = ..., name: _Optional[str] = ..., sentence: _Optional[str] = ...) -> None: ...
+    code: ErrorCode
+    def __init__(self, generation: _Optional[int] = ..., name: _Optional[str] = ..., sentence: _Optional[str] = ..., code: _Optional[_Union[ErrorCode, str]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("connection", "leases")
@@ -291,9 +359,9 @@ class GetMiss(_message.Message):
     __slots__ = ("reason", "detail")
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
-    reason: int
+    reason: MissReason
     detail: str
-    def __init__(self, reason: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d088442e511e87a8bcdd0a3f15687234
+# Generated from proto sources with BLAKE2b c0bae93241153211100dbc80e20f0936
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
 from kvstore import errors
 from kvstore.errors import KvError
+from kvstore.wire import kvstore_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +18,7 @@ __all__ = [
     "CALLER",
     "ERROR_NAME",
     "RETRY_AFTER_MS",
+    "code_of",
     "error_from_rpc",
     "error_named",
     "status_of",
@@ -33,6 +36,7 @@ _WAS_THERE = (
     "Broken pipe",
 )
 
+_BEFORE_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 ERROR_NAME = "kvstore-error"
 RETRY_AFTER_MS = "kvstore-retry-after-ms"
 CALLER = "kvstore-caller"
@@ -69,6 +73,15 @@ def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
     if isinstance(error, errors.AddressRefused):
         trailers.append((CALLER, error.caller))
     return tuple(trailers)
+
+
+def code_of(error: KvError) -> kvstore_pb2.ErrorCode:
+    """The number of its kind, or of the next kind above it that has one."""
+    for kind in type(error).__mro__:
+        name = "ERROR_CODE_" + _BEFORE_CAPITAL.sub("_", kind.__name__).upper()
+        if name in kvstore_pb2.ErrorCode.keys():  # noqa: SIM118 - it is no dictionary
+            return cast("kvstore_pb2.ErrorCode", kvstore_pb2.ErrorCode.Value(name))
+    return kvstore_pb2.ERROR_CODE_UNSPECIFIED
 
 
 def error_named(name: str, sentence: str, retry_after_ms: int) -> KvError:

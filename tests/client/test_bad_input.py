@@ -25,11 +25,18 @@ from kvstore.errors import (
     ProtocolError,
     RegionBusy,
 )
-from kvstore.limits import ACK_WORDS, BATCH_BLOCKS_MAX, GET_BLOCKS_MAX, GRANTED_PUTS, LEASE_TIMEOUT_MS_MAX
+from kvstore.limits import (
+    ACK_WORDS,
+    BATCH_BLOCKS_MAX,
+    CHUNK_BYTES_MAX,
+    GET_BLOCKS_MAX,
+    GRANTED_PUTS,
+    LEASE_TIMEOUT_MS_MAX,
+)
 from kvstore.miss import Miss, MissReason
+from kvstore.wire import batches_pb2, batches_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire import kvstore_pb2_grpc
-from kvstore.wire.status import ERROR_NAME
+from kvstore.wire.status import ERROR_NAME, error_from_rpc
 from tests.conftest import MIB, Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 
@@ -222,6 +229,36 @@ def test_an_inline_put_of_another_length_than_announced_is_refused(node: NodePro
                 stub.Put(iter([start, pb.PutRequest(chunk=chunk)]), timeout=WAIT_S)
         with pytest.raises(grpc.RpcError, match="begins with its start message"):
             stub.Put(iter([pb.PutRequest(chunk=b"x")]), timeout=WAIT_S)
+
+
+def test_a_chunk_that_is_too_large_is_refused_in_our_words(node: NodeProcess) -> None:
+    large = b"x" * (8 * MIB)
+    block = name(length=len(large))
+    with grpc.insecure_channel(node.target) as channel:
+        stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        batches = batches_pb2_grpc.BatchesStub(channel)  # type: ignore[no-untyped-call]
+        part = batches_pb2.PutPart(name=block, chunk=large)
+        start = pb.PutRequest(start=pb.PutStart(tenant="t", name=block))
+        calls = (
+            lambda: stub.Put(iter([start, pb.PutRequest(chunk=large)]), timeout=WAIT_S),
+            lambda: list(
+                batches.PutBatch(
+                    iter([batches_pb2.PutBatchRequest(tenant="t", parts=[part])]), timeout=WAIT_S
+                )
+            ),
+        )
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert type(error_from_rpc("A put", refused.value)) is errors.ProtocolError
+            assert refused.value.details() == (
+                f"A chunk of {8 * MIB} bytes came, and one has at most {CHUNK_BYTES_MAX}; send the block in several."
+            )
+        half = [pb.PutRequest(chunk=large[:CHUNK_BYTES_MAX])] * 2
+        stub.Put(iter([start, *half]), timeout=WAIT_S)  # as the sentence says
+        with pytest.raises(grpc.RpcError, match="larger than max"):  # gRPC's own, as docs/grpc.md says
+            stub.Put(iter([start, pb.PutRequest(chunk=large + bytes(MIB))]), timeout=WAIT_S)
 
 
 # --- bad times

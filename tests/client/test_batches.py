@@ -92,6 +92,15 @@ def test_more_bytes_than_a_client_may_hold_wait_for_his_own(node: NodeInProcess,
     wait_until(lambda: held_bytes(node) == 0, "all memory comes back")
 
 
+def test_a_blocks_error_has_its_number_and_its_name(node: NodeInProcess, client: Client) -> None:
+    client.put_inline(key(1), b"stored with another length")
+    with grpc.insecure_channel(node.target) as channel:
+        part = pb.PutPart(name=name(1, 1), chunk=b"b")
+        asked = pb.PutBatchRequest(tenant=client.tenant, parts=[part])
+        (end,) = (end for answer in stub(channel).PutBatch(iter([asked])) for end in answer.ends)
+    assert (end.error.name, end.error.code) == ("KeyTaken", kvstore_pb2.ERROR_CODE_KEY_TAKEN)
+
+
 def test_each_block_has_its_own_answer(client: Client) -> None:
     client.put_inline(key(1), b"stored with another length")
     results = client.put_many_inline([(key(0), b"a"), (key(1), b"b"), (key(2), b"c")])

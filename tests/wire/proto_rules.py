@@ -140,7 +140,7 @@ def _message_breaks(name: str, old: pb.DescriptorProto, new: pb.DescriptorProto)
         now = fields.get(field.number)
         if now is None and not (field.number in reserved and field.name in new.reserved_name):
             yield f"{name}.{field.name}: it is gone, and its number and name are not reserved"
-        elif now is not None and _meaning(field) != _meaning(now):
+        elif now is not None and _meaning(field) != _meaning(now) and not _has_names_now(field, now):
             yield f"{name}.{field.name}: number {field.number} means something else"
     kept = {number for reserve in old.reserved_range for number in range(reserve.start, reserve.end)}
     for number in sorted(kept - reserved):
@@ -149,6 +149,13 @@ def _message_breaks(name: str, old: pb.DescriptorProto, new: pb.DescriptorProto)
 
 def _shape(call: pb.MethodDescriptorProto) -> tuple[str, str, bool, bool]:
     return call.input_type, call.output_type, call.client_streaming, call.server_streaming
+
+
+def _has_names_now(old: pb.FieldDescriptorProto, new: pb.FieldDescriptorProto) -> bool:
+    """Whether a number has become an enum, which is the same on the wire: proto3's enums take any number."""
+    kinds = (pb.FieldDescriptorProto.TYPE_UINT32, pb.FieldDescriptorProto.TYPE_ENUM)
+    rest = old.name, old.label, old.HasField("oneof_index")
+    return (old.type, new.type) == kinds and rest == (new.name, new.label, new.HasField("oneof_index"))
 
 
 def _meaning(field: pb.FieldDescriptorProto) -> tuple[str, int, int, str, bool]:

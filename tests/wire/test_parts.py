@@ -44,7 +44,7 @@ def test_puts_are_read_alike(
 
 
 def test_a_miss_is_read() -> None:
-    miss = kvstore_pb2.GetMiss(reason=3, detail="why")
+    miss = kvstore_pb2.GetMiss(reason=kvstore_pb2.MISS_REASON_LAYOUT, detail="why")
     message = pb.GetBatchResponse(parts=[pb.GetPart(number=300, miss=miss)]).SerializeToString()
     (part,) = got_parts(message)
     assert (part.number, part.miss, bytes(part.chunk)) == (300, miss, b"")

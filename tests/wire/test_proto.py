@@ -134,6 +134,7 @@ def test_a_change_of_what_has_landed_is_found(tmp_path: Path, old: str, new: str
         lambda text: text.replace("uint32 number = 5; }", "uint32 number = 5; } bytes more = 6;"),
         lambda text: text.replace("KIND_ONE = 1;", "KIND_ONE = 1; KIND_TWO = 2;"),
         lambda text: text.replace("string name_of_it = 1;", 'reserved 1; reserved "name_of_it";'),
+        lambda text: text.replace("uint32 number = 5", "Kind number = 5"),  # the same bytes
         lambda text: text + "message More {}\n",
         lambda text: text.replace("// Does it.", "// Does that."),
     ],

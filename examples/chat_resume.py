@@ -1,0 +1,52 @@
+"""Chat resume: a session ends with one process and goes on in the next, which computes nothing twice.
+
+Blocks are put as any others; the session says which of them, in order, are the chat.
+
+    $ kvstore serve --data ./node &
+    $ python examples/chat_resume.py
+    0 tokens from the node, 64 computed
+    $ python examples/chat_resume.py
+    64 tokens from the node, 64 computed
+    $ python examples/chat_resume.py
+    128 tokens from the node, 64 computed
+"""
+
+from kvstore.client import Block, Client
+from kvstore.errors import NoSession
+from kvstore.names import block_key
+
+BLOCK_BYTES, BLOCK_TOKENS, BLOCKS_OF_A_TURN, BLOCKS_MAX = 100_000, 16, 4, 64
+
+
+def kv_of(number: int) -> bytes:
+    """What a GPU would compute."""
+    return bytes([number]) * BLOCK_BYTES
+
+
+with Client("127.0.0.1:7070", layout=b"my model, bf16") as client:
+    client.status(wait_s=10)  # the node may still be starting
+    memory = bytearray(BLOCKS_MAX * BLOCK_BYTES)
+    region = client.register(memory)
+
+    def place(number: int, key: bytes) -> Block:
+        """Where block `number` of the session belongs."""
+        return Block(key, region, number * BLOCK_BYTES, BLOCK_BYTES)
+
+    chat = client.session("ada", "chat 7")
+    try:
+        back = chat.resume(place)  # if a block is gone, it says how many before it are usable
+        old, tokens = back.usable_blocks, back.usable_tokens
+        if not back.is_whole:
+            chat.truncate(old)
+    except NoSession:
+        old = tokens = 0
+    assert memory[: old * BLOCK_BYTES] == b"".join(kv_of(number) for number in range(old))
+
+    new = [place(n, block_key(b"chat 7", bytes([n]))) for n in range(old, old + BLOCKS_OF_A_TURN)]
+    for block in new:
+        memory[block.offset : block.offset + BLOCK_BYTES] = kv_of(block.offset // BLOCK_BYTES)
+    failed = [result.error for result in client.put(new) if result.error]
+    if failed:
+        raise failed[0]
+    chat.append([block.key for block in new], tokens=len(new) * BLOCK_TOKENS)
+    print(tokens, "tokens from the node,", len(new) * BLOCK_TOKENS, "computed")
