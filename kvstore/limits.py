@@ -31,6 +31,8 @@ __all__ = [
     "DELETES_QUEUED_MAX",
     "DESCRIPTORS_KEPT",
     "DESCRIPTORS_OF_CLIENT",
+    "DOOR_ANSWERS_BYTES_MAX",
+    "DOOR_ANSWER_BYTES_MIN",
     "DOOR_BARRED_MS",
     "DOOR_BARRED_SOURCES_MAX",
     "DOOR_CONNECTIONS_OF_SOURCE_MAX",
@@ -150,6 +152,7 @@ __all__ = [
     "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_FOLLOWED_MAX",
     "SESSIONS_LISTED_MAX",
+    "SESSIONS_LISTED_STEP",
     "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
     "SESSION_BYTES",
@@ -158,6 +161,7 @@ __all__ = [
     "SESSION_LABEL_BYTES_MAX",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
+    "SESSION_STEP_BLOCKS",
     "SESSION_TIME_TO_LIVE_MS_MAX",
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
@@ -233,6 +237,8 @@ SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew wi
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
+SESSION_STEP_BLOCKS = 2048  # of one are read at a time; a change of more is a long one
+SESSIONS_LISTED_STEP = 1  # of a list are read at a time: a long one takes a millisecond
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 4096  # attached to a node; its descriptors and ports may be fewer
@@ -250,6 +256,8 @@ DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late 
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
 DOOR_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
 DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
+DOOR_ANSWER_BYTES_MIN = 4 << 10  # that one counts for, with its call
+DOOR_ANSWERS_BYTES_MAX = 64 << 20  # of calls that have one, and whose callers have not taken it
 DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
 DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
 DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
