@@ -49,7 +49,8 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 
 .PHONY: test-engines
 test-engines: setup-engines ## tests/engines: real engines with our node beside them (minutes)
-	@.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+	@timeout --foreground --signal=ABRT --kill-after=30 2700 \
+	  .venv-engines/bin/python -X faulthandler -m pytest tests/engines $(PYTEST_ARGS)
 
 .PHONY: test-hosts
 test-hosts: setup-engines ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)

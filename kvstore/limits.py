@@ -22,7 +22,10 @@ __all__ = [
     "CHECKS_AT_ONCE",
     "CHECK_PIECE_BYTES",
     "CLIENTS_MAX",
+    "CLUSTER_CALLS_AT_ONCE",
+    "CLUSTER_FIRST_TRY_MS",
     "CLUSTER_KEEP_MS",
+    "CLUSTER_LAST_COPY_MS",
     "CLUSTER_LEASE_S",
     "CLUSTER_RETRY_MS",
     "CLUSTER_WEIGHT_MAX",
@@ -136,6 +139,7 @@ __all__ = [
     "REACH_TIMEOUT_MS_MAX",
     "READINESS_RETRY_MS",
     "READ_AHEAD_BYTES",
+    "REPLICAS_MAX",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
     "RESUME_BATCH_BLOCKS",
@@ -276,6 +280,10 @@ CLUSTER_LEASE_S = 5  # how long a member may say nothing
 CLUSTER_KEEP_MS = 1_500  # between two times it says something
 CLUSTER_RETRY_MS = 500  # until etcd is asked again after it was away
 CLUSTER_WEIGHT_MAX = 1 << 20  # of a member
+CLUSTER_CALLS_AT_ONCE = 32  # of one client, to its nodes
+CLUSTER_FIRST_TRY_MS = 1_000  # of a get, until a block's second owner is asked
+CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is enough
+REPLICAS_MAX = 2  # of a block
 FOLLOW_RETRY_MS = 500  # until a client asks its nodes for the map again, when none has told it
 ETCD_CALL_MS = 2_000
 ETCD_ENDPOINTS_MAX = 16

@@ -81,14 +81,10 @@ void rest_look_again(struct tk_fabric *fabric)
 	__atomic_store_n(&fabric->sockets_changed, 1, __ATOMIC_RELEASE);
 }
 
-static int leads_to_a_peer(const struct tk_fabric *fabric, int fd)
+static int leads_to_a_peer(const struct tk_fabric *fabric, const union address *remote)
 {
-	union address remote;
-	socklen_t length = sizeof remote;
-	if (getpeername(fd, &remote.any, &length))
-		return 0;
 	for (uint32_t i = 0; i < fabric->peers_count; i++)
-		if (address_is_same(&fabric->peers[i].address, &remote))
+		if (address_is_same(&fabric->peers[i].address, remote))
 			return 1;
 	return 0;
 }
@@ -101,14 +97,19 @@ static int is_at_an_endpoint(const struct tk_fabric *fabric, const union address
 	return 0;
 }
 
-/* Under the handles' lock. */
+/* Callers wait for the handles' lock without a deadline: the kernel is asked nothing while it is held. */
 static void look_at(struct tk_fabric *fabric, int fd)
 {
-	union address local;
+	union address local, remote;
 	socklen_t length = sizeof local;
 	if (getsockname(fd, &local.any, &length) || !address_port(&local))
 		return;
-	if (!is_at_an_endpoint(fabric, &local) && !leads_to_a_peer(fabric, fd))
+	length = sizeof remote;
+	int is_connected = !getpeername(fd, &remote.any, &length);
+	pthread_mutex_lock(&fabric->handle_lock);
+	int is_ours = is_at_an_endpoint(fabric, &local) || (is_connected && leads_to_a_peer(fabric, &remote));
+	pthread_mutex_unlock(&fabric->handle_lock);
+	if (!is_ours)
 		return;
 	int listens = 0;
 	length = sizeof listens;
@@ -131,11 +132,9 @@ static void look_for_sockets(struct tk_fabric *fabric)
 	if (!folder)
 		return;
 	fabric->sockets = 0;
-	pthread_mutex_lock(&fabric->handle_lock);
 	for (struct dirent *entry; (entry = readdir(folder));)
 		if (entry->d_name[0] != '.')
 			look_at(fabric, atoi(entry->d_name));
-	pthread_mutex_unlock(&fabric->handle_lock);
 	closedir(folder);
 }
 

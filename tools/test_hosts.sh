@@ -22,4 +22,5 @@ if ! why=$("${sandbox[@]}" sh -ec "$probe" 2>&1); then
   echo "tests/hosts: skipped, network namespaces are not allowed here (${why//$'\n'/; })"
   exit 0
 fi
-TRIGGERKV_HOSTS=1 exec "${sandbox[@]}" sh -ec "$prepare"' && exec "$@"' sandbox .venv/bin/python -m pytest tests/hosts "$@"
+TRIGGERKV_HOSTS=1 exec "${sandbox[@]}" sh -ec "$prepare"' && exec "$@"' sandbox \
+  timeout --foreground --signal=ABRT --kill-after=30 1200 .venv/bin/python -X faulthandler -m pytest tests/hosts "$@"

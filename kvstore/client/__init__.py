@@ -4,6 +4,7 @@ from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
+from kvstore.client.cluster import ClusterBlock, ClusterClient, ClusterPin, ClusterPuts
 from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
@@ -21,6 +22,10 @@ __all__ = [
     "Arrivals",
     "Block",
     "Client",
+    "ClusterBlock",
+    "ClusterClient",
+    "ClusterPin",
+    "ClusterPuts",
     "Everywhere",
     "Explained",
     "Happened",

@@ -87,6 +87,10 @@ class Nodes(Handle):
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
         return self._client(target)
 
+    def first(self) -> Client:
+        """The client of the first node that was named, whether it is on the map or not. It waits for nobody."""
+        return self._client(self.reach.nodes[0])
+
     def _client(self, target: str) -> Client:
         with self._lock:
             if self._closed:

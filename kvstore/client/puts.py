@@ -309,9 +309,17 @@ class ArmedPuts:
 
         Blocks that are still under way when the time is over are reported with DeadlineExceeded; they go on.
         """
+        self.wait_ended(timeout_s)
+        return self.told(timeout_s)
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait until every put has ended, or the time is over."""
         self._group.wait(len(self._blocks), timeout_s)
+
+    def told(self, waited_s: float) -> list[PutResult]:
+        """What is known now of each, after a caller has waited for so long."""
         with self._client.lock:
             self._end_if_over()
             if self._results is not None:
                 return list(self._results)
-            return self._now(DeadlineExceeded(f"The put had not ended after {timeout_s} s; it goes on."))
+            return self._now(DeadlineExceeded(f"The put had not ended after {waited_s} s; it goes on."))

@@ -90,6 +90,10 @@ class Map:
             return None
         return self.members[self._placement.order(tenant.encode(), user.encode())[0]]
 
+    def owners(self, tenant: bytes, key: bytes) -> tuple[int, ...]:
+        """The members that a block would be kept on, by their places, the first owner first. There must be some."""
+        return self._placement.order(tenant, key)
+
     def shares(self) -> list[float]:
         """The part of all users that each member has."""
         homes = self._placement.homes if self.members else b""

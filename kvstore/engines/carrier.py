@@ -1,5 +1,8 @@
 """Carries blocks between an engine's memory and a node: over the fabric if the memory is registered, else inside gRPC.
 
+Where several nodes are named, it spreads blocks over them, and keeps each on as many as are asked for; then a block is
+stored as soon as one node has it.
+
 It is what the adapters of engines share that hand over addresses and wait (SGLang, LMCache, vLLM's tier). A block that
 is larger than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
 
@@ -15,9 +18,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from kvstore.client import Block, Client, Hit, Stored
+from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Hit, Stored
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, SLOTS_PER_CLIENT_MAX
@@ -27,8 +30,11 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvstore.client import Pin
+    from typing_extensions import Buffer
+
+    from kvstore.client import ArmedPuts, ClusterPin, ClusterPuts, Everywhere, Pin, Prefix, PutResult
     from kvstore.engines.settings import EngineSettings
+    from kvstore.miss import Miss
     from nic_offload.fabric import Region
 
 __all__ = ["PART_BYTES", "Carrier", "Place", "part_keys"]
@@ -56,10 +62,34 @@ class _Part(NamedTuple):
     length: int
 
 
+_Placed: TypeAlias = "tuple[_Part, Block | ClusterBlock]"
+
+
 class _Area(NamedTuple):
     begin: int
     length: int
-    region: Region
+    region: Region | Everywhere
+
+
+class _Client(Protocol):
+    """What is asked of one node's client, or of a cluster's; each has its own kind of blocks."""
+
+    def register(self, memory: Buffer) -> Region | Everywhere: ...
+    def arm(self, blocks: Sequence[Any]) -> ArmedPuts | ClusterPuts: ...
+    def get(self, blocks: Sequence[Any], *, timeout_s: float) -> Sequence[Hit | Miss]: ...
+    def put_many_inline(
+        self, blocks: Iterable[tuple[bytes, memoryview]], *, timeout_s: float
+    ) -> list[PutResult]: ...
+    def get_many_inline(
+        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float
+    ) -> Iterator[bytes | Miss]: ...
+    def exists(
+        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float
+    ) -> list[Stored | Miss]: ...
+    def prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> Prefix: ...
+    def delete(self, keys: Sequence[bytes]) -> list[bool]: ...
+    def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int) -> Pin | ClusterPin: ...
+    def close(self) -> None: ...
 
 
 def part_keys(key: bytes, length: int) -> list[bytes]:
@@ -69,18 +99,23 @@ def part_keys(key: bytes, length: int) -> list[bytes]:
 
 
 class Carrier(Handle):
-    """A client of one node, and an engine's memory."""
+    """A client of one node, or of a cluster's, and an engine's memory."""
 
     def __init__(self, settings: EngineSettings, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
         """Open the client; the node is not called yet. Larger blocks than said are sent inside gRPC."""
         self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
         self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // self._slot_bytes))
-        self._client = Client(
-            settings.reach,
-            layout=layout,
-            slots=self._slots,
-            block_bytes_max=self._slot_bytes,
-        )
+        of_clients: dict[str, Any] = {
+            "layout": layout,
+            "slots": self._slots,
+            "block_bytes_max": self._slot_bytes,
+        }
+        self._client: _Client
+        if settings.is_clustered:
+            self._block: type[Block | ClusterBlock] = ClusterBlock
+            self._client = ClusterClient(settings.reach, replicas=settings.replicas, acks="any", **of_clients)
+        else:
+            self._block, self._client = Block, Client(settings.reach, **of_clients)
         self._transport = settings.transport
         self._lookup_s, self._load_s, self._save_s = (
             ms / 1000
@@ -165,7 +200,7 @@ class Carrier(Handle):
             log.warning("Blocks could not be deleted: %s", error)
         return found
 
-    def pin(self, keys: Sequence[bytes], time_to_live_ms: int) -> Pin | None:
+    def pin(self, keys: Sequence[bytes], time_to_live_ms: int) -> Pin | ClusterPin | None:
         """Keep stored objects from being evicted for a while; None if the node can't promise that now."""
         try:
             return self._client.pin(keys, time_to_live_ms=time_to_live_ms)
@@ -198,7 +233,7 @@ class Carrier(Handle):
                 done[part.block] &= is_stored
         return done
 
-    def _put_over_fabric(self, parts: Sequence[tuple[_Part, Block]], until_ns: int, done: list[bool]) -> None:
+    def _put_over_fabric(self, parts: Sequence[_Placed], until_ns: int, done: list[bool]) -> None:
         for first in range(0, len(parts), self._slots):
             some = parts[first : first + self._slots]
             if not self._left_s(until_ns):
@@ -242,9 +277,9 @@ class Carrier(Handle):
             else:
                 here[part.block] = False
 
-    def _ways(self, places: Sequence[Place]) -> tuple[list[tuple[_Part, Block]], list[_Part]]:
+    def _ways(self, places: Sequence[Place]) -> tuple[list[_Placed], list[_Part]]:
         """Cut blocks into parts, and tell those that can go over the fabric from the others."""
-        over_fabric: list[tuple[_Part, Block]] = []
+        over_fabric: list[_Placed] = []
         inline: list[_Part] = []
         areas = self._areas
         for number, place in enumerate(places):
@@ -258,7 +293,9 @@ class Carrier(Handle):
                 if area is None or size > self._slot_bytes:
                     inline.append(part)
                 else:
-                    over_fabric.append((part, Block(key, area.region, part.address - area.begin, size)))
+                    over_fabric.append(
+                        (part, self._block(key, area.region, part.address - area.begin, size))  # type: ignore[arg-type]
+                    )
         return over_fabric, inline
 
     # --- time
@@ -288,7 +325,7 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
         yield items[first : first + BATCH_BLOCKS_MAX]
 
 
-def _failed(parts: Iterable[tuple[_Part, Block]], done: list[bool]) -> None:
+def _failed(parts: Iterable[_Placed], done: list[bool]) -> None:
     for part, _ in parts:
         done[part.block] = False
 

@@ -23,9 +23,11 @@ class EngineSettings:
     """Times are bounds on what a call of the engine's may wait, not on how long a block is kept."""
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"transport": ("auto", "fabric", "inline")}
+    clustered: ClassVar[bool] = True  # whether the adapter can spread blocks over several nodes
 
     reach: Reach
     transport: str = "auto"  # the fabric where it opens, else inside gRPC
+    replicas: int = 1  # of the nodes of a cluster, so many keep a block
     weights: str = ""  # what tells these weights from others of the same model name
     lookup_timeout_ms: int = 500
     load_timeout_ms: int = 5_000
@@ -33,6 +35,10 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Refuse what can't be."""
+        if not self.clustered and (len(self.reach.nodes) > 1 or self.replicas != 1):
+            raise ConfigError(
+                "This adapter keeps its blocks on one node: say node, and no nodes or replicas."
+            )
         for one in fields(self)[1:]:
             value, choices = getattr(self, one.name), self.choices.get(one.name)
             if choices is not None and value not in choices:
@@ -42,6 +48,11 @@ class EngineSettings:
                     raise ConfigError(f"{one.name} is a whole number above 0, not {value!r}.")
             elif not isinstance(value, str):
                 raise ConfigError(f"{one.name} is a text, not {value!r}.")
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether blocks are spread over the nodes, or kept on several of them."""
+        return len(self.reach.nodes) > 1 or self.replicas > 1
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, where: str, of_engine: Collection[str] = ()) -> Self:

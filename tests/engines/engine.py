@@ -54,7 +54,7 @@ def tiered(
 ) -> dict[str, Any]:
     """Multi-tier offloading of vLLM's, as users have it, but the worker is for a CPU and the tiers keep a record.
 
-    What is `more` is the tiers'.
+    What is `more` is the tiers'. Nodes of a cluster are one text, with commas.
     """
     module = "tests.engines.recording" if tier != "triggerkv" else None
     return {
@@ -65,7 +65,7 @@ def tiered(
             "spec_name": "CpuTieringSpec",
             "spec_module_path": "tests.engines.cpu_pool",
             "secondary_tiers": [
-                {"type": tier, "module_path": module, "node": node, **more} for node in nodes
+                {"type": tier, "module_path": module, "nodes": node.split(","), **more} for node in nodes
             ],
         },
     }

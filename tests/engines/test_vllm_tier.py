@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,8 +37,10 @@ def start(place: Path, name: str, model: Path, node: str, **more: Any) -> Engine
         *("enable_lora", "max_lora_rank", "max_loras"),
     )
     arguments = {key: more.pop(key) for key in own if key in more}
+    folder = place / "tiers"  # other engines have other names for their objects
+    folder.mkdir(exist_ok=True)
     return Engine(
-        place, f"tier {name}", model, kv_transfer_config=tiered(node, **PATIENT | more), **arguments
+        folder, f"tier {name}", model, kv_transfer_config=tiered(node, **PATIENT | more), **arguments
     )
 
 
@@ -195,6 +198,10 @@ def test_a_new_process_and_a_restarted_node(
 ) -> None:
     engine.drop_pool()
     chats.check(engine)
+    stored = -1.0
+    while (now := count(engine, "stored_chunks")) != stored:  # what was damaged before is stored again
+        stored = now
+        time.sleep(1)
     node.restart()
     with start(place, "new", model, node.target, transport="inline") as new:
         assert chats.check(new, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.last)
@@ -215,6 +222,32 @@ def test_a_node_that_is_stopped_or_not_there_changes_nothing(
         node.kill()
         engine.drop_pool()
         chats.check(engine)
+        assert "Traceback" not in engine.log()
+
+
+def test_of_three_nodes_one_is_killed_in_the_middle_and_nothing_is_computed_again(
+    place: Path, model: Path, chats: Chats, tmp_path: Path
+) -> None:
+    """Each chunk is on two of them."""
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(Node(tmp_path / f"node{number}")) for number in range(3)]
+        targets = ",".join(node.target for node in nodes)
+        more = {"replicas": 2, "transport": "fabric", "call_timeout_ms": 1_000}
+        engine = stack.enter_context(start(place, "cluster", model, targets, **more))
+        chats.check(engine, range(2))
+        nodes[1].kill()
+        engine.drop_pool()
+        chats.check(engine, range(1, 4))  # what is new is stored on one node, or on two
+        assert count(engine, "loaded_chunks") > 20
+        engine.drop_pool()
+        all_but_the_last = sum(len(prompt) - 64 for prompt in chats.last)
+        assert chats.check(engine, range(3, 4)) >= all_but_the_last
+        assert count(engine, "missing_chunks") == 0
+        nodes[1].start()
+        nodes[2].kill()
+        engine.drop_pool()
+        chats.check(engine, range(3, 4))
+        check_digests(engine)
         assert "Traceback" not in engine.log()
 
 

@@ -146,6 +146,30 @@ def test_nothing_is_armed_where_nobody_answers() -> None:
                 arm(fabric, [notify])
 
 
+def test_a_thread_that_hangs_while_it_looks_for_its_sockets_holds_up_nobody() -> None:
+    """In a process of its own: a call that has no end is one that no signal's handler of Python interrupts."""
+    code = (
+        "import os, resource, socket\n"
+        "from tests.nic_offload import test_stuck\n"
+        "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
+        "one = socket.create_server(('127.0.0.1', 0))\n"
+        "for _ in range(min(most - 500, 8000)):\n"  # it looks at each, most of the time
+        "    os.dup(one.fileno())\n"
+        "test_stuck.ANSWER_MS = 300\n"
+        "for number in range(20):\n"
+        "    fabric, thread = test_stuck._open()\n"
+        "    endpoint = fabric.open_endpoint()\n"
+        "    test_stuck.time.sleep(number / 2000)\n"
+        "    with test_stuck.hanging(thread), test_stuck.pytest.raises(test_stuck.FabricStuck):\n"
+        "        endpoint.close()\n"
+        "    with test_stuck.suppress(test_stuck.FabricStuck):\n"  # it is busy looking
+        "        fabric.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == 0
+
+
 def test_a_fabric_closed_while_it_hangs_keeps_the_memory_that_it_was_given() -> None:
     fabric, thread = _open()
     memory = allocate(PAGE)

@@ -54,6 +54,11 @@ class HeldWrites:
         self._node.call(lambda node: node._loop.add_reader(node.store.fileno(), node._drive_events))
 
 
+def gathered(node: NodeInProcess) -> int:
+    count: int = node.call(lambda node: sum(len(one.unheard) for one in node.granted._areas.values()))
+    return count
+
+
 @pytest.mark.parametrize(("length", "calls"), [(10_000, 3), (600_000, 9)])
 def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_together(
     node: NodeInProcess, rig: Rig, length: int, calls: int
@@ -67,6 +72,7 @@ def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_toget
         assert puts[-1].wait_landed(WAIT_S)
         together = calls < 9 and count > 1
         wait_until(lambda: sum(drive.put) == (1 if together else count), "what is not gathered goes at once")  # noqa: B023
+    wait_until(lambda: sum(drive.put) + gathered(node) == 9, "the node has heard of all of them", WAIT_S)
     drive.let_go()
     assert all(one.durability is Durability.WRITTEN for put in puts for one in put.wait(WAIT_S))
     assert (drive.put[0], sum(drive.put)) == (1, 9)

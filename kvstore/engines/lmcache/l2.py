@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
-    from kvstore.client import Pin
+    from nic_offload.handle import Handle
 
 __all__ = ["TriggerKvL2Adapter"]
 
@@ -196,7 +196,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         return {
             "is_healthy": not self._closed,
             "type": "triggerkv",
-            "node": self._settings.reach.node,
+            "node": ",".join(self._settings.reach.nodes),
             "waiting": waiting,
             "locks": len(self._locks),
         }
@@ -272,7 +272,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
             return tasks.results.pop(number, None)
 
 
-def _close(pins: list[Pin]) -> None:
+def _close(pins: list[Handle]) -> None:
     for pin in pins:
         pin.close()
 

@@ -16,7 +16,7 @@ from kvstore.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstore.client import Pin
+    from nic_offload.handle import Handle
 
 __all__ = ["LOCK_MS", "Locks"]
 
@@ -25,7 +25,7 @@ LOCK_MS = 60_000
 
 @dataclass(slots=True, eq=False)
 class _Lock:
-    pin: Pin
+    pin: Handle
     until_ns: int
     keys: set[Any] = field(default_factory=set)
 
@@ -39,7 +39,7 @@ class Locks:
         self._of_key: dict[Any, deque[_Lock]] = {}
         self._all: deque[_Lock] = deque()  # the oldest first
 
-    def add(self, pin: Pin, keys: Iterable[Any]) -> None:
+    def add(self, pin: Handle, keys: Iterable[Any]) -> None:
         """Remember a pin and whose it is."""
         now_ns = self._clock.monotonic_ns()
         one = _Lock(pin, now_ns + LOCK_MS * 1_000_000, set(keys))
@@ -50,7 +50,7 @@ class Locks:
             for key in one.keys:
                 self._of_key.setdefault(key, deque()).append(one)
 
-    def take(self, keys: Iterable[Any]) -> list[Pin]:
+    def take(self, keys: Iterable[Any]) -> list[Handle]:
         """Unlock keys, each once; the pins that nobody needs any more, to be closed."""
         over = []
         with self._lock:
@@ -67,7 +67,7 @@ class Locks:
                     over.append(one.pin)
         return over
 
-    def take_all(self) -> list[Pin]:
+    def take_all(self) -> list[Handle]:
         """Unlock everything."""
         with self._lock:
             pins = [one.pin for one in self._all]

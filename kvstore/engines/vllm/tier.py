@@ -160,7 +160,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         log.info(
             "Chunks of %d bytes are kept on %s, over %s.",
             self._size,
-            settings.reach.node,
+            ", ".join(settings.reach.nodes),
             "the fabric" if over_fabric else "gRPC",
         )
 

@@ -1,0 +1,489 @@
+"""A client of all nodes of a cluster: blocks are spread over them, and kept on one of them or on two.
+
+    with ClusterClient(["10.0.0.5:7070", "10.0.0.6:7070"], replicas=2) as client:
+        kv = client.register(buffer)
+        blocks = [ClusterBlock(key, kv, offset, length, threshold=n), ...]
+        puts = client.arm(blocks, flags[0])      # a put to each owner of a block, all of them behind the one flag
+        results = puts.wait(timeout_s=10)
+        outcomes = client.get(blocks, timeout_s=10)
+
+A block's owners are the first `replicas` members in the order that its tenant and key have on the map
+(`kvstore.cluster.map`), so whoever has the same map finds them. A call is split by owner; its parts run side by side.
+
+What always holds: what `Client` promises of each block, within one deadline for the whole call. A put of two replicas
+has no error only if both owners have the block; with `acks="any"`, if one has. A block that its first owner doesn't
+have, or doesn't send in its part of the time, is asked of the second. A deletion goes to all members, and has an error
+unless each has answered. A node that is away costs its own blocks' first try, and no other's.
+What it doesn't do: move or repair replicas. A block of a node that was lost lies on its other owner alone until it is
+put again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from kvstore.client.block_calls import Prefix, Stored
+from kvstore.client.blocks import Block, PutResult
+from kvstore.client.nodes import Nodes
+from kvstore.clock import SystemClock
+from kvstore.durability import Durability
+from kvstore.errors import InvalidArgument, KvError, NodeUnavailable, UsageError
+from kvstore.limits import (
+    CLUSTER_CALLS_AT_ONCE,
+    CLUSTER_FIRST_TRY_MS,
+    CLUSTER_LAST_COPY_MS,
+    LEASE_TIMEOUT_MS,
+    LEASE_TIMEOUT_MS_MAX,
+    REPLICAS_MAX,
+)
+from kvstore.miss import Miss, MissReason
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from typing_extensions import Buffer
+
+    from kvstore.client.block_calls import Pin
+    from kvstore.client.blocks import Hit
+    from kvstore.client.client import Client
+    from kvstore.client.inline import Data
+    from kvstore.client.nodes import Everywhere
+    from kvstore.client.puts import ArmedPuts
+    from kvstore.cluster.map import Map
+    from kvstore.reach import Reach
+    from nic_offload.counter import Counter
+    from nic_offload.flags import FlagWord
+
+__all__ = ["ClusterBlock", "ClusterClient", "ClusterPin", "ClusterPuts"]
+
+_CLOCK = SystemClock()
+_LOOK_S = 0.02  # at one node's puts, until those of the others are looked at
+_INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
+R = TypeVar("R")
+
+
+class ClusterBlock(NamedTuple):
+    """A block, and where its bytes are, or shall be, in memory that `ClusterClient.register` has registered."""
+
+    key: bytes
+    memory: Everywhere
+    offset: int
+    length: int
+    threshold: int = 1  # a put fires when the flag word is at least this
+
+    def on(self, client: Client) -> Block:
+        """The same for one node's client."""
+        return Block(self.key, self.memory.at(client), self.offset, self.length, self.threshold)
+
+
+class ClusterClient(Handle):
+    """A client of each member. Any thread."""
+
+    def __init__(
+        self,
+        nodes: Sequence[str] | Reach | None = None,
+        *,
+        replicas: int = 1,
+        acks: Literal["all", "any"] = "all",
+        **of_clients: Any,
+    ) -> None:
+        """`nodes` are one or more of the cluster's; `of_clients` is what each `Client` is made with."""
+        if not 1 <= replicas <= REPLICAS_MAX:
+            raise InvalidArgument(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
+        self.nodes = Nodes(nodes, **of_clients)
+        self._replicas, self._copies = replicas, replicas if acks == "all" else 1
+        self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
+
+    def register(self, memory: Buffer) -> Everywhere:
+        """Let blocks be put from memory and got into it, whichever node has them. Close it when the memory goes.
+
+        FabricError if there is no fabric here, or the memory can't be registered with it.
+        """
+        everywhere = self.nodes.register(memory)
+        everywhere.at(self.nodes.first())
+        return everywhere
+
+    def owners(self, key: bytes) -> list[str]:
+        """The nodes that a block is kept on, now, its first owner first."""
+        now = self.nodes.map
+        return [
+            now.members[at].node for at in now.owners(self.nodes.reach.tenant.encode(), key)[: self._replicas]
+        ]
+
+    # --- over the fabric
+
+    def put(
+        self,
+        blocks: Sequence[ClusterBlock],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """As `Client.put`, on each owner. When it returns, nothing reads the memory any more."""
+        timeout_s = self._get_s(timeout_s)
+        lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
+        until_s = _now_s() + timeout_s
+        puts = self.arm(blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms)
+        results = puts.wait(_left(until_s))
+        puts.abandon()
+        return results
+
+    def arm(
+        self,
+        blocks: Sequence[ClusterBlock],
+        flag: FlagWord | Counter | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> ClusterPuts:
+        """As `Client.arm`: a put to each owner, all of them fired by the one flag."""
+        keys = [block.key for block in blocks]
+        parts = self._owned(keys)
+
+        def arm(client: Client, some: list[int]) -> ArmedPuts:
+            return client.arm(
+                [blocks[at].on(client) for at in some],
+                flag,
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+            )
+
+        armed = self._each(parts, arm)
+        return ClusterPuts(keys, [(parts[node], one) for node, one in armed.items()], self._copies)
+
+    def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
+        """As `Client.get`, of the first owner that has it."""
+
+        def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
+            return client.get([blocks[at].on(client) for at in some], timeout_s=left_s)
+
+        return self._found([block.key for block in blocks], get, self._get_s(timeout_s))
+
+    # --- inside gRPC
+
+    def put_inline(
+        self,
+        key: bytes,
+        data: Data,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> Durability:
+        """As `Client.put_inline`, on each owner; the least that was reached."""
+        (result,) = self.put_many_inline(
+            [(key, data)], durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
+        )
+        if result.error is not None:
+            raise result.error
+        assert result.durability is not None, "a put has an error, or reached something"
+        return result.durability
+
+    def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
+        """As `Client.get_inline`, of the first owner that has it."""
+        (found,) = self.get_many_inline([(key, length)], timeout_s=timeout_s)
+        return found
+
+    def put_many_inline(
+        self,
+        blocks: Iterable[tuple[bytes, Data]],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """As `Client.put_many_inline`, on each owner; of each block there is a result."""
+        given = list(blocks)
+        keys = [key for key, _ in given]
+        parts = self._owned(keys)
+
+        def put(client: Client, some: list[int]) -> list[PutResult]:
+            return client.put_many_inline(
+                (given[at] for at in some),
+                durability=durability,
+                expires_unix_ms=expires_unix_ms,
+                timeout_s=timeout_s,
+            )
+
+        told: list[list[PutResult]] = [[] for _ in keys]
+        for node, answer in self._each(parts, put).items():
+            results, broken = ([], answer) if isinstance(answer, KvError) else (answer, _broke(node))
+            for at, result in zip_longest(parts[node], results):
+                told[at].append(result or PutResult(keys[at], None, broken))
+        return [_merged(key, some, self._copies) for key, some in zip(keys, told, strict=True)]
+
+    def get_many_inline(
+        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
+    ) -> Iterator[bytes | Miss]:
+        """As `Client.get_many_inline`, of the first owner that has it; the timeout is for all of them."""
+        until_s = _now_s() + self._get_s(timeout_s)
+        for first in range(0, len(wanted), _INLINE_A_ROUND):
+            part = wanted[first : first + _INLINE_A_ROUND]
+
+            def get(
+                client: Client, some: list[int], left_s: float, part: Sequence[tuple[bytes, int]] = part
+            ) -> list[bytes | Miss]:
+                return list(client.get_many_inline([part[at] for at in some], timeout_s=left_s))
+
+            yield from self._found([key for key, _ in part], get, _left(until_s))
+
+    # --- what is stored
+
+    def exists(
+        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Stored | Miss]:
+        """As `Client.exists`: whether any of its owners has it. A node that is away is a Miss that says so."""
+        sizes = lengths or [0] * len(keys)
+
+        def ask(client: Client, some: list[int], left_s: float) -> list[Stored | Miss]:
+            return client.exists(
+                [keys[at] for at in some], lengths=[sizes[at] for at in some], timeout_s=left_s
+            )
+
+        return self._found(keys, ask, self._call_s(timeout_s))
+
+    def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
+        """As `Client.prefix`."""
+        for blocks, found in enumerate(self.exists(keys, timeout_s=timeout_s)):
+            if isinstance(found, Miss):
+                return Prefix(blocks, found)
+        return Prefix(len(keys), None)
+
+    def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
+        """As `Client.delete`, on every member; raises the error of one that has not answered, when all were asked."""
+        everywhere = {one.node: list(range(len(keys))) for one in self.nodes.map.members}
+        found = [False] * len(keys)
+        failed: KvError | None = None
+        for answer in self._each(
+            everywhere, lambda client, _: client.delete(keys, durability=durability)
+        ).values():
+            if isinstance(answer, KvError):
+                failed = failed or answer
+            else:
+                found = [had or has for had, has in zip(found, answer, strict=True)]
+        if failed is not None:
+            raise failed
+        return found
+
+    def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
+        """As `Client.pin`, on each owner that answers; raises if none does."""
+        parts = self._owned(keys)
+        answers = self._each(
+            parts, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
+        )
+        pins: list[Pin] = []
+        pinned = [False] * len(keys)
+        failed: KvError | None = None
+        for node, answer in answers.items():
+            if isinstance(answer, KvError):
+                failed = answer
+                continue
+            pins.append(answer)
+            for at, is_pinned in zip(parts[node], answer.pinned, strict=True):
+                pinned[at] |= is_pinned
+        if failed is not None and not pins:
+            raise failed
+        return ClusterPin(pins, pinned)
+
+    def close(self) -> None:
+        """Close the clients. What is under way ends within its time."""
+        self.nodes.close()
+        self._threads.shutdown()
+
+    # --- how calls are split
+
+    def _get_s(self, timeout_s: float | None) -> float:
+        return self.nodes.reach.get_timeout_s if timeout_s is None else timeout_s
+
+    def _call_s(self, timeout_s: float | None) -> float:
+        return self.nodes.reach.call_timeout_s if timeout_s is None else timeout_s
+
+    def _owned(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
+        """Which of these keys each node is an owner of, of whatever rank."""
+        now = self.nodes.map
+        parts: dict[str, list[int]] = defaultdict(list)
+        for rank in range(self._replicas):
+            for node, some in self._split(now, keys, range(len(keys)), rank).items():
+                parts[node] += some
+        return parts
+
+    def _split(self, now: Map, keys: Sequence[bytes], some: Iterable[int], rank: int) -> dict[str, list[int]]:
+        """Which of these keys each node is the owner of this rank of; of a small map there may be none."""
+        tenant, owners = self.nodes.reach.tenant.encode(), now.owners
+        parts: dict[int, list[int]] = defaultdict(list)
+        if rank < len(now.members):
+            for at in some:
+                parts[owners(tenant, keys[at])[rank]].append(at)
+        return {now.members[place].node: ats for place, ats in parts.items()}
+
+    def _found(
+        self,
+        keys: Sequence[bytes],
+        ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
+        timeout_s: float,
+    ) -> list[R | Miss]:
+        """Ask the first owners, and of what they don't have the next ones."""
+        until_s = _now_s() + timeout_s
+        now = self.nodes.map
+        ranks = max(1, min(self._replicas, len(now.members)))
+        outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
+        left: Sequence[int] = range(len(keys))
+        for rank in range(ranks):
+            left_s = _left(until_s)
+            if rank + 1 < ranks:
+                left_s = min(left_s / 2, CLUSTER_FIRST_TRY_MS / 1000)
+
+            def within(client: Client, some: list[int], left_s: float = left_s) -> Sequence[R | Miss]:
+                return ask(client, some, left_s)
+
+            parts = self._split(now, keys, left, rank)
+            for node, answer in self._each(parts, within).items():
+                told = answer
+                if isinstance(told, KvError):
+                    told = [Miss(MissReason.NODE_AWAY, str(told))] * len(parts[node])
+                for at, outcome in zip(parts[node], told, strict=True):
+                    if not rank or not isinstance(outcome, Miss):
+                        outcomes[at] = outcome
+            left = [at for at in left if isinstance(outcomes[at], Miss)]
+            if not left:
+                break
+        return outcomes
+
+    def _each(
+        self, parts: Mapping[str, list[int]], call: Callable[[Client, list[int]], R]
+    ) -> dict[str, R | KvError]:
+        """What a call of each node gives, all at the same time; a mistake of the caller's is raised."""
+
+        def one(node: str) -> R | KvError:
+            try:
+                return call(self.nodes.at(node), parts[node])
+            except UsageError:
+                raise
+            except KvError as error:
+                return error
+
+        first, *others = parts or [""]
+        if not first:
+            return {}
+        waiting = {node: self._threads.submit(one, node) for node in others}
+        try:
+            answers = {first: one(first)}
+        finally:
+            told = {
+                node: future.exception() for node, future in waiting.items()
+            }  # none goes on behind our back
+        for node, future in waiting.items():
+            if told[node] is not None:
+                raise told[node]  # type: ignore[misc]
+            answers[node] = future.result()
+        return answers
+
+
+class ClusterPuts:
+    """Puts to several nodes behind one flag: what `ArmedPuts` is for one."""
+
+    def __init__(
+        self, keys: Sequence[bytes], parts: Sequence[tuple[list[int], ArmedPuts | KvError]], copies: int
+    ) -> None:
+        self._keys, self._parts, self._copies = keys, parts, copies
+        self._armed = [puts for _, puts in parts if not isinstance(puts, KvError)]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every put has ended."""
+        return all(puts.has_ended for puts in self._armed)
+
+    def wait(self, timeout_s: float) -> list[PutResult]:
+        """As `ArmedPuts.wait`: one result for each block, of all its owners.
+
+        When each block has copies enough, what is still under way is waited for a moment longer, and goes on then.
+        """
+        until_s = _now_s() + timeout_s
+        is_enough = False
+        while not self.has_ended and _left(until_s):
+            for puts in self._armed:
+                puts.wait_ended(min(_left(until_s), _LOOK_S))
+            if not is_enough and all(one.error is None for one in self._told(timeout_s)):
+                is_enough = True
+                until_s = min(until_s, _now_s() + CLUSTER_LAST_COPY_MS / 1000)
+        return self._told(timeout_s)
+
+    def _told(self, waited_s: float) -> list[PutResult]:
+        told: list[list[PutResult]] = [[] for _ in self._keys]
+        for some, puts in self._parts:
+            if isinstance(puts, KvError):
+                results = [PutResult(self._keys[at], None, puts) for at in some]
+            else:
+                results = puts.told(waited_s)
+            for at, result in zip(some, results, strict=True):
+                told[at].append(result)
+        return [_merged(key, each, self._copies) for key, each in zip(self._keys, told, strict=True)]
+
+    def wait_landed(self, timeout_s: float) -> bool:
+        """As `ArmedPuts.wait_landed`."""
+        until_s = _now_s() + timeout_s
+        return all(puts.wait_landed(_left(until_s)) for puts in self._armed)
+
+    def cancel(self) -> int:
+        """Withdraw the puts that have not gone out; how many there were, of all owners."""
+        return sum(puts.cancel() for puts in self._armed)
+
+    def abandon(self) -> None:
+        """As `ArmedPuts.abandon`: when this returns, nothing reads the sources any more."""
+        for puts in self._armed:
+            puts.abandon()
+
+
+class ClusterPin(Handle):
+    """Blocks that are not evicted from any owner until this is closed, or its time is over."""
+
+    def __init__(self, pins: Sequence[Pin], pinned: Sequence[bool]) -> None:
+        self._pins = pins
+        self.pinned = list(pinned)  # one per key: whether any owner has it
+
+    def close(self) -> None:
+        """Let the blocks go."""
+        for pin in self._pins:
+            pin.close()
+
+
+def _broke(node: str) -> KvError:
+    return NodeUnavailable(f"The stream to {node} broke before this block.")
+
+
+def _now_s() -> float:
+    return _CLOCK.monotonic_ns() / 1e9
+
+
+def _left(until_s: float) -> float:
+    return max(0.0, until_s - _now_s())
+
+
+def _merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
+    """What became of a block of which so many copies are wanted, by what became of each."""
+    good = [one for one in each if one.error is None]
+    if len(good) < copies:
+        for one in each:
+            if one.error is not None:
+                return one
+        there = len(each)
+        return PutResult(
+            key, None, NodeUnavailable(f"{copies} copies are wanted, and {there} nodes are there.")
+        )
+    reached = [one.durability for one in good if one.durability is not None]
+    return PutResult(
+        key,
+        min(reached, default=None),
+        None,
+        already_stored=all(one.already_stored for one in good),
+        fired_ns=max(one.fired_ns for one in good),
+        landed_ns=max(one.landed_ns for one in good),
+        durable_ns=max(one.durable_ns for one in good),
+    )

@@ -1,0 +1,291 @@
+"""A client of a whole cluster: what it spreads and keeps twice, and what a member that dies or hangs costs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvstore.client import ClusterBlock, ClusterClient, Hit
+from kvstore.durability import Durability
+from kvstore.engines.carrier import Carrier, Place
+from kvstore.engines.settings import EngineSettings
+from kvstore.engines.vllm.settings import Settings
+from kvstore.errors import ConfigError, InvalidArgument, KvError, NodeUnavailable
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from kvstore.reach import Reach
+from nic_offload.flags import FlagWords
+from tests.conftest import small_node
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client import Everywhere
+    from kvstore.demo.node_process import NodeProcess
+
+COUNT, BYTES = 120, 8192
+WAIT_S = 10.0
+
+
+class World:
+    """Three nodes that are named one by one, and as many clients as a test wants."""
+
+    def __init__(self, nodes: list[NodeProcess], stack: ExitStack) -> None:
+        self._stack, self.nodes = stack, nodes
+        self.source = bytearray(secrets.token_bytes(COUNT * BYTES))
+        self.target = bytearray(COUNT * BYTES)
+        self.killed: list[NodeProcess] = []
+        name = secrets.token_bytes(8)
+        self.keys = [block_key(name, number.to_bytes(4)) for number in range(COUNT)]
+
+    def client(self, replicas: int = 1, **more: object) -> ClusterClient:
+        targets = [node.target for node in self.nodes]
+        client = ClusterClient(targets, replicas=replicas, slots=16, block_bytes_max=1 << 20, **more)  # type: ignore[arg-type]
+        return self._stack.enter_context(client)
+
+    def blocks(self, memory: Everywhere, threshold: int = 1) -> list[ClusterBlock]:
+        return [ClusterBlock(key, memory, at * BYTES, BYTES, threshold) for at, key in enumerate(self.keys)]
+
+    def kill(self, number: int) -> NodeProcess:
+        lost = self.nodes[number]
+        lost.kill()
+        self.killed.append(lost)
+        return lost
+
+    def put(self, client: ClusterClient) -> None:
+        with client.register(self.source) as memory:
+            results = client.put(self.blocks(memory), timeout_s=WAIT_S)
+        assert {one.error for one in results} == {None}
+        assert {one.durability for one in results} == {Durability.WRITTEN}
+
+    def got(self, client: ClusterClient, timeout_s: float = WAIT_S) -> list[Hit | Miss]:
+        """Each hit is exact."""
+        self.target[:] = bytes(len(self.target))
+        with client.register(self.target) as memory:
+            outcomes = client.get(self.blocks(memory), timeout_s=timeout_s)
+        for at, outcome in enumerate(outcomes):
+            piece = slice(at * BYTES, (at + 1) * BYTES)
+            assert isinstance(outcome, Miss) or self.target[piece] == self.source[piece]
+        return outcomes
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess]]:
+    folder = tmp_path_factory.mktemp("three")
+    with ExitStack() as stack:
+        yield [stack.enter_context(small_node(folder / f"node{number}")) for number in range(3)]
+
+
+@pytest.fixture
+def world(three: list[NodeProcess]) -> Iterator[World]:
+    with ExitStack() as stack:
+        world = World(three, stack)
+        yield world
+        for node in world.killed:
+            node.start()
+
+
+def hits(outcomes: list[Hit | Miss]) -> int:
+    return sum(isinstance(one, Hit) for one in outcomes)
+
+
+def counts(world: World, client: ClusterClient) -> dict[str, int]:
+    return {
+        node.target: sum(not isinstance(one, Miss) for one in client.nodes.at(node.target).exists(world.keys))
+        for node in world.nodes
+    }
+
+
+def test_blocks_are_spread_and_each_is_found_where_it_was_put(world: World) -> None:
+    client = world.client()
+    world.put(client)
+    assert hits(world.got(client)) == COUNT
+    there = counts(world, client)
+    assert sum(there.values()) == COUNT
+    assert min(there.values()) > COUNT // 8
+    assert client.prefix(world.keys).blocks == COUNT
+    assert client.prefix([*world.keys[:7], block_key(b"none"), *world.keys]).blocks == 7
+    other = world.client()
+    assert hits(world.got(other)) == COUNT, "whoever has the same map finds them"
+    assert client.delete(world.keys[:3]) == [True] * 3
+    assert [type(one) for one in client.exists(world.keys[:4])][:3] == [Miss] * 3
+    assert hits(world.got(other)) == COUNT - 3
+
+
+def test_inside_grpc_they_are_spread_as_well(world: World) -> None:
+    client = world.client(replicas=2)
+    pages = [(key, bytes(world.source[at * 64 : at * 64 + 64])) for at, key in enumerate(world.keys)]
+    assert {one.error for one in client.put_many_inline(pages)} == {None}
+    assert sum(counts(world, client).values()) == 2 * COUNT
+    told = list(client.get_many_inline([(key, 64) for key in world.keys]))
+    assert told == [data for _, data in pages]
+    assert client.put_inline(block_key(b"one"), b"its bytes") is Durability.WRITTEN
+    assert client.get_inline(block_key(b"one"), 9) == b"its bytes"
+    missed = client.get_inline(block_key(b"another"), 9)
+    assert isinstance(missed, Miss)
+    assert missed.reason is MissReason.UNKNOWN
+
+
+def test_one_flag_fires_the_puts_to_both_owners(world: World) -> None:
+    client = world.client(replicas=2)
+    with client.register(world.source) as memory, FlagWords.create(1) as flags:
+        blocks = [
+            ClusterBlock(key, memory, at * BYTES, BYTES, threshold=1 + at // 60)
+            for at, key in enumerate(world.keys)
+        ]
+        puts = client.arm(blocks, flags[0])
+        assert {type(one) for one in client.exists(world.keys)} == {Miss}
+        flags[0].store(1)
+        wait_until(lambda: sum(counts(world, client).values()) == COUNT, "60 blocks are on two nodes each")
+        assert not puts.has_ended
+        flags[0].store(2)
+        results = puts.wait(WAIT_S)
+        assert puts.has_ended
+    assert {one.error for one in results} == {None}
+    assert [one.key for one in results] == world.keys
+    assert sum(counts(world, client).values()) == 2 * COUNT
+    assert all(0 < one.fired_ns <= one.landed_ns <= one.durable_ns for one in results)
+
+
+def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
+    client = world.client(replicas=2)
+    world.put(client)
+    world.kill(1)
+    assert hits(world.got(client)) == COUNT
+    assert client.prefix(world.keys).blocks == COUNT
+    fresh = world.client(replicas=2)
+    assert hits(world.got(fresh)) == COUNT
+
+
+def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_and_say_why(world: World) -> None:
+    client = world.client()
+    world.put(client)
+    there = counts(world, client)
+    lost = world.kill(1)
+    outcomes = world.got(client)
+    assert hits(outcomes) == COUNT - there[lost.target]
+    assert {one.reason for one in outcomes if isinstance(one, Miss)} == {MissReason.NODE_AWAY}
+    away = [one for one in client.exists(world.keys) if isinstance(one, Miss)]
+    assert {one.reason for one in away} == {MissReason.NODE_AWAY}
+    assert len(away) == there[lost.target]
+
+
+def test_a_node_that_hangs_costs_its_blocks_a_first_try_and_the_others_nothing(world: World) -> None:
+    client = world.client(replicas=2)
+    world.put(client)
+    hangs = world.nodes[2]
+    os.kill(hangs.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert hits(world.got(client, timeout_s=6)) == COUNT
+        assert time.monotonic() - began < 4
+    finally:
+        os.kill(hangs.pid, signal.SIGCONT)
+    wait_until(lambda: hits(world.got(client)) == COUNT, "all is as before")
+
+
+def test_a_put_of_two_replicas_is_acknowledged_only_by_two(world: World) -> None:
+    client = world.client(replicas=2, call_timeout_ms=1500)
+    theirs = {key for key in world.keys if world.nodes[0].target in client.owners(key)}
+    assert 0 < len(theirs) < COUNT
+    world.kill(0)
+    with client.register(world.source) as memory:
+        results = client.put(world.blocks(memory), timeout_s=5)
+    assert {one.key for one in results if one.error is not None} == theirs
+    assert all(one.durability is None for one in results if one.error is not None)
+    assert hits(world.got(client)) == COUNT, "one copy of each is there all the same"
+
+
+def test_by_choice_one_of_two_is_enough(world: World) -> None:
+    client = world.client(replicas=2, acks="any", call_timeout_ms=1500)
+    world.put(client)  # with both
+    client.delete(world.keys)
+    hangs = world.nodes[0]
+    os.kill(hangs.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        world.put(client)
+        assert time.monotonic() - began < 5
+        assert hits(world.got(client)) == COUNT
+    finally:
+        os.kill(hangs.pid, signal.SIGCONT)
+
+
+def test_where_one_node_is_left_two_copies_are_not_promised(tmp_path: Path) -> None:
+    with (
+        small_node(tmp_path / "node") as node,
+        ClusterClient([node.target], replicas=2) as client,
+    ):
+        (result,) = client.put_many_inline([(block_key(b"one"), b"its bytes")])
+        assert isinstance(result.error, NodeUnavailable)
+        assert "2 copies are wanted" in str(result.error)
+        with pytest.raises(NodeUnavailable):
+            client.put_inline(block_key(b"two"), b"its bytes")
+        assert client.get_inline(block_key(b"one"), 9) == b"its bytes"
+
+
+def test_a_deletion_that_a_member_has_not_heard_of_is_not_acknowledged(world: World) -> None:
+    client = world.client(replicas=2, call_timeout_ms=1500)
+    world.put(client)
+    world.kill(0)
+    with pytest.raises(KvError):
+        client.delete(world.keys[:5])
+    assert [type(one) for one in client.exists(world.keys[:5])] == [Miss] * 5, "the others did it"
+    world.killed.pop().start()
+    wait_until(lambda: any(not isinstance(one, Miss) for one in client.exists(world.keys[:5])), "as was said")
+    client.delete(world.keys[:5])
+    assert [type(one) for one in client.exists(world.keys[:5])] == [Miss] * 5
+
+
+def test_what_is_pinned_is_pinned_on_each_owner(world: World) -> None:
+    client = world.client(replicas=2)
+    world.put(client)
+    with client.pin([*world.keys[:3], block_key(b"none")], time_to_live_ms=10_000) as pin:
+        assert pin.pinned == [True, True, True, False]
+    world.kill(0)
+    with client.pin(world.keys[:3], time_to_live_ms=10_000) as pin:
+        assert pin.pinned == [True] * 3
+
+
+@pytest.mark.parametrize("transport", ["fabric", "inline"])
+def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transport: str) -> None:
+    """What the adapters of SGLang, LMCache and vLLM's tier share."""
+    reach = Reach(tuple(node.target for node in world.nodes), call_timeout_ms=1500)
+    memory = np.frombuffer(world.source, dtype=np.uint8)
+    came = np.zeros(len(memory), dtype=np.uint8)
+    begin, back = int(memory.ctypes.data), int(came.ctypes.data)
+    with Carrier(EngineSettings(reach, transport, replicas=2), b"an engine's", BYTES) as carrier:
+        assert carrier.register(begin, len(memory)) is (transport == "fabric")
+        carrier.register(back, len(came))
+        places = [Place(key, begin + at * BYTES, BYTES) for at, key in enumerate(world.keys)]
+        assert all(carrier.put(places))
+        world.kill(0)
+        assert all(carrier.present([(key, BYTES) for key in world.keys]))
+        assert carrier.prefix(world.keys) == COUNT
+        assert all(carrier.get([Place(key, back + at * BYTES, BYTES) for at, key in enumerate(world.keys)]))
+        assert came.tobytes() == bytes(world.source)
+        more = [
+            Place(block_key(key, b"more"), begin + at * BYTES, BYTES) for at, key in enumerate(world.keys)
+        ]
+        assert all(carrier.put(more)), "on one node at least"
+
+
+def test_an_adapter_that_keeps_to_one_node_refuses_several() -> None:
+    with pytest.raises(ConfigError, match="on one node"):
+        Settings(Reach(("a:1", "b:1")))
+    with pytest.raises(ConfigError, match="on one node"):
+        Settings(Reach(("a:1",)), replicas=2)
+
+
+def test_more_replicas_than_can_be_kept_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="1 to 2 replicas"):
+        ClusterClient(["127.0.0.1:1"], replicas=3)
