@@ -89,11 +89,14 @@ class Door(grpc.aio.ServerInterceptor):
         async def answering(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
                 async with refusals(context, self._counters):
-                    who = None if is_public else self._gate.begins(_said(call), context)
-                    self._refuse_more_answers(who, 1)
+                    if not is_public:
+                        who = self._gate.begins(_said(call), context)
+                        self._refuse_more_answers(who, 1)
                     request = await _only(_InTime(requests))
                 answer = await behaviour(request, context)
                 answer = answer if encode is None else encode(answer)
+                if is_public:  # its connection lasts for a moment, and nobody may use up what others ask
+                    return answer
                 async with refusals(context, self._counters):
                     try:
                         self._lend(who, len(answer), context)
