@@ -35,6 +35,8 @@ __all__ = [
     "DELETES_QUEUED_MAX",
     "DESCRIPTORS_KEPT",
     "DESCRIPTORS_OF_CLIENT",
+    "DOOR_ANSWERS_BYTES_MAX",
+    "DOOR_ANSWER_BYTES_MIN",
     "DOOR_BARRED_MS",
     "DOOR_BARRED_SOURCES_MAX",
     "DOOR_CONNECTIONS_OF_SOURCE_MAX",
@@ -157,6 +159,7 @@ __all__ = [
     "SESSIONS_EXPIRED_AT_ONCE",
     "SESSIONS_FOLLOWED_MAX",
     "SESSIONS_LISTED_MAX",
+    "SESSIONS_LISTED_STEP",
     "SESSIONS_QUEUED_MAX",
     "SESSION_BLOCKS_MAX",
     "SESSION_BYTES",
@@ -165,6 +168,7 @@ __all__ = [
     "SESSION_LABEL_BYTES_MAX",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
+    "SESSION_STEP_BLOCKS",
     "SESSION_TIME_TO_LIVE_MS_MAX",
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
@@ -240,6 +244,8 @@ SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew wi
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
+SESSION_STEP_BLOCKS = 2048  # of one are read at a time; a change of more is a long one
+SESSIONS_LISTED_STEP = 1  # of a list are read at a time: a long one takes a millisecond
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 4096  # attached to a node; its descriptors and ports may be fewer
@@ -257,6 +263,8 @@ DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late 
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
 DOOR_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
 DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
+DOOR_ANSWER_BYTES_MIN = 4 << 10  # that one counts for, with its call
+DOOR_ANSWERS_BYTES_MAX = 64 << 20  # of calls that have one, and whose callers have not taken it
 DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
 DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
 DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
@@ -443,7 +451,7 @@ HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
 HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken
-HTTP_REQUESTS_PER_S = 50  # of all callers together, health left out
+HTTP_REQUESTS_PER_S = 50  # of one tenant, and of all strangers together; health left out
 UI_SESSIONS_MAX = 50  # in one page of the node's web page
 BREAKER_LATE_MS = 500  # for so long a node answers nothing before it counts as away
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time

@@ -23,6 +23,7 @@ from kvstore.limits import (
     HEADER_BYTES,
     INLINE_CHUNK_BYTES,
     SESSION_BLOCKS_MAX,
+    TURN_STEP_BLOCKS,
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
@@ -317,6 +318,8 @@ class _Gets:
         self._looking.blocks += len(names)
         for name in names:
             number, self._number = self._number, self._number + 1
+            if self._number % TURN_STEP_BLOCKS == 0:
+                await asyncio.sleep(0)  # blocks in memory come at once, and others wait for the thread
             if len(self._pending) >= BATCH_READS_AHEAD:
                 await self._send_first()
             while True:

@@ -102,8 +102,9 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             durability = kept_durability_of(request.durability)
             items = [DeleteItem(tenant.id, key, durability, at) for at, key in enumerate(request.keys)]
             ends: Ends[DeleteDone] = Ends(len(items))
-            self._node.granted.delete((tenant.id, key) for key in request.keys)
-            self._node.store.delete(items, ends.heard)
+            async with self._node.turns.of(tenant.id):
+                self._node.granted.delete((tenant.id, key) for key in request.keys)
+                self._node.store.delete(items, ends.heard)
             done = sorted(await ends.all(), key=lambda one: one.tag)
             for one in done:
                 if one.error is not None:
@@ -151,7 +152,8 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("pin", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            pinned = self._node.pins.pin(tenant.id, request.keys, request.time_to_live_ms)
+            async with self._node.turns.of(tenant.id):
+                pinned = self._node.pins.pin(tenant.id, request.keys, request.time_to_live_ms)
             return pb.PinResponse(
                 pin=pinned.pin, time_to_live_ms=pinned.time_to_live_ms, pinned=pinned.pinned
             )

@@ -1,15 +1,17 @@
 """The door: the caller is authenticated before anything is read or made for the call, and again while it goes on.
 
 It stands around all services of a server, as an interceptor. A call whose token is nobody's is refused before its
-message is awaited, so that nothing is kept for it; a call's first message comes within its time; whatever stays open
-ends as soon as what let it in is no longer in the file of tenants; every refusal is in the audit log. It also counts
-each call, how long it took and how it ended.
+message is awaited, so that nothing is kept for it; a call's first message comes within its time, and can be read; a
+call's only answer is taken in time, or its caller's connection ends; whatever stays open ends as soon as what let it in
+is no longer in the file of tenants; every refusal is in the audit log. It also counts each call, how long it took and
+how it ended.
 
 What always holds: health's `Check` alone passes without credentials; a stream that is ended by its credentials ends
 like one that its client left, with what it had sent whole kept, and counts as open until its status has been sent; the
-names that are counted are those of calls that the server has, so they are bounded. What it doesn't do: judge the tenant
-that a request names, which stands in its message; the gate does, once that is read. What stays open as long as its
-client likes (`Attach`, `Watch`, reflection) is not a duration and is not counted.
+names that are counted are those of calls that the server has, so they are bounded; of the memory for answers that have
+not been taken a tenant has its share. What it doesn't do: judge the tenant that a request names, which stands in its
+message; the gate does, once that is read. What stays open as long as its client likes (`Attach`, `Watch`, reflection)
+is not a duration and is not counted.
 """
 
 from __future__ import annotations
@@ -21,10 +23,18 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvstore.errors import DeadlineExceeded, NotAuthenticated, ProtocolError
-from kvstore.limits import DOOR_FIRST_MESSAGE_MS
+from kvstore.errors import DeadlineExceeded, NotAuthenticated, Overloaded, ProtocolError
+from kvstore.limits import (
+    DOOR_ANSWER_BYTES_MIN,
+    DOOR_ANSWERS_BYTES_MAX,
+    DOOR_FIRST_MESSAGE_MS,
+    INLINE_CHUNK_BYTES,
+    INLINE_TIMEOUT_MS,
+)
 from kvstore.node.calls import refusals
+from kvstore.node.fair import Places
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -50,6 +60,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._counters = counters
         self._timings = timings
         self._wrapped: dict[str, Any] = {}
+        self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
 
     async def intercept_service(
         self,
@@ -68,6 +79,7 @@ class Door(grpc.aio.ServerInterceptor):
 
     def _guarded(self, method: str, handler: Any) -> Any:
         call, is_public = method.rpartition("/")[2], method in _PUBLIC
+        encode = handler.response_serializer
         sides = handler.request_streaming, handler.response_streaming
         behaviour = getattr(handler, "_".join("stream" if many else "unary" for many in sides))
         takes = _as_it_is if handler.request_streaming else _only
@@ -78,9 +90,20 @@ class Door(grpc.aio.ServerInterceptor):
             async with self._noted(call, context):
                 async with refusals(context, self._counters):
                     if not is_public:
-                        self._gate.begins(_said(call), context)
+                        who = self._gate.begins(_said(call), context)
+                        self._refuse_more_answers(who, 1)
                     request = await _only(_InTime(requests))
-                return await behaviour(request, context)
+                answer = await behaviour(request, context)
+                answer = answer if encode is None else encode(answer)
+                if is_public:  # its connection lasts for a moment, and nobody may use up what others ask
+                    return answer
+                async with refusals(context, self._counters):
+                    try:
+                        self._lend(who, len(answer), context)
+                    except Overloaded:
+                        answer = b""  # gRPC keeps what a call has that ends by an error until it is collected
+                        raise
+                return answer
 
         async def staying(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
@@ -96,9 +119,32 @@ class Door(grpc.aio.ServerInterceptor):
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return make(
-            staying if any(sides) else answering, handler.request_deserializer, handler.response_serializer
+        if any(sides):
+            return make(staying, handler.request_deserializer, encode)
+        return make(answering, handler.request_deserializer, None)
+
+    def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
+        if size_bytes > self._answers.left(who) and self._answers.held(who):
+            raise Overloaded(
+                "As many answers as are the tenant's share have not been taken; take them first."
+            )
+
+    def _lend(self, who: str | None, length: int, context: Context) -> None:
+        """Let an answer lie here until its caller has taken it; Overloaded if it is large and too many do."""
+        if length > INLINE_CHUNK_BYTES:  # of a smaller one, what it says has been done
+            self._refuse_more_answers(who, length)
+        size_bytes = max(length, DOOR_ANSWER_BYTES_MIN)
+        self._answers.take(who, size_bytes)
+        # gRPC ends no call whose answer nobody reads, not even with an error: only its connection can be ended.
+        late = asyncio.get_running_loop().call_later(
+            INLINE_TIMEOUT_MS / 1000, self._gate.stands_still, context.peer()
         )
+
+        def taken(_: Any) -> None:
+            late.cancel()
+            self._answers.give_back(who, size_bytes)
+
+        context.add_done_callback(taken)  # type: ignore[arg-type] # whatever takes a context, in truth
 
     @asynccontextmanager
     async def _noted(self, call: str, context: Context) -> AsyncIterator[None]:
@@ -160,12 +206,13 @@ class _InTime:
         return self
 
     async def __anext__(self) -> Any:
-        if self._began:
-            return await anext(self._messages)
+        timeout_s = None if self._began else DOOR_FIRST_MESSAGE_MS / 1000
         self._began = True
         try:
-            async with asyncio.timeout(DOOR_FIRST_MESSAGE_MS / 1000):
+            async with asyncio.timeout(timeout_s):
                 return await anext(self._messages)
+        except DecodeError:
+            raise ProtocolError("A message of the call can't be read.") from None
         except TimeoutError:
             raise DeadlineExceeded(
                 f"A call's first message did not come within {DOOR_FIRST_MESSAGE_MS} ms."

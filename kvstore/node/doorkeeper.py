@@ -3,14 +3,15 @@
 gRPC and libfabric accept whoever connects, from wherever, and keep them for as long as they like. The doorkeeper lists
 the process's sockets ten times a second while there is something to see, and closes those that should not stay:
 a connection to the port for calls over which nothing was let in within its time, or within a moment of many bytes,
-more of one source than it may have, and at an endpoint of the fabric anybody but the client it is for. A source that
-goes on knocking is barred for a time: a filter on the listening socket, which the kernel runs on each packet, has its
-connections come to nothing. While nobody has come it reads one counter of the kernel's twice a second, which costs an
-idle node nothing. It also has the heap give back what a crowd has left in it.
+or whose owner does not take an answer, more of one source than it may have, and at an endpoint of the fabric anybody
+but the client it is for. A source that goes on knocking is barred for a time: a filter on the listening socket, which
+the kernel runs on each packet, has its connections come to nothing. While nobody has come it reads one counter of the
+kernel's twice a second, which costs an idle node nothing. It also has the heap give back what a crowd has left in it.
 
-What always holds: a connection over which a call was let in is hung up on only when its source has more than it may; a
-socket is ended by `shutdown` on a copy of its descriptor that was found to be the same socket, so its library sees an
-end and closes it as ever; a source is one IPv4 address, or the /64 of an IPv6 one; nobody is barred for ever.
+What always holds: a connection over which a call was let in is hung up on only when its source has more than it may, or
+when it stands still with an answer; a socket is ended by `shutdown` on a copy of its descriptor that was found to be
+the same socket, so its library sees an end and closes it as ever; a source is one IPv4 address, or the /64 of an IPv6
+one; nobody is barred for ever.
 What it doesn't do: look at what is sent, but for how much, or know one host behind an address of many from another.
 """
 
@@ -123,7 +124,7 @@ class _Link(NamedTuple):
 
 
 class Doorkeeper:
-    """Of one node. `proved`, `refused` and `expects` are called on its loop; the rest runs on a thread."""
+    """Of one node. What it hears of peers and endpoints is called on its loop; the rest runs on a thread."""
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class Doorkeeper:
         self._at: dict[str, int] = {}  # its descriptor
         self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
+        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers that take no answer
         self._barred: dict[str, int] = {}  # until when
         self._opened: int | None = None  # connections that came to the machine, when that was last read
         self._much_since: dict[
@@ -182,6 +184,10 @@ class Doorkeeper:
     def refused(self, peer: str) -> None:
         """Note that a call of this peer was not let in."""
         self._refused.append(peer)
+
+    def stands_still(self, peer: str) -> None:
+        """Note that this peer has not taken an answer in its time: at the next look it is hung up on."""
+        self._still.append(peer)
 
     def expects(self, port: int, client: Ip) -> None:
         """Let nobody but this client stay at an endpoint's port, until it is closed."""
@@ -218,7 +224,7 @@ class Doorkeeper:
         before, self._opened = self._opened, _connections_opened()
         if self._opened is None or self._opened != before:
             return True
-        return bool(self._unproved or self._refused or self._barred or self._expects_more)
+        return bool(self._unproved or self._refused or self._still or self._barred or self._expects_more)
 
     def look(self) -> None:
         """Look at all sockets once, and hang up on those that are not to stay."""
@@ -236,6 +242,7 @@ class Doorkeeper:
             ip = ip_of_peer(self._refused.popleft())
             knocked += [] if ip is None else [source_of(ip)]
         self._bar(knocked, now_ns)
+        self._end_still()
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
             self._keep_calls(source, links, peers, now_ns)
         for port, links in self._grouped(
@@ -246,6 +253,17 @@ class Doorkeeper:
         for peer, since_ns in list(self._proved.items()):
             if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
                 self._proved.pop(peer, None)
+
+    def _end_still(self) -> None:
+        still = set()
+        while self._still:
+            still.add(_ip_and_port(self._still.popleft()))
+        ends = self._grouped(lambda link: (link.ip, link.port) in still, lambda one: one.source)
+        for source, links in ends if still else ():
+            self._hang_up(links)
+            self._turned_away(
+                source, "connections over which an answer was not taken in its time", len(links)
+            )
 
     def _grouped(
         self, which: Callable[[_Link], bool], by: Callable[[_Link], T]
@@ -259,9 +277,9 @@ class Doorkeeper:
     def _peers(self) -> dict[str, tuple[Ip, int]]:
         found = {}
         for peer in list(self._proved):
-            ip, port = ip_of_peer(peer), peer.rpartition(":")[2]
-            if ip is not None and port.isdecimal():
-                found[peer] = (ip, int(port))
+            place = _ip_and_port(peer)
+            if place is not None:
+                found[peer] = place
         return found
 
     def _list(self, now_ns: int) -> list[_Link]:
@@ -424,6 +442,11 @@ class _Copy:
     def __exit__(self, *_: object) -> None:
         if self._ours is not None:
             self._ours.close()
+
+
+def _ip_and_port(peer: str) -> tuple[Ip, int] | None:
+    ip, port = ip_of_peer(peer), peer.rpartition(":")[2]
+    return (ip, int(port)) if ip is not None and port.isdecimal() else None
 
 
 def _received_bytes(link: _Link) -> int:

@@ -36,6 +36,9 @@ class Gate:
         self.before: Callable[[], object] = lambda: None  # is done before each call
         self.let_in: Callable[[str], object] = lambda _: None  # hears the peer of each call that is let in
         self.turned_away: Callable[[str], object] = lambda _: None  # and of each that is not
+        self.stands_still: Callable[[str], object] = lambda _: (
+            None
+        )  # and of each that does not take its answer
         self.heard: Callable[[bytes], object] = lambda _: None  # and the tenant that it is for
         self.tenants = tenants
         self.audit = audit
@@ -81,10 +84,11 @@ class Gate:
         self.let_in(peer)
         return caller, tenant
 
-    def begins(self, what: str, context: _Context) -> None:
-        """Authenticate whose call's message is still to come: from here on its connection may bring it."""
+    def begins(self, what: str, context: _Context) -> str | None:
+        """Authenticate whose call's message is still to come, from here on its connection may bring it; say whose."""
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
-        self._let_in(what, metadata, certificate, context.peer(), "")
+        caller, _ = self._let_in(what, metadata, certificate, context.peer(), "")
+        return caller.proved
 
     def credentials(self, context: _Context) -> Credentials:
         """By what a call that stays open was let in."""

@@ -136,7 +136,10 @@ class HttpServer:
         self._pages = pages
         self._tls = tls
         self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
-        self._rate = Rate(clock, HTTP_REQUESTS_PER_S)
+        self._clock = clock
+        self._rates: dict[
+            bytes | None, Rate
+        ] = {}  # by tenant, of which there are no more than files have had
         self._closing = threading.Event()
         self._serving: dict[asyncio.Task[None], _Caller] = {}  # the longest here stands first
         self._node_loop: asyncio.AbstractEventLoop | None = None
@@ -295,12 +298,23 @@ class HttpServer:
             why = "Here is nothing but /healthz and /readyz for clients without a certificate."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)
-        self._rate.take(1)
         if self._gate.tenants.is_open and not _is_address(asked.headers.get("host", "")):
             raise _Bad(
                 403, "A node without tenants answers to an address or to localhost, and to no other name."
             )
-        return self._gate.admit(what, _metadata(asked.headers), _names(asked.certificate), who)
+        try:
+            tenant = self._gate.admit(what, _metadata(asked.headers), _names(asked.certificate), who)
+        except NotAuthenticated:
+            self._rate_of(None).take(1)
+            raise
+        self._rate_of(tenant.id).take(1)
+        return tenant
+
+    def _rate_of(self, tenant: bytes | None) -> Rate:
+        """Each tenant's is its own, and all strangers have one: nobody uses up what a monitor may ask."""
+        if tenant not in self._rates:
+            self._rates[tenant] = Rate(self._clock, HTTP_REQUESTS_PER_S)
+        return self._rates[tenant]
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str], dict[str, str]]:

@@ -5,7 +5,8 @@ stands before the message, as JSON in fields of its own.
 
 What always holds: one event is one line, whatever it holds, and what comes from elsewhere can't move a terminal's
 cursor; of one kind of message no more than `LOG_LINES_PER_S` a second are written, the rest is counted and told of with
-the next line of that kind. Errors and above are always written.
+the next line of that kind. Errors and above are always written, but for gRPC's traceback of an answer whose caller has
+gone: that is no error of the node's, and whoever likes can make any number of them.
 
 What it doesn't do: rotate files. It writes to standard error, as service managers and container engines expect.
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["about", "begin_logging"]
 
+_CALLER_HAS_GONE: Final = "ExecuteBatchError raised in core"  # as gRPC's message begins
 _FIELDS: Final = ("connection", "tenant", "request")
 
 
@@ -78,9 +80,9 @@ class _Rate(logging.Filter):
         ] = {}  # second, lines in it, lines left out since the last told of
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.ERROR:
-            return True
         kind = str(record.msg)
+        if record.levelno >= logging.ERROR:
+            return not kind.startswith(_CALLER_HAS_GONE)
         second = self._clock.monotonic_ns() // 1_000_000_000
         since, lines, left_out = self._seen.get(kind, (second, 0, 0))
         if since != second:

@@ -208,7 +208,7 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
         loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", **said))
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
-    gate.let_in, gate.turned_away = keeper.proved, keeper.refused
+    gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
     node.at_endpoint = keeper.expects
     keeper.start()
     return keeper

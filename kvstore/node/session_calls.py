@@ -1,7 +1,9 @@
 """The service Sessions: what a user's conversation was made of, turn by turn.
 
 What always holds: a call sees the sessions of its caller's tenant and no others, since a session's name on the drive
-has the tenant's in it; steps of one session are done one after the other, each whole or not at all.
+has the tenant's in it; steps of one session are done one after the other, each whole or not at all. Many blocks, or
+many sessions, are read in the tenant's turns of the node's thread, in steps with others' turns between them; a large
+session is changed in one go. Of such reads and changes a tenant makes one at a time.
 What it doesn't do: move a block's bytes, or know what is in them.
 """
 
@@ -10,14 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import NoSession, Overloaded, ProtocolError
+from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError
 from kvstore.limits import (
     PROTECTED_SESSIONS_MAX,
     PROTECTED_SESSIONS_OF_TENANT_MAX,
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
+    SESSION_STEP_BLOCKS,
     SESSION_TIME_TO_LIVE_MS_MAX,
     SESSIONS_LISTED_MAX,
+    SESSIONS_LISTED_STEP,
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
@@ -29,12 +33,15 @@ from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.node.calls import Context
     from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.storage.items import SessionDone
-    from kvstore.storage.manifests import SessionName, Stored
+    from kvstore.storage.manifests import Listed, SessionName, Stored
+    from kvstore.wire.manifest import Manifest
 
 __all__ = ["SessionsService"]
 
@@ -85,8 +92,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             tenant = self._enter("get session", context, request.name)
             name = _name(tenant, request.name)
             looking = self._node.lookups.begin(context, tenant.id, Kind.SESSION, 0, name)
+            until = request.first_block + request.blocks
             try:
-                manifest = self._stored(name).manifest
+                manifest, keys = await self._read(name, request.first_block, until)
             except NoSession:
                 if (
                     request.blocks
@@ -94,12 +102,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                     looking.add(Outcome.NO_SESSION)
                     looking.over()
                 raise
-            keys = None
             if request.blocks:
-                until = request.first_block + request.blocks
-                keys = self._node.store.manifests.keys(name, request.first_block, until)
                 looking.blocks = manifest.blocks
-                looking.all_are(Outcome.NAMED, len(keys or ()))
+                looking.all_are(Outcome.NAMED, len(keys))
                 looking.over()
             return pb.GetSessionResponse(
                 blocks=manifest.blocks,
@@ -123,7 +128,15 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 raise ProtocolError("The page token is not one of a list of sessions.")
             limit = min(request.page_size or SESSIONS_LISTED_MAX, SESSIONS_LISTED_MAX)
             user = user_name(tenant.id, request.user)
-            found = self._node.store.manifests.of_user(tenant.id, user, request.page_token, limit + 1)
+            found: list[Listed] = []
+            async with self._node.turns.of(tenant.id) as turn:
+                while len(found) <= limit:
+                    behind = found[-1].session if found else request.page_token
+                    step = min(limit + 1 - len(found), SESSIONS_LISTED_STEP)
+                    found += (more := self._node.store.manifests.of_user(tenant.id, user, behind, step))
+                    if len(more) < step:
+                        break
+                    await turn.next()
             page, now_ms = found[:limit], self._node.clock.wall_ms()
             return pb.ListSessionsResponse(
                 sessions=[
@@ -257,8 +270,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Begin to read a session's first blocks into memory."""
         async with refusals(context, self._node.counters):
             name = _name(self._enter("prefetch session", context, request.name), request.name)
-            self._stored(name)
-            keys = self._node.store.manifests.keys(name) or []
+            _, keys = await self._read(name, 0, SESSION_BLOCKS_MAX)
             trace = self._node.traces.of(name)
             trace.saw(Step.PREFETCHING, len(keys))
             asked = self._node.prefetches.add(
@@ -274,6 +286,36 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         tenant = self._gate.enter(what, context, name.tenant, requests)
         self._node.traces.hear(context, tenant.id)
         return tenant
+
+    async def _read(self, name: SessionName, first: int, until: int) -> tuple[Manifest, list[bytes]]:
+        """A session, and some of its keys: those that it had at one time, though it may change meanwhile."""
+        if until - first <= SESSION_STEP_BLOCKS:
+            return await self._read_in_steps(name, first, until)
+        over = await self._node.turns.long(
+            name.tenant
+        )  # else hundreds of calls would all have parts of theirs
+        try:
+            return await self._read_in_steps(name, first, until)
+        finally:
+            over()
+
+    async def _read_in_steps(self, name: SessionName, first: int, until: int) -> tuple[Manifest, list[bytes]]:
+        async with self._node.turns.of(name.tenant) as turn:
+            for last_try in (False, True):
+                manifest, keys = self._stored(name).manifest, list[bytes]()
+                try:
+                    for at in range(first, min(until, manifest.blocks), SESSION_STEP_BLOCKS):
+                        if keys:
+                            await turn.next()
+                        step = min(at + SESSION_STEP_BLOCKS, until)
+                        keys += self._node.store.manifests.keys_of(name.tenant, manifest, at, step)
+                except StorageError:
+                    if last_try:
+                        raise
+                    await turn.next()  # it was cut, or removed, meanwhile
+                else:
+                    return manifest, keys
+        raise AssertionError
 
     def _stored(self, name: SessionName) -> Stored:
         stored = self._node.store.manifests.get(name)
@@ -294,11 +336,30 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def _do(self, item: SessionItem) -> SessionDone:
         ends: Ends[SessionDone] = Ends(1)
-        self._node.store.change_sessions([item], ends.heard)
+        if self._blocks_changed(item) <= SESSION_STEP_BLOCKS:
+            self._node.store.change_sessions([item], ends.heard)
+        else:
+            over = await self._node.turns.long(item.name.tenant)
+
+            def heard(ended: Sequence[SessionDone]) -> None:
+                over()  # and not when the caller gives up: what it had begun goes on
+                ends.heard(ended)
+
+            try:
+                self._node.store.change_sessions([item], heard)
+            except KvError:
+                over()
+                raise
         (done,) = await ends.all()
         if done.error is not None:
             raise done.error
         return done
+
+    def _blocks_changed(self, item: SessionItem) -> int:
+        if item.step in (SessionStep.APPEND, SessionStep.FORK):
+            return max(len(item.keys), item.blocks)
+        stored = self._node.store.manifests.get(item.name)
+        return 0 if stored is None else stored.manifest.blocks
 
     def _refuse_to_protect(self, name: SessionName) -> None:
         protected = {*self._node.store.protected, *self._protecting}

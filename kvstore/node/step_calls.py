@@ -45,11 +45,16 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             tenant = self._gate.enter("prefetch blocks", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             trace = self._node.traces.hear(context, tenant.id)
-            entries = self._node.store.lookup([(tenant.id, key) for key in request.keys])
-            stored = [key for key, entry in zip(request.keys, entries, strict=True) if entry is not None]
-            missing = [key for key, entry in zip(request.keys, entries, strict=True) if entry is None]
+            async with self._node.turns.of(tenant.id):
+                entries = self._node.store.lookup([(tenant.id, key) for key in request.keys])
+                stored = [key for key, entry in zip(request.keys, entries, strict=True) if entry is not None]
+                told = [
+                    self._missing(tenant.id, key)
+                    for key, entry in zip(request.keys, entries, strict=True)
+                    if entry is None
+                ]
             if trace is not None:
-                trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(missing)} missing" if missing else "")
+                trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(told)} missing" if told else "")
             done = await self._read_ahead(tenant.id, stored)
             if trace is not None:
                 trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes)
@@ -57,7 +62,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             return pb.PrefetchBlocksResponse(
                 in_memory=len(came),
                 unread=[key for key in stored if key not in came],
-                missing=[self._missing(tenant.id, key) for key in missing],
+                missing=told,
             )
         raise AssertionError
 

@@ -6,6 +6,8 @@ much time as a step took, or more, is left to them before the next one: heavy ca
 Of calls that carry a block, `MOVING_MAX` of a tenant move at a time while others call; the bytes of the rest wait in
 the network, and not between the others and the thread. One that takes longer than `MOVING_MS` is not counted any more,
 so that a client that stands still keeps nobody waiting.
+What can't be done in steps, such as a change of a large session, a tenant does one at a time; while others call, as
+long as it took is left to them before the tenant's next one.
 What it doesn't do: interrupt a step; its caller makes it short.
 """
 
@@ -20,7 +22,7 @@ from weakref import WeakValueDictionary
 from kvstore.limits import MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from kvstore.clock import Clock
 
@@ -63,6 +65,7 @@ class Turns:
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
         self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
         self._moving: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
+        self._long: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._is_given = False  # somebody works, or will in a moment
         self._began_ns = 0
         self._last = self._other = (b"", 0)  # who called last, and which other tenant before it, and when
@@ -130,6 +133,19 @@ class Turns:
         finally:
             slow.cancel()
             leave()
+
+    async def long(self, tenant: bytes) -> Callable[[], None]:
+        """Wait until this tenant may do something long; what is given is to be called when that is over."""
+        place = self._long.setdefault(tenant, asyncio.Semaphore(1))
+        await place.acquire()
+        began_ns = self._clock.monotonic_ns()
+
+        def over() -> None:
+            now_ns = self._clock.monotonic_ns()
+            rest_s = (now_ns - began_ns) / _NS if self._others_call(tenant, now_ns) else 0
+            asyncio.get_running_loop().call_later(rest_s, place.release)
+
+        return over
 
     def _others_call(self, tenant: bytes, now_ns: int) -> bool:
         whose, when_ns = self._other if self._last[0] == tenant else self._last

@@ -10,23 +10,24 @@ It isn't used by a store of one drive.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded
+from kvstore.errors import Overloaded, StorageError
 from kvstore.storage.items import DeleteDone, SessionDone, SessionStep
 from kvstore.storage.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.errors import StorageError
     from kvstore.placement import Placement
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Name
     from kvstore.storage.items import DeleteItem, DeletesDone, SessionItem, SessionsDone
     from kvstore.storage.manifests import Listed, SessionName, Stored
+    from kvstore.wire.manifest import Manifest
 
 __all__ = ["AllManifests", "Deletions", "SessionSteps"]
 
@@ -165,6 +166,16 @@ class AllManifests:
             if keys is not None:
                 return keys
         return None
+
+    def keys_of(
+        self, tenant: bytes, manifest: Manifest, first: int = 0, until: int | None = None
+    ) -> list[bytes]:
+        """Give block keys of a session that was found; StorageError if a chunk of theirs is no more."""
+        *others, last = self._manifests
+        for manifests in others:
+            with suppress(StorageError):
+                return manifests.keys_of(tenant, manifest, first, until)
+        return last.keys_of(tenant, manifest, first, until)
 
     def of_user(self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000) -> list[Listed]:
         """List a user's sessions, in order, from behind `after` on."""

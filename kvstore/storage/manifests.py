@@ -17,7 +17,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import StorageError
-from kvstore.limits import SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.limits import SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
 from kvstore.storage.rows import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
 
@@ -96,19 +96,32 @@ class Manifests:
     def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
         """Give a session's block keys, or some of them; None if there is no such session."""
         stored = self.get(name)
-        if stored is None:
-            return None
+        return None if stored is None else self.keys_of(name.tenant, stored.manifest, first, until)
+
+    def keys_of(
+        self, tenant: bytes, manifest: Manifest, first: int = 0, until: int | None = None
+    ) -> list[bytes]:
+        """Give block keys of a session that was found, or some of them; no chunk is read but theirs.
+
+        StorageError if the session has changed meanwhile, so that a chunk of theirs is no more.
+        """
+        first, until, _ = slice(first, until).indices(manifest.blocks)
+        if until <= first:
+            return []
+        from_chunk = min(first // SESSION_CHUNK_BLOCKS, len(manifest.chunks))
         keys: list[bytes] = []
         with self._index.reading() as transaction:
-            for chunk in stored.manifest.chunks:
-                row = transaction.get(name.tenant + chunk, db=self._index.chunks)
+            for chunk in manifest.chunks[from_chunk : -(-until // SESSION_CHUNK_BLOCKS)]:
+                row = transaction.get(tenant + chunk, db=self._index.chunks)
                 if row is None:
                     raise StorageError(
                         "The index contradicts itself: a session names a chunk that is not there."
                     )
                 keys += split_keys(row[_CHUNK.size : -CHECK_BYTES])
-        keys += stored.manifest.tail
-        return keys[first:until]
+        if until > len(manifest.chunks) * SESSION_CHUNK_BLOCKS:
+            keys += manifest.tail
+        before = from_chunk * SESSION_CHUNK_BLOCKS
+        return keys[first - before : until - before]
 
     def of_user(self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000) -> list[Listed]:
         """List a user's sessions, in order, from behind `after` on."""

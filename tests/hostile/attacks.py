@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import sys
 import threading
@@ -21,10 +22,11 @@ import grpc
 
 from kvstore.client import Client
 from kvstore.errors import KvError
-from kvstore.limits import LEASE_TIMEOUT_MS
+from kvstore.limits import LEASE_TIMEOUT_MS, SESSION_BLOCKS_MAX, SESSION_TURNS_MAX
 from kvstore.wire import blocks_pb2 as blocks
-from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire import sessions_pb2 as sessions
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
@@ -40,6 +42,7 @@ Told = dict[str, Any]
 _ATTACH = "/kvstore.v1.KvStore/Attach"
 _STREAMS = 200  # of one connection
 _STAYS_S = 2.0
+LARGE = sessions.SessionName(user="u", session="s")
 
 
 def _bearer(told: Told) -> tuple[tuple[str, str], ...]:
@@ -287,6 +290,64 @@ def heavy(told: Told, until: float, _: str) -> Told:
     return done
 
 
+def make_large_sessions(told: Told) -> None:
+    """Make one session that is as long as one may be, and 64 that have its first thousand turns."""
+    with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
+        keys = [os.urandom(32) for _ in range(128)]
+        client.put_many_inline((key, key) for key in keys)
+    stub, name = sessions_pb2_grpc.SessionsStub(_channel(told)), LARGE  # type: ignore[no-untyped-call]
+    for _ in range(SESSION_TURNS_MAX - 1):
+        stub.AppendSession(sessions.AppendSessionRequest(name=name, keys=keys[:1]), metadata=_bearer(told))
+    many = [random.choice(keys) for _ in range(SESSION_BLOCKS_MAX - SESSION_TURNS_MAX)]
+    stub.AppendSession(sessions.AppendSessionRequest(name=name, keys=many), metadata=_bearer(told))
+    for number in range(64):
+        fork = sessions.SessionName(user=name.user, session=str(number))
+        wanted = sessions.ForkSessionRequest(source=name, name=fork, blocks=SESSION_TURNS_MAX)
+        stub.ForkSession(wanted, metadata=_bearer(told))
+
+
+def unread(told: Told, until: float, source: str) -> Told:
+    """Answers of megabytes, asked for on connections that answer pings and give no room to any."""
+    ask = sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX).SerializeToString()
+    asked, held = 0, []
+    while time.monotonic() < until:
+        link = h2.connected("127.0.0.1", told["port"], source)
+        link.sendall(h2.no_windows())
+        threading.Thread(target=h2.answer_pings, args=(link,), daemon=True).start()
+        held.append(link)
+        for stream in range(1, 2 * _STREAMS, 2):
+            with suppress(OSError):
+                call = h2.headers(stream, "/kvstore.v1.Sessions/GetSession", *_bearer(told))
+                link.sendall(call + h2.data(stream, ask, ends=True))
+                asked += 1
+        time.sleep(1.0)
+    time.sleep(told["stays_s"])  # longer than an answer may lie
+    return {"asked": asked}
+
+
+def lists(told: Told, until: float, _: str) -> Told:
+    """Four loops that list sessions of a thousand turns and sixty thousand blocks."""
+    stub = sessions_pb2_grpc.SessionsStub(_channel(told))  # type: ignore[no-untyped-call]
+    ask = sessions.ListSessionsRequest(user=LARGE.user)
+    done: dict[str, int] = {}
+
+    def work() -> None:
+        while time.monotonic() < until:
+            try:
+                stub.ListSessions(ask, metadata=_bearer(told), timeout=20)
+                name = "OK"
+            except grpc.RpcError as error:
+                name = error.code().name
+            done[name] = done.get(name, 0) + 1
+
+    working = [threading.Thread(target=work) for _ in range(4)]
+    for one in working:
+        one.start()
+    for one in working:
+        one.join()
+    return done
+
+
 def flood(told: Told, until: float, _: str) -> Told:
     """Puts and gets of large blocks over many connections: the drive, and all memory that blocks go through."""
     done: dict[str, int] = {}
@@ -360,6 +421,8 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         attaches,
         landing,
         heavy,
+        unread,
+        lists,
         flood,
         unknown,
         forge,

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import suppress
 
-__all__ = ["PREFACE", "connected", "data", "goes_away", "headers", "reset", "window"]
+__all__ = [
+    "PREFACE",
+    "answer_pings",
+    "connected",
+    "data",
+    "goes_away",
+    "headers",
+    "no_windows",
+    "reset",
+    "window",
+]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_DATA, _HEADERS, _RESET, _WINDOW = 0, 1, 3, 8
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
 _END_STREAM, _END_HEADERS = 1, 4
 
 
@@ -46,6 +57,24 @@ def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
 def window(stream: int, size: int) -> bytes:
     """Room for more bytes of a call; for those of all calls, with the number 0."""
     return _frame(_WINDOW, 0, stream, struct.pack(">I", size))
+
+
+def no_windows() -> bytes:
+    """No room for a byte of any call."""
+    return _frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
+
+
+def answer_pings(link: socket.socket) -> None:
+    """Seem alive until the other side ends the connection, and take nothing else that it says."""
+    said = b""
+    link.settimeout(None)
+    with suppress(OSError):
+        while came := link.recv(1 << 16):
+            said += came
+            while len(said) >= 9 and len(said) >= 9 + int.from_bytes(said[:3]):
+                frame, said = said[: 9 + int.from_bytes(said[:3])], said[9 + int.from_bytes(said[:3]) :]
+                if frame[3] in (_SETTINGS, _PING) and not frame[4]:
+                    link.sendall(_frame(frame[3], 1, 0, frame[9:] if frame[3] == _PING else b""))
 
 
 def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float = 5.0) -> socket.socket:

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.client import Block
 from kvstore.errors import KvError
-from kvstore.limits import LANDING_BYTES_MAX
+from kvstore.limits import DOOR_ANSWERS_BYTES_MAX, INLINE_TIMEOUT_MS, LANDING_BYTES_MAX
 from kvstore.names import block_key
 from kvstore.wire import batches_pb2 as batches
 from kvstore.wire import kvstore_pb2 as pb
@@ -28,8 +28,9 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
-from tests.hostile.attacks import attach_request
-from tests.hostile.beside import FIRST_S, SECONDS, Beside, TooSlow, check_speed, p99
+from tests.hostile.attacks import attach_request, make_large_sessions
+from tests.hostile.beside import FIRST_S, MEMORY_MAX, SECONDS, Beside, TooSlow, check_speed, p99
+from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,27 @@ def test_idle_connections_to_the_port_for_calls(beside: Beside) -> None:
 def test_calls_of_nobody(beside: Beside) -> None:
     alone, under, did = beside.endure("unknown", token="nobody's")
     assert did["UNAUTHENTICATED"] > 0
+    check_speed(alone, under)
+
+
+def test_answers_that_nobody_takes(beside: Beside) -> None:
+    """The memory that they took comes back while whoever asked is still there, and answers pings."""
+    make_large_sessions({"port": beside.port, "token": "evil"})
+    memory = beside.memory_bytes()
+    with beside.attack("unread", SECONDS, token="evil", stays_s=INLINE_TIMEOUT_MS / 1000 + 5) as did:
+        assert not beside.times(SECONDS).errors
+        time.sleep(INLINE_TIMEOUT_MS / 1000 + 3)
+        wait_until(
+            lambda: beside.memory_bytes() <= memory + MEMORY_MAX + DOOR_ANSWERS_BYTES_MAX, "memory", 30
+        )
+    assert did["asked"] > 0
+    assert any("was not taken" in line["why"] for line in beside.audited() if "why" in line)
+
+
+def test_lists_of_large_sessions(beside: Beside) -> None:
+    make_large_sessions({"port": beside.port, "token": "evil"})
+    alone, under, did = beside.endure("lists", token="evil")
+    assert did["OK"] > 0
     check_speed(alone, under)
 
 

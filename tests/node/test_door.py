@@ -30,7 +30,7 @@ from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
@@ -46,6 +46,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     (folder / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
     with small_node(folder / "node", arguments=("--tenants", str(folder / "tenants.toml"))) as node:
         yield node
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("not within 5 s")
 
 
 def answered(link: socket.socket, within_s: float) -> bytes:
@@ -150,6 +158,52 @@ def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_co
 
     asyncio.run(call_it())
     assert timings.calls_failed["Echo", "DEADLINE_EXCEEDED"] == 1
+
+
+def test_who_takes_no_answer_is_told_of_and_has_its_share_of_them_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer stays in gRPC as long as its caller's connection does: hundreds of large ones were the node's end."""
+    monkeypatch.setattr(door, "INLINE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(door, "DOOR_ANSWERS_BYTES_MAX", 3 << 20)
+    clock = SystemClock()
+    gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
+    still: list[str] = []
+    gate.stands_still = still.append
+
+    async def large(_: bytes, __: Context) -> bytes:
+        return bytes(1 << 20)
+
+    async def call_it() -> None:
+        keeps = Door(gate, Counters(), timings)
+        server = grpc.aio.server(interceptors=(keeps,))
+        handler: Any = grpc.unary_unary_rpc_method_handler(large)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Large": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
+                for number in range(1, 9, 2):
+                    link.sendall(h2.headers(number, "/test/Large") + h2.data(number, b"", ends=True))
+                assert b"have not been taken" in await asyncio.to_thread(answered, link, 5)
+                assert keeps._answers.total == 3 << 20
+                await until(lambda: len(still) == 3)
+                assert set(still) == {"ipv4:{}:{}".format(*link.getsockname())}
+            await until(lambda: not keeps._answers.total)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(call_it())
+    assert timings.calls_failed["Large", "RESOURCE_EXHAUSTED"] == 1
+
+
+@pytest.mark.parametrize("path", ["Blocks/Exists", "Batches/GetBatch"])
+def test_a_message_that_cannot_be_read_is_the_callers_error(guarded: NodeProcess, path: str) -> None:
+    host, _, port = guarded.target.rpartition(":")
+    with h2.connected(host, int(port)) as link:
+        token = ("authorization", "Bearer acme")
+        link.sendall(h2.headers(1, f"/kvstore.v1.{path}", token) + h2.data(1, b"\xff" * 9, ends=True))
+        assert b"be read" in answered(link, WAIT_S)
 
 
 def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:

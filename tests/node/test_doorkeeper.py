@@ -95,6 +95,18 @@ def test_a_connection_over_which_nothing_was_let_in_ends_in_its_time_and_one_tha
     assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
 
 
+def test_who_takes_no_answer_is_hung_up_on_at_the_next_look_though_it_was_let_in(door: Door) -> None:
+    still, honest = door.come(), door.come()
+    for link in (still, honest):
+        door.keeper.proved(peer(link))
+    door.look()
+    door.keeper.stands_still(peer(still))
+    assert door.keeper.must_look()
+    door.look()
+    assert (stays(still), stays(honest)) == (False, True)
+    assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+
+
 def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Door) -> None:
     other = door.come(HERE)
     crowd = []

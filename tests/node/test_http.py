@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore.client import Client
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess
-from kvstore.errors import ConfigError, NodeUnavailable, Overloaded
+from kvstore.errors import ConfigError, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     HEALTH_STILL_MS,
     HTTP_CONNECTIONS_MAX,
@@ -364,6 +364,31 @@ def test_who_asks_too_often_is_told_when_to_come_again(node: NodeProcess) -> Non
     assert ask(url + "/healthz")[0] == 200
 
 
+def test_strangers_and_a_tenant_that_ask_too_often_use_up_nothing_of_what_others_may_ask(
+    tmp_path: Path,
+) -> None:
+    clock, tenants = FakeClock(), Tenants(bytes(16), FakeClock())
+    (tmp_path / "tenants.toml").write_text(TENANTS)
+    tenants.load(tmp_path / "tenants.toml")
+    server = HttpServer(Gate(tenants, Audit(clock, None)), clock, {}, {})
+
+    def admitted(headers: dict[str, str]) -> str:
+        said = {name.lower(): value for name, value in headers.items()}
+        try:
+            return server._admit(_Asked("/metrics", {}, said, ("127.0.0.1", 1), {})).name
+        except KvError as error:
+            return type(error).__name__
+
+    for headers, first in (
+        ({}, "NotAuthenticated"),
+        (bearer("nobody's"), "Overloaded"),
+        (bearer("acme"), "acme"),
+    ):
+        told = [admitted(headers) for _ in range(2 * HTTP_REQUESTS_PER_S)]
+        assert (told[0], told[-1]) == (first, "Overloaded")
+    assert admitted(bearer("zeta")) == "zeta"
+
+
 def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(TENANTS)
@@ -430,7 +455,7 @@ def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Pa
     for _ in range(4 * HTTP_REQUESTS_PER_S):
         with pytest.raises(_Bad, match="without a certificate"):
             server._admit(nobody)
-    server._rate.take(HTTP_REQUESTS_PER_S)
+    server._rate_of(None).take(HTTP_REQUESTS_PER_S)
 
 
 def test_beyond_loopback_it_needs_what_the_node_needs(tmp_path: Path) -> None:

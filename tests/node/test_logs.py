@@ -95,3 +95,13 @@ def test_kinds_are_bounded(clock: FakeClock, capsys: pytest.CaptureFixture[str])
 def test_it_writes_where_standard_error_is_when_it_begins(clock: FakeClock) -> None:
     begin_logging(clock, "info", "text")
     assert [handler.stream for handler in logging.getLogger().handlers] == [sys.stderr]  # type: ignore[attr-defined]
+
+
+def test_that_a_caller_has_gone_is_no_error_of_the_node(
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_logging(clock, "info", "text")
+    log.error("ExecuteBatchError raised in core by servicer method [%s]", "/kvstore.v1.Blocks/Exists")
+    log.error("Unexpected [%s] raised by servicer method", "KeyError")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "KeyError" in line

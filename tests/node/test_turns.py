@@ -153,3 +153,30 @@ def test_alone_or_slow_blocks_keep_nobody_waiting() -> None:
         await asyncio.gather(*calls, *more)
 
     run(done)
+
+
+def test_what_is_long_a_tenant_does_one_at_a_time_and_rests_as_long_while_others_call() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        loop = asyncio.get_running_loop()
+        over = await turns.long(b"greedy")
+        second = asyncio.create_task(turns.long(b"greedy"))
+        other = await asyncio.wait_for(turns.long(b"other"), 1)
+        turns.heard(b"other")
+        clock.now_ns += 100 * MS
+        began_s = loop.time()
+        over()
+        await asyncio.sleep(0)
+        assert not second.done()
+        over = await second
+        assert loop.time() - began_s >= 0.09
+        clock.now_ns += 1000 * (TURNS_OTHERS_MS + 1) * MS
+        began_s = loop.time()
+        over()
+        (await turns.long(b"greedy"))()
+        assert loop.time() - began_s < 1
+        other()
+
+    run(done)

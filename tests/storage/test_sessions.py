@@ -73,6 +73,28 @@ def test_what_is_appended_is_named_in_order(filled: Rig, batch: int) -> None:
     is_sound(filled)
 
 
+@pytest.mark.parametrize("first", [0, 5, 125, 126, 127, 252, 260, 299, 300, 400])
+@pytest.mark.parametrize("length", [0, 1, 126, 127, 300, None])
+def test_keys_of_a_session_that_was_found_are_read_from_their_chunks_alone(
+    filled: Rig, first: int, length: int | None
+) -> None:
+    filled.append(1, range(BLOCKS))
+    manifests = filled.store.manifests
+    stored = manifests.get(SessionName(TENANT, USER, name(1)))
+    assert stored is not None
+    until = None if length is None else first + length
+    wanted = [key(number) for number in range(BLOCKS)][first:until]
+    assert manifests.keys_of(TENANT, stored.manifest, first, until) == wanted
+    filled.start_step(1, SessionStep.REMOVE)
+    filled.settle()
+    tail = SESSION_CHUNK_BLOCKS * (BLOCKS // SESSION_CHUNK_BLOCKS)
+    if wanted and first < tail:
+        with pytest.raises(StorageError):
+            manifests.keys_of(TENANT, stored.manifest, first, until)
+    else:
+        assert manifests.keys_of(TENANT, stored.manifest, first, until) == wanted
+
+
 def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(filled: Rig) -> None:
     tags = [filled.start_step(1, SessionStep.APPEND, keys=[number]) for number in range(20)]
     other = filled.start_step(2, SessionStep.APPEND, keys=[5])

@@ -1,0 +1,87 @@
+"""Calls that name many blocks leave the node's thread to others between steps, and wait for their tenant's turn."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.limits import BATCH_READS_AHEAD, TURN_STEP_BLOCKS
+from kvstore.names import block_key
+from tests.conftest import small_client
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvstore.client import Client
+    from kvstore.node.node import Node
+
+KEYS = [block_key(b"steps", bytes([number])) for number in range(200)]
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeInProcess]:
+    with NodeInProcess(tmp_path / "node") as process:
+        yield process
+
+
+@pytest.fixture
+def client(node: NodeInProcess) -> Iterator[Client]:
+    with small_client(node.target) as client:
+        client.put_many_inline((key, key) for key in KEYS)
+        yield client
+
+
+@pytest.mark.parametrize(
+    "call", [lambda one: one.pin(KEYS).close(), lambda one: one.delete(KEYS), lambda one: one.prefetch(KEYS)]
+)
+def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
+    node: NodeInProcess, client: Client, call: Callable[[Client], Any]
+) -> None:
+    node.call(lambda one: one.turns._begin())
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(call, client)
+        try:
+            with pytest.raises(TimeoutError):
+                done.result(0.3)
+        finally:
+            node.call(lambda one: one.turns._give())
+        done.result(WAIT_S)
+
+
+def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(
+    node: NodeInProcess, client: Client
+) -> None:
+    assert len(list(client.get_many_inline([(key, len(key)) for key in KEYS]))) == len(KEYS)
+    at: list[int] = []
+    turned = 0
+
+    def count(inside: Node) -> asyncio.Task[None]:
+        begin = inside.inline.begin_get
+
+        def begin_get(*asked: Any) -> Any:
+            at.append(turned)
+            return begin(*asked)
+
+        vars(inside.inline)["begin_get"] = begin_get
+
+        async def turn() -> None:
+            nonlocal turned
+            while True:
+                turned += 1
+                await asyncio.sleep(0)
+
+        return asyncio.create_task(turn())
+
+    counting = node.call(count)
+    try:
+        list(client.get_many_inline([(key, len(key)) for key in KEYS]))
+    finally:
+        node.call(lambda _: counting.cancel())
+    assert len(at) == len(KEYS)
+    assert max(map(at.count, set(at))) <= TURN_STEP_BLOCKS + BATCH_READS_AHEAD
