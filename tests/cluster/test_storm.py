@@ -125,6 +125,8 @@ def test_of_what_is_on_two_nodes_nothing_is_lost_with_one(tmp_path: Path) -> Non
                 harm(dice.choice(nodes), dice)
                 for client in clients:
                     wait_until(lambda: len(client.nodes.map.members) == 3, "it is a member again", 30)  # noqa: B023
+                    for node in nodes:  # else two are away, as the client sees it
+                        client.nodes.at(node.target).status(wait_s=WAIT_S)
                 time.sleep(dice.uniform(0, 0.5))
                 assert not [line for worker in workers for line in worker.lost]
         finally:
