@@ -126,7 +126,7 @@ def test_of_what_is_on_two_nodes_nothing_is_lost_with_one(tmp_path: Path) -> Non
                 for client in clients:
                     wait_until(lambda: len(client.nodes.map.members) == 3, "it is a member again", 30)  # noqa: B023
                     for node in nodes:  # else two are away, as the client sees it
-                        client.nodes.at(node.target).status(wait_s=WAIT_S)
+                        wait_until(lambda: is_reached(client, node), "it is reached again", 30)  # noqa: B023
                 time.sleep(dice.uniform(0, 0.5))
                 assert not [line for worker in workers for line in worker.lost]
         finally:
@@ -146,6 +146,14 @@ def test_of_what_is_on_two_nodes_nothing_is_lost_with_one(tmp_path: Path) -> Non
             if isinstance(found := worker.client.get_inline(worker._key(name), BYTES), Miss)
         ]
         assert missed == [], f"{len(missed)} of {len(everything)}"
+
+
+def is_reached(client: ClusterClient, node: NodeProcess) -> bool:
+    try:
+        client.nodes.at(node.target).exists([block_key(b"none")])
+    except KvError:
+        return False
+    return True
 
 
 def harm(node: NodeProcess, dice: random.Random) -> None:
