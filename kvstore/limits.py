@@ -89,6 +89,7 @@ __all__ = [
     "HEADER_BYTES",
     "HEALTH_STILL_MS",
     "HEAP_FREE_BYTES_MAX",
+    "HEAP_GROWN_BYTES_MAX",
     "HEAP_LOOK_MS",
     "HOT_BYTES_DEFAULT",
     "HOT_BYTES_MIN",
@@ -256,6 +257,7 @@ FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
 DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+HEAP_GROWN_BYTES_MAX = 32 << 20  # between two looks, until a node looks for what nobody uses any more
 HEAP_FREE_BYTES_MAX = 16 << 20  # that a node's malloc keeps for long
 HEAP_LOOK_MS = 5_000
 DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in

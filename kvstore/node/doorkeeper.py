@@ -47,7 +47,7 @@ from kvstore.limits import (
     HEAP_LOOK_MS,
 )
 from kvstore.node.fabric_address import ip_of_peer
-from kvstore.node.heap import give_back_heap
+from kvstore.node.heap import Heap
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
@@ -199,13 +199,14 @@ class Doorkeeper:
         return list(self._barred)
 
     def _run(self) -> None:
+        heap = Heap()
         looked_ns = trimmed_ns = 0
         wait_ms = DOOR_LOOK_MS
         while not self._stop.wait(wait_ms / 1000):
             now_ns = self._clock.monotonic_ns()
             if now_ns - trimmed_ns >= HEAP_LOOK_MS * _MS:
                 trimmed_ns = now_ns
-                give_back_heap()
+                heap.give_back()
             must = self.must_look()
             wait_ms = DOOR_LOOK_MS if must else DOOR_GLANCE_MS
             if not must and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:

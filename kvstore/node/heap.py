@@ -1,19 +1,25 @@
 """The process's heap: what an attack, or a crowd, has made it grow by is given back to the machine.
 
 malloc keeps what was freed, in the arenas of gRPC's threads above all, and thousands of calls leave tens of MiB there.
+What a refused call held, a message of 8 MiB perhaps, stays in a cycle of gRPC's until Python looks for cycles, which it
+does by the number of objects and not by their size: so it is made to look when the heap has grown.
+
+What always holds: what there was when the node began to serve is not looked through again, so a look takes some
+milliseconds.
 What it doesn't do: touch memory that somebody has. A C library without glibc's calls keeps what it keeps.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+import gc
 
-from kvstore.limits import HEAP_FREE_BYTES_MAX
+from kvstore.limits import HEAP_FREE_BYTES_MAX, HEAP_GROWN_BYTES_MAX
 
-__all__ = ["give_back_heap"]
+__all__ = ["Heap"]
 
-_FREE: Final = 8  # `fordblks` in glibc's `struct mallinfo2`: bytes that are free and still the heap's
+# In glibc's `struct mallinfo2`: bytes of large pieces, those in use besides, and those free and still the heap's.
+_LARGE, _USED, _FREE = 4, 7, 8
 _Numbers = ctypes.c_size_t * 10
 
 
@@ -21,15 +27,32 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = [("numbers", _Numbers)]
 
 
-def give_back_heap() -> int:
-    """Give free memory back if the heap has much of it; how much it had."""
-    libc = ctypes.CDLL(None)
+class Heap:
+    """Of this process. One thread."""
+
+    def __init__(self) -> None:
+        gc.freeze()
+        self._used_bytes = _told()[0]
+
+    def give_back(self) -> int:
+        """Give free memory back if the heap has much of it; how much it had."""
+        used_bytes, free_bytes = _told()
+        if used_bytes > self._used_bytes + HEAP_GROWN_BYTES_MAX:
+            gc.collect()
+            used_bytes, free_bytes = _told()
+            self._used_bytes = used_bytes
+        self._used_bytes = min(self._used_bytes, used_bytes)
+        if free_bytes > HEAP_FREE_BYTES_MAX:
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+        return free_bytes
+
+
+def _told() -> tuple[int, int]:
+    """The bytes in use, and those that are free; none where the C library doesn't tell."""
     try:
-        told, trim = libc.mallinfo2, libc.malloc_trim
+        told = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        return 0
+        return 0, 0
     told.restype = _Mallinfo
-    free_bytes = int(told().numbers[_FREE])
-    if free_bytes > HEAP_FREE_BYTES_MAX:
-        trim(ctypes.c_size_t(0))
-    return free_bytes
+    numbers = told().numbers
+    return int(numbers[_LARGE] + numbers[_USED]), int(numbers[_FREE])

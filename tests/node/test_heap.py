@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import ctypes
 from kvstore.limits import HEAP_FREE_BYTES_MAX
-from kvstore.node.heap import give_back_heap
+from kvstore.node.heap import Heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 def mapped():
@@ -21,9 +21,33 @@ for one in got:
 for one in got[:-1]:  # the last one holds the heap's end
     libc.free(one)
 before = mapped()
-assert give_back_heap() > HEAP_FREE_BYTES_MAX
+assert Heap().give_back() > HEAP_FREE_BYTES_MAX
 print(before - mapped() > HEAP_FREE_BYTES_MAX)
 """
+
+
+IN_A_CYCLE = """
+import gc
+from kvstore.limits import HEAP_GROWN_BYTES_MAX
+from kvstore.node.heap import Heap
+def mapped():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+gc.disable()
+heap = Heap()
+held = [bytes(range(256)) * 4096 for _ in range(2 * HEAP_GROWN_BYTES_MAX >> 20)]
+held.append(held)
+before = mapped()
+del held
+heap.give_back()
+print(before - mapped() > HEAP_GROWN_BYTES_MAX)
+"""
+
+
+def test_what_hangs_in_a_cycle_is_looked_for_when_the_heap_has_grown() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_A_CYCLE], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "True\n"
 
 
 def test_a_heap_with_much_that_is_free_gives_it_back() -> None:
