@@ -32,14 +32,17 @@ class Heap:
 
     def __init__(self) -> None:
         gc.freeze()
-        self._used_bytes = _told()[0]
+        self._used_bytes, self._has_freed = _told()[0], False
 
     def give_back(self) -> int:
         """Give free memory back if the heap has much of it; how much it had."""
         used_bytes, free_bytes = _told()
-        if used_bytes > self._used_bytes + HEAP_GROWN_BYTES_MAX:
+        if self._has_freed or used_bytes > self._used_bytes + HEAP_GROWN_BYTES_MAX:
+            before_bytes = used_bytes
             gc.collect()
             used_bytes, free_bytes = _told()
+            # What was still in use then may be let go in the same way.
+            self._has_freed = before_bytes - used_bytes > HEAP_GROWN_BYTES_MAX // 8
             self._used_bytes = used_bytes
         self._used_bytes = min(self._used_bytes, used_bytes)
         if free_bytes > HEAP_FREE_BYTES_MAX:
