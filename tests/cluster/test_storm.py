@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ROUNDS = int(os.environ.get("TRIGGERKV_CLUSTER_ROUNDS", "4"))
 SEED = int(os.environ.get("TRIGGERKV_CLUSTER_SEED", "1"))
 BYTES, BATCH, WAIT_S = 4096, 8, 8.0
+PACE_S = 0.05  # between two batches: what is evicted is lost as well
 
 
 class Worker:
@@ -57,7 +58,7 @@ class Worker:
     def _run(self) -> None:
         name = 0
         try:
-            while not self.is_over.is_set():
+            while not self.is_over.wait(PACE_S):
                 self._put(range(name, name + BATCH))
                 name += BATCH
                 self._get()
@@ -108,7 +109,7 @@ def test_of_what_is_on_two_nodes_nothing_is_lost_with_one(tmp_path: Path) -> Non
         etcd = stack.enter_context(RealEtcd(tmp_path / "etcd"))
         told = ("--cluster", f"{etcd.endpoints[0]}/storm")
         nodes = [
-            stack.enter_context(small_node(tmp_path / f"node{at}", arguments=told, capacity="256MiB"))
+            stack.enter_context(small_node(tmp_path / f"node{at}", arguments=told, capacity="512MiB"))
             for at in range(3)
         ]
         more: dict[str, Any] = {"slots": 16, "block_bytes_max": 1 << 20, "call_timeout_ms": 2_000}
