@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +10,8 @@ from tests.examples.printed import check, run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytest.importorskip("torch", reason="torch is in .venv-engines only: make test-engines")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,7 +23,7 @@ SMALL = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "LMCACHE_TRACK_USAGE": "false",
 }
-NEEDS = {"transformers_chat.py": "transformers", "vllm_chat.py": "vllm", "lmcache/chat.py": "lmcache"}
+NAMES = ("transformers_chat.py", "vllm_chat.py", "lmcache/chat.py")
 # vLLM for CPUs fails on llvmlite, which LMCache imports; tests/engines/child.py says how.
 FOR_LMCACHE = """try:
     from llvmlite.binding import ffi
@@ -33,10 +34,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_as_printed(name: str, model: Path, tmp_path: Path) -> None:
-    if find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{NEEDS[name]} is in .venv-engines only: make test-engines")
     more = dict(SMALL)
     if name.startswith("lmcache"):
         (tmp_path / "site").mkdir()
