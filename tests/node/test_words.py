@@ -152,9 +152,18 @@ def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
     link = link_of(rig)
     monkeypatch.setattr(Failures, "_call", lambda _: None)
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
+    land = puts._group.land
+    landed: list[int] = []
+
+    def noted(row: int, now_ns: int) -> None:
+        landed.append(row)
+        land(row, now_ns)
+
+    monkeypatch.setattr(puts._group, "land", noted)  # a word that says so comes before, and is seen or not
     rig.flags[0].store(1)
-    assert puts.wait_landed(WAIT_S)
     wait_until(lambda: bool(link.failures._asking), "it has failed")
+    assert landed == [0]
+    assert puts.wait_landed(0)
     puts.abandon()
     assert not puts.has_ended
     assert rig.client._core.link is link
