@@ -160,7 +160,7 @@ class ClusterClient(Handle):
                 expires_unix_ms=expires_unix_ms,
             )
 
-        armed = self._each(parts, arm)
+        armed = self._each(parts, arm, lambda puts: puts.abandon())
         return ClusterPuts(keys, [(parts[node], one) for node, one in armed.items()], self._copies)
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
@@ -394,15 +394,16 @@ class ClusterClient(Handle):
                 self._repairs.add(node, key, copied(at, found))
 
     def _each(
-        self, parts: Mapping[str, list[int]], call: Callable[[Client, list[int]], R]
+        self,
+        parts: Mapping[str, list[int]],
+        call: Callable[[Client, list[int]], R],
+        undo: Callable[[R], object] | None = None,
     ) -> dict[str, R | KvError]:
-        """What a call of each node gives, all at the same time; a mistake of the caller's is raised."""
+        """What a call of each node gives, all at the same time; a mistake of the caller's is raised, and all undone."""
 
         def one(node: str) -> R | KvError:
             try:
                 return call(self.nodes.at(node), parts[node])
-            except UsageError:
-                raise
             except KvError as error:
                 return error
 
@@ -410,16 +411,13 @@ class ClusterClient(Handle):
         if not first:
             return {}
         waiting = {node: self._threads.submit(one, node) for node in others}
-        try:
-            answers = {first: one(first)}
-        finally:
-            told = {
-                node: future.exception() for node, future in waiting.items()
-            }  # none goes on behind our back
-        for node, future in waiting.items():
-            if told[node] is not None:
-                raise told[node]  # type: ignore[misc]
-            answers[node] = future.result()
+        answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
+        mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
+        if mistakes:
+            for answer in answers.values():
+                if undo is not None and not isinstance(answer, KvError):
+                    undo(answer)
+            raise mistakes[0]
         return answers
 
 

@@ -19,7 +19,7 @@ from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.settings import EngineSettings
 from kvstore.engines.vllm.settings import Settings
-from kvstore.errors import ConfigError, InvalidArgument, KvError, NodeUnavailable
+from kvstore.errors import Closed, ConfigError, InvalidArgument, KvError, NodeUnavailable
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.reach import Reach
@@ -156,6 +156,19 @@ def test_one_flag_fires_the_puts_to_both_owners(world: World) -> None:
     assert [one.key for one in results] == world.keys
     assert sum(counts(world, client).values()) == 2 * COUNT
     assert all(0 < one.fired_ns <= one.landed_ns <= one.durable_ns for one in results)
+
+
+def test_where_one_node_can_take_no_part_nothing_is_armed_at_the_others(world: World) -> None:
+    client = world.client(replicas=2)
+    with client.register(world.source) as memory, FlagWords.create(1) as flags:
+        client.arm(world.blocks(memory, threshold=9), flags[0]).abandon()
+        client.nodes.at(world.nodes[1].target).close()
+        with pytest.raises(Closed):
+            client.arm(world.blocks(memory), flags[0])
+        flags[0].store(1)
+        time.sleep(0.3)
+    for number in (0, 2):
+        assert client.nodes.at(world.nodes[number].target).prefix(world.keys).blocks == 0
 
 
 def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
