@@ -1,10 +1,15 @@
 /*
- * The caller: makes calls of one client to its node over the fabric, in one step: the call's bytes into a place of our own
- * memory, the watches for the words that will answer it, and the put that brings it into the same place at the node.
+ * The caller: makes calls of one client to its node over the fabric, in one step: the watches for the words that will answer
+ * it, and the put that brings it into a place of ours and into the same place at the node.
+ *
+ * A call finds its place on the progress thread. With all of them in use it waits, its bytes in a copy and all work for it
+ * taken, so that nothing can refuse it later; an answer that frees a place lets the next one go.
  *
  * What always holds: a place is used again only after its answer: DONE, which has nothing more to say, or BYTES, and then
- * when its reader has said so. A call is begun whole or not at all; with all places in use, or with more to say than a place
- * holds, it is not, and goes another way. Calls of a place carry rising generations.
+ * when its reader has said so. Calls go out in their order, and those of a place carry rising generations. One that its
+ * deadline finds not gone out ends, and never goes out: it has used up no generation, and its place serves the next. A call
+ * is begun whole or not at all; with more to say than a place holds, or with too many that wait, it is not, and goes another
+ * way.
  *
  * What it doesn't do: read answers, or decide what a call's failure means. Both are told by the words, or as events.
  */
@@ -16,61 +21,100 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum place_state { PLACE_FREE, PLACE_CALLED, PLACE_ANSWERED /* with bytes that nobody has read yet */ };
+
 struct place {
-	struct tk_group *group; /* NULL: it is free */
-	uint32_t row;
-	uint64_t generation; /* the next call's */
+	enum place_state state;
+	uint64_t tag;	     /* of the call that is in it */
+	uint64_t generation; /* of that call, or of the next */
+};
+
+/* What is kept of a call until its put is over. */
+struct called {
+	struct tk_caller *caller;
+	struct work *watch; /* for its answer; of no list as long as the call has no place */
+	uint64_t tag;
+	uint64_t answer_ns; /* so long the answer may take from when the call has a place; 0: any time */
+	uint32_t good_code;
+	uint32_t length; /* without a tag */
+	char bytes[];	 /* a `call_head` and what follows it, but for what the place says */
 };
 
 struct tk_caller {
 	struct tk_caller_setup setup;
+	struct tk_fabric *fabric;
+
 	pthread_mutex_t lock;
 	struct place places[TK_CALL_PLACES];
+	uint32_t waiting; /* calls without a place, and how many bytes these are */
+	uint64_t waiting_bytes;
+
+	/* The progress thread's own. */
+	struct tk_caller *next;
+	struct queue unplaced;
 };
+
+static int add_caller(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_caller *caller = *(struct tk_caller **)argument;
+	caller->next = fabric->callers;
+	fabric->callers = caller;
+	return 0;
+}
+
+static int remove_caller(struct tk_fabric *fabric, void *argument)
+{
+	struct tk_caller *caller = *(struct tk_caller **)argument, **link = &fabric->callers;
+	while (*link && *link != caller)
+		link = &(*link)->next;
+	if (*link)
+		*link = caller->next;
+	return 0;
+}
+
+static void free_caller(struct tk_caller *caller)
+{
+	pthread_mutex_destroy(&caller->lock);
+	free(caller);
+}
 
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out)
 {
 	const struct tk_region *region = setup->region;
-	if (!setup->endpoint || !region || setup->calls < region->address ||
+	if (!setup->endpoint || !region || setup->calls % 8 || setup->calls < region->address ||
 	    setup->calls + (uint64_t)TK_CALL_PLACES * TK_CALL_BYTES > region->address + region->length)
 		return -EINVAL;
 	struct tk_caller *caller = calloc(1, sizeof *caller);
 	if (!caller)
 		return -ENOMEM;
 	caller->setup = *setup;
+	caller->fabric = setup->endpoint->fabric;
 	pthread_mutex_init(&caller->lock, NULL);
 	for (int i = 0; i < TK_CALL_PLACES; i++)
 		caller->places[i].generation = setup->first_generation;
+	int status = on_the_thread(caller->fabric, add_caller, &caller, sizeof caller);
+	if (status) {
+		if (status != TK_STUCK)
+			free_caller(caller);
+		return status;
+	}
 	*out = caller;
 	return 0;
 }
 
+int tk_caller_close(struct tk_caller *caller)
+{
+	int status = on_the_thread(caller->fabric, remove_caller, &caller, sizeof caller);
+	if (status != TK_STUCK)
+		free_caller(caller);
+	return status;
+}
+
+/* Under the lock; after its call was answered. */
 static void free_place(struct place *place)
 {
-	group_let_go(place->group);
-	place->group = NULL;
-}
-
-void tk_caller_close(struct tk_caller *caller)
-{
-	for (int i = 0; i < TK_CALL_PLACES; i++)
-		if (caller->places[i].group)
-			free_place(&caller->places[i]);
-	pthread_mutex_destroy(&caller->lock);
-	free(caller);
-}
-
-/* Under the lock; -1 if all are in use. */
-static int find_place(struct tk_caller *caller)
-{
-	for (int i = 0; i < TK_CALL_PLACES; i++) {
-		struct place *place = &caller->places[i];
-		if (place->group && group_code(place->group, place->row) == CALL_DONE)
-			free_place(place);
-		if (!place->group)
-			return i;
-	}
-	return -1;
+	place->state = PLACE_FREE;
+	place->generation++;
 }
 
 int tk_caller_free(struct tk_caller *caller)
@@ -78,55 +122,77 @@ int tk_caller_free(struct tk_caller *caller)
 	int count = 0;
 	pthread_mutex_lock(&caller->lock);
 	for (int i = 0; i < TK_CALL_PLACES; i++)
-		count += !caller->places[i].group ||
-			 group_code(caller->places[i].group, caller->places[i].row) == CALL_DONE;
+		count += caller->places[i].state == PLACE_FREE;
+	count -= (int)caller->waiting;
 	pthread_mutex_unlock(&caller->lock);
-	return count;
+	return count > 0 ? count : 0;
 }
 
-void tk_caller_read(struct tk_caller *caller, uint32_t place)
+/* Under the lock; where the bytes of its answer are. */
+static int find_answer(const struct tk_caller *caller, uint64_t tag)
+{
+	for (int i = 0; i < TK_CALL_PLACES; i++)
+		if (caller->places[i].state == PLACE_ANSWERED && caller->places[i].tag == tag)
+			return i;
+	return -ENOENT;
+}
+
+int tk_caller_answer(struct tk_caller *caller, uint64_t tag, uint64_t *generation)
 {
 	pthread_mutex_lock(&caller->lock);
-	if (place < TK_CALL_PLACES && caller->places[place].group)
-		free_place(&caller->places[place]);
+	int number = find_answer(caller, tag);
+	if (number >= 0)
+		*generation = caller->places[number].generation;
 	pthread_mutex_unlock(&caller->lock);
+	return number;
 }
 
-/* Where a place's flag is, as we address it. */
-static uint64_t flag_of(const struct tk_caller_setup *setup, uint32_t number)
+void tk_caller_read(struct tk_caller *caller, uint64_t tag)
 {
-	return setup->area + (uint64_t)number * 8;
+	pthread_mutex_lock(&caller->lock);
+	int number = find_answer(caller, tag), wake = number >= 0 && caller->waiting;
+	if (number >= 0)
+		free_place(&caller->places[number]);
+	pthread_mutex_unlock(&caller->lock);
+	if (wake)
+		fabric_wake(caller->fabric);
 }
 
-/* Returns how many bytes are to be put. */
-static uint32_t write_call(const struct tk_caller *caller, uint32_t number, const struct tk_call *call,
-			   const void *metadata, const void *rows, size_t rows_bytes)
+/* --- a call is made. Any thread. */
+
+/* Returns the bytes of a call as they are to be put, but for what the place says of it. NULL: there is no memory. */
+static struct called *write_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata,
+				 const void *rows, size_t rows_bytes)
 {
-	char *at = (char *)caller->setup.calls + (size_t)number * TK_CALL_BYTES;
 	uint32_t metadata_bytes = (call->metadata_bytes + CALL_ALIGN - 1) / CALL_ALIGN * CALL_ALIGN;
 	struct call_head head = {
 		.length = (uint32_t)(sizeof head + metadata_bytes + rows_bytes),
-		.generation = caller->places[number].generation,
 		.kind = call->kind,
 		.flags = call->flags,
 		.durability = call->durability,
 		.metadata_bytes = metadata_bytes,
 		.blocks = call->blocks,
-		.ack_word = caller->setup.ack_words[number],
 		.lease_ms = call->lease_ms,
 		.expires_unix_ms = call->expires_unix_ms,
 	};
 	memcpy(head.fingerprint, call->fingerprint, sizeof head.fingerprint);
+	struct called *called = malloc(sizeof *called + head.length);
+	if (!called)
+		return NULL;
+	uint64_t now_ns = tk_now_ns();
+	*called = (struct called){
+		.caller = caller,
+		.tag = call->tag,
+		.answer_ns = call->deadline_ns > now_ns ? call->deadline_ns - now_ns : 0,
+		.good_code = call->good_code,
+		.length = head.length,
+	};
+	char *at = called->bytes;
 	memcpy(at, &head, sizeof head);
 	memcpy(at + sizeof head, metadata, call->metadata_bytes);
 	memset(at + sizeof head + call->metadata_bytes, 0, metadata_bytes - call->metadata_bytes);
 	memcpy(at + sizeof head + metadata_bytes, rows, rows_bytes);
-	uint32_t crc32c = tk_crc32c(at + sizeof crc32c, head.length - sizeof crc32c, 0);
-	memcpy(at, &crc32c, sizeof crc32c);
-	const struct tk_caller_setup *setup = &caller->setup;
-	uint64_t tag = tk_endpoint_tag(setup->endpoint, flag_of(setup, number), setup->area_key, head.generation, at, head.length);
-	memcpy(at + head.length, &tag, tag_bytes(setup->endpoint));
-	return head.length + tag_bytes(setup->endpoint);
+	return called;
 }
 
 /* The words in which the node says of each block that it has come, or why not. */
@@ -145,47 +211,48 @@ static void watch_blocks(const struct tk_caller *caller, const struct tk_call *c
 			.good_max = UINT8_MAX,
 			.row = i,
 		};
-		enqueue_ack(caller->setup.endpoint->fabric, &watch);
+		enqueue_ack(caller->fabric, &watch);
 	}
 }
 
-static void put_call(const struct tk_caller *caller, uint32_t number, const struct tk_call *call, uint32_t length)
+/* Until when it may wait to go out: no longer than its blocks are waited for. */
+static uint64_t goes_out_until(const struct tk_call *call)
+{
+	uint64_t blocks_ns = call->blocks_deadline_ns, answer_ns = call->deadline_ns;
+	return blocks_ns && (!answer_ns || blocks_ns < answer_ns) ? blocks_ns : answer_ns;
+}
+
+/* Behind the watches of its blocks: deadlines that are over at the same time are told of what came last first, so whoever
+ * hears that a block did not come has heard that the call never went out. */
+static void queue_call(const struct tk_caller *caller, const struct tk_call *call, struct called *called)
 {
 	const struct tk_caller_setup *setup = &caller->setup;
-	uint64_t generation = caller->places[number].generation, tag = call->tag + 2 * (uint64_t)call->blocks;
-	struct tk_ack_watch watch = {
-		.tag = tag + 1,
-		.endpoint = setup->endpoint,
-		.word = setup->words + (uint64_t)setup->ack_words[number] * 8,
-		.generation = generation,
-		.deadline_ns = call->deadline_ns,
-		.group = call->group,
-		.final_code = 1,
-		.good_max = call->good_code,
-		.row = call->row,
-	};
 	struct tk_operation put = {
-		.tag = tag,
+		.tag = call->tag + 2 * (uint64_t)call->blocks,
 		.endpoint = setup->endpoint,
 		.peer = setup->peer,
-		.local = setup->calls + (uint64_t)number * TK_CALL_BYTES,
-		.remote = setup->area + TK_CALL_AREA_HEAD + (uint64_t)number * TK_CALL_BYTES,
 		.remote_key = setup->area_key,
-		.flag_target = flag_of(setup, number),
 		.flag_key = setup->area_key,
-		.flag_value = generation,
+		.deadline_ns = goes_out_until(call),
+		.group = call->group,
+		.row = call->row,
 		.region = setup->region,
-		.length = length,
+		.length = called->length + tag_bytes(setup->endpoint),
 		.flags = TK_FLAG_PUT | TK_ACKED_PUT,
 	};
-	enqueue_ack(setup->endpoint->fabric, &watch);
-	enqueue_operation(setup->endpoint->fabric, &put);
+	called->watch = take_free(caller->fabric, WORK_ACK);
+	enqueue_operation(caller->fabric, &put)->called = called;
+}
+
+static int has_room(const struct tk_caller *caller, const struct called *called)
+{
+	return caller->waiting < TK_CALLS_WAITING && called->length <= TK_CALLS_WAITING_BYTES - caller->waiting_bytes;
 }
 
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
 		   size_t rows_bytes)
 {
-	struct tk_fabric *fabric = caller->setup.endpoint->fabric;
+	struct tk_fabric *fabric = caller->fabric;
 	int status = fabric_refusal(fabric);
 	if (status)
 		return status;
@@ -194,29 +261,181 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		return -EINVAL;
 	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes + TK_TAG_BYTES > TK_CALL_BYTES)
 		return -EMSGSIZE;
+	struct called *called = write_call(caller, call, metadata, rows, rows_bytes);
+	if (!called)
+		return -ENOMEM;
 	pthread_mutex_lock(&caller->lock);
-	int number = find_place(caller);
-	if (number < 0) {
-		pthread_mutex_unlock(&caller->lock);
-		return -EBUSY;
-	}
-	struct place *place = &caller->places[number];
-	uint32_t length = write_call(caller, (uint32_t)number, call, metadata, rows, rows_bytes);
-	pthread_mutex_lock(&fabric->inbox_lock);
-	status = reserve_work(fabric, 2 + (is_fetch ? call->blocks : 0));
-	if (!status) {
-		if (is_fetch)
+	if (has_room(caller, called)) {
+		pthread_mutex_lock(&fabric->inbox_lock);
+		status = reserve_work(fabric, 2 + (is_fetch ? call->blocks : 0));
+		if (!status && is_fetch)
 			watch_blocks(caller, call, rows);
-		put_call(caller, (uint32_t)number, call, length);
+		if (!status)
+			queue_call(caller, call, called);
+		pthread_mutex_unlock(&fabric->inbox_lock);
+	} else {
+		status = -EBUSY;
 	}
-	pthread_mutex_unlock(&fabric->inbox_lock);
 	if (!status) {
-		place->generation++;
-		place->group = call->group;
-		place->row = call->row;
-		group_use(call->group);
-		fabric_wake(fabric);
+		caller->waiting++;
+		caller->waiting_bytes += called->length;
 	}
 	pthread_mutex_unlock(&caller->lock);
-	return status ? status : number;
+	if (status)
+		free(called);
+	else
+		fabric_wake(fabric);
+	return status;
+}
+
+/* --- a call goes out. The progress thread. */
+
+/* Where a place's flag is, as we address it. */
+static uint64_t flag_of(const struct tk_caller_setup *setup, uint32_t number)
+{
+	return setup->area + (uint64_t)number * 8;
+}
+
+/* Under the lock; -1 if all are in use. */
+static int find_place(const struct tk_caller *caller)
+{
+	for (int i = 0; i < TK_CALL_PLACES; i++)
+		if (caller->places[i].state == PLACE_FREE)
+			return i;
+	return -1;
+}
+
+/* Under the lock. */
+static void waits_no_more(struct tk_caller *caller, const struct called *called)
+{
+	caller->waiting--;
+	caller->waiting_bytes -= called->length;
+}
+
+static int watch_answer(struct tk_fabric *fabric, struct work *work, uint32_t number)
+{
+	struct called *called = work->called;
+	struct work *watch = called->watch;
+	const struct tk_caller *caller = called->caller;
+	const struct tk_caller_setup *setup = &caller->setup;
+	watch->ack = (struct tk_ack_watch){
+		.tag = work->op.tag + 1,
+		.endpoint = setup->endpoint,
+		.word = setup->words + (uint64_t)setup->ack_words[number] * 8,
+		.generation = caller->places[number].generation,
+		.deadline_ns = called->answer_ns ? tk_now_ns() + called->answer_ns : 0,
+		.group = work->op.group,
+		.final_code = 1,
+		.good_max = called->good_code,
+		.row = work->op.row,
+	};
+	if (watch_add(&fabric->acks, (const uint64_t *)watch->ack.word, 0, watch))
+		return -ENOMEM;
+	watch->caller = called->caller;
+	watch->grant = number + 1;
+	group_use(watch->ack.group);
+	adopt(fabric, watch);
+	watch->partner = work;
+	work->partner = watch;
+	return 0;
+}
+
+static void fill_place(struct work *work, uint32_t number)
+{
+	const struct called *called = work->called;
+	const struct tk_caller *caller = called->caller;
+	const struct tk_caller_setup *setup = &caller->setup;
+	struct tk_operation *op = &work->op;
+	op->local = setup->calls + (uint64_t)number * TK_CALL_BYTES;
+	op->remote = setup->area + TK_CALL_AREA_HEAD + (uint64_t)number * TK_CALL_BYTES;
+	op->flag_target = flag_of(setup, number);
+	op->flag_value = caller->places[number].generation;
+	struct call_head *head = (struct call_head *)op->local;
+	memcpy(head, called->bytes, called->length);
+	head->generation = op->flag_value;
+	head->ack_word = setup->ack_words[number];
+	head->crc32c = tk_crc32c((char *)head + sizeof head->crc32c, called->length - sizeof head->crc32c, 0);
+	uint64_t tag = tk_endpoint_tag(setup->endpoint, op->flag_target, op->flag_key, op->flag_value, head, called->length);
+	memcpy((char *)head + called->length, &tag, tag_bytes(setup->endpoint));
+}
+
+/* Gives the call a place, if there is one; it is to be posted next. */
+static int find_it_a_place(struct tk_fabric *fabric, struct work *work)
+{
+	struct tk_caller *caller = work->called->caller;
+	pthread_mutex_lock(&caller->lock);
+	int number = find_place(caller);
+	int found = number >= 0 && !watch_answer(fabric, work, (uint32_t)number);
+	if (found) {
+		struct place *place = &caller->places[number];
+		place->state = PLACE_CALLED;
+		place->tag = work->called->tag;
+		work->grant = (uint32_t)number + 1;
+		waits_no_more(caller, work->called);
+		fill_place(work, (uint32_t)number);
+	}
+	pthread_mutex_unlock(&caller->lock);
+	return found;
+}
+
+void caller_fire(struct tk_fabric *fabric, struct work *work)
+{
+	struct queue *unplaced = caller_queue(work);
+	if (!unplaced->head && find_it_a_place(fabric, work)) {
+		get_ready(fabric, work, WORK_READY);
+	} else {
+		work->state = WORK_UNGRANTED;
+		queue_push(unplaced, work);
+	}
+}
+
+struct queue *caller_queue(const struct work *work)
+{
+	return &work->called->caller->unplaced;
+}
+
+int poll_callers(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	for (struct tk_caller *caller = fabric->callers; caller; caller = caller->next)
+		while (caller->unplaced.head && find_it_a_place(fabric, caller->unplaced.head)) {
+			get_ready(fabric, queue_pop(&caller->unplaced), WORK_READY);
+			busy = 1;
+		}
+	return busy;
+}
+
+void caller_answered(struct work *watch, uint32_t code)
+{
+	struct tk_caller *caller = watch->caller;
+	struct place *place = &caller->places[watch->grant - 1];
+	pthread_mutex_lock(&caller->lock);
+	if (code == CALL_DONE)
+		free_place(place);
+	else
+		place->state = PLACE_ANSWERED;
+	pthread_mutex_unlock(&caller->lock);
+}
+
+/* The put's own end. What was never posted leaves its place, and the generation, to the next. */
+void caller_put_over(struct tk_fabric *fabric, struct work *work)
+{
+	struct called *called = work->called;
+	struct tk_caller *caller = called->caller;
+	struct work *watch = work->partner;
+	unpair(work);
+	if (!work->grant) {
+		pthread_mutex_lock(&caller->lock);
+		waits_no_more(caller, called);
+		pthread_mutex_unlock(&caller->lock);
+		recycle(fabric, called->watch);
+	} else if (!work->posted_ns && watch) {
+		pthread_mutex_lock(&caller->lock);
+		caller->places[work->grant - 1].state = PLACE_FREE;
+		pthread_mutex_unlock(&caller->lock);
+		watch_remove(&fabric->acks, watch);
+		release(fabric, watch);
+	}
+	free(called);
+	work->called = NULL;
 }

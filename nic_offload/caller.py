@@ -1,7 +1,8 @@
 """Calls of a client to its node, made in one step of the C core (`caller.c`): bytes, watches and the put.
 
-What always holds: a call is begun whole or not at all; a place is used again after its answer: one that says no more
-than DONE frees it by itself, one with bytes when these have been read.
+What always holds: a call is begun whole or not at all. With all places in use it waits, `WAITING` of them at most, and
+they go out in their order. A place is used again after its answer: one that says no more than DONE frees it by itself,
+one with bytes when these have been read.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Endpoint, Region
     from nic_offload.group import Group
 
-__all__ = ["PLACES", "Call", "Caller"]
+__all__ = ["PLACES", "WAITING", "WAITING_BYTES", "Call", "Caller"]
 
 PLACES = int(lib.TK_CALL_PLACES)
+WAITING = int(lib.TK_CALLS_WAITING)
+WAITING_BYTES = int(lib.TK_CALLS_WAITING_BYTES)
 _CALL = struct.Struct("=5Q4I4B16s4x")
 assert _CALL.size == ffi.sizeof("struct tk_call")
 
@@ -44,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Caller:
-    """Of one connection; it goes with this object, when its endpoint is closed."""
+    """Of one connection; closed when its endpoint is."""
 
     def __init__(
         self,
@@ -76,10 +79,10 @@ class Caller:
         code = lib.tk_caller_open(setup, out)
         if code:
             raise FabricError.from_code("Opening a caller", code)
-        self._handle: Any = ffi.gc(out[0], lib.tk_caller_close)
+        self._handle: Any = out[0]
 
     def call(self, call: Call, metadata: bytes, rows: bytes) -> int:
-        """Make a call; its place, or a negative code where it can't be made this way."""
+        """Make a call, now or when a place is free; a negative code where it can't be made this way."""
         packed = _CALL.pack(
             call.tag,
             call.deadline_ns,
@@ -101,9 +104,21 @@ class Caller:
 
     @property
     def free_places(self) -> int:
-        """How many calls could be begun."""
+        """How many calls would go out at once."""
         return int(lib.tk_caller_free(self._handle))
 
-    def read(self, place: int) -> None:
-        """The bytes of an answer have been read."""
-        lib.tk_caller_read(self._handle, place)
+    def answer(self, tag: int) -> tuple[int, int] | None:
+        """Where the bytes are that answer the call of this tag: their place and generation. None: there are none."""
+        generation = ffi.new("uint64_t *")
+        place = int(lib.tk_caller_answer(self._handle, tag, generation))
+        return None if place < 0 else (place, int(generation[0]))
+
+    def read(self, tag: int) -> None:
+        """These bytes have been read."""
+        lib.tk_caller_read(self._handle, tag)
+
+    def close(self) -> None:
+        """Its endpoint is closed."""
+        if self._handle is not None:
+            lib.tk_caller_close(self._handle)
+            self._handle = None

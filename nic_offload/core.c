@@ -61,7 +61,7 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 			watch_remove(work->kind == WORK_LANDING ? &fabric->landings : &fabric->acks, work);
 		return 1;
 	case WORK_UNGRANTED:
-		queue_remove(sender_queue(work), work);
+		queue_remove(work->called ? caller_queue(work) : sender_queue(work), work);
 		return 1;
 	case WORK_HELD:
 		return nic_withdraw(fabric, work);
@@ -362,6 +362,7 @@ void *core_progress(void *argument)
 		busy |= nic_poll(fabric);
 		busy |= poll_counters(fabric);
 		busy |= poll_senders(fabric);
+		busy |= poll_callers(fabric);
 		busy |= post_ready(fabric);
 		busy |= make_checksums(fabric);
 		busy |= expire(fabric);

@@ -356,6 +356,8 @@ int tk_flush(struct tk_fabric *fabric);
 #define TK_CALL_BYTES 73728
 #define TK_CALL_BLOCKS 1024
 #define TK_CALL_PLACES 4
+#define TK_CALLS_WAITING 1024	       /* of a caller, for a place, */
+#define TK_CALLS_WAITING_BYTES 8388608 /* and bytes of theirs */
 #define TK_CALL_AREA_HEAD 4096 /* before the places of a node's area are their flags */
 struct tk_shelved {
 	uint8_t owner[TK_OWNER_BYTES];
@@ -393,6 +395,7 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
+uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
 /* Names, owner and key of each, under which something is stored from now on, or nothing. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
 int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id); /* -ENOENT: it is not known any more; -EEXIST */
@@ -413,7 +416,7 @@ struct tk_caller_setup {
 };
 struct tk_call {
 	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
-	uint64_t deadline_ns; /* of its answer */
+	uint64_t deadline_ns; /* it goes out by then, and by that of its blocks; from then on it has as long again for its answer */
 	uint64_t blocks_deadline_ns;
 	uint64_t expires_unix_ms;
 	struct tk_group *group; /* a fetch's blocks are its first rows */
@@ -423,12 +426,15 @@ struct tk_call {
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
-/* Returns the call's place; -EBUSY, -EMSGSIZE, -EAGAIN: it can't be made this way now. */
+/* -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
+ * with -ETIMEDOUT is told, before anything is of its blocks. */
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
 		   size_t rows_bytes);
-int tk_caller_free(struct tk_caller *caller); /* places */
-void tk_caller_read(struct tk_caller *caller, uint32_t place); /* its answer, which had bytes */
-void tk_caller_close(struct tk_caller *caller);
+int tk_caller_free(struct tk_caller *caller); /* how many calls would go out at once */
+/* The place in which the bytes are that answer the call of this tag, and the generation that they have; -ENOENT: there are none. */
+int tk_caller_answer(struct tk_caller *caller, uint64_t tag, uint64_t *generation);
+void tk_caller_read(struct tk_caller *caller, uint64_t tag); /* these bytes: the place is free */
+int tk_caller_close(struct tk_caller *caller); /* its endpoint is closed */
 
 /* Puts of a client to its node by grants: slots that it may write into without asking; see sender.c. */
 struct tk_sender_setup {

@@ -117,6 +117,8 @@ void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns)
 		finish(fabric, work, 0);
 	} else if (work->op.sender) {
 		sender_fire(fabric, work);
+	} else if (work->called) {
+		caller_fire(fabric, work);
 	} else if (work->op.pieces ||
 		   (work->op.flags & TK_VERIFY_CRC && work->op.length && !(work->op.flags & TK_GET))) {
 		work->state = WORK_SUMMING;

@@ -34,7 +34,7 @@ enum work_kind { WORK_OPERATION, WORK_LANDING, WORK_ACK };
 
 enum work_state {
 	WORK_WAITING,	  /* for its counter or watched word */
-	WORK_UNGRANTED,	  /* fired, and waits for a slot */
+	WORK_UNGRANTED,	  /* fired, and waits for a slot; of a call, for a place */
 	WORK_HELD,	  /* by the NIC, which fires it */
 	WORK_READING,	  /* its bytes are being read from a drive */
 	WORK_SUMMING,	  /* its CRC is being made */
@@ -70,11 +70,13 @@ struct work {
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and where that came in */
 	struct served *served;
 	struct tk_desk *desk;
-	/* Of a put by grant and of the watch for its acknowledgements. */
+	/* Of a put by grant or a call, and of the watch for what the peer says of it. */
 	struct work *partner; /* the other of the two; NULL: it is over, or was never */
-	uint32_t grant;	      /* one more than the slot; 0: none */
-	uint32_t word;	      /* one more than the acknowledgement word */
-	struct tk_sender *sender; /* of the watch */
+	uint32_t grant;	      /* one more than the slot, or the place; 0: none */
+	uint32_t word;	      /* one more than a put's acknowledgement word */
+	struct tk_sender *sender; /* of the watch, as is this: */
+	struct tk_caller *caller;
+	struct called *called; /* of a call's put */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -258,6 +260,7 @@ struct tk_fabric {
 	uint32_t active_count, active_capacity;
 	struct nic nic;
 	struct tk_sender *senders;
+	struct tk_caller *callers;
 	struct tk_receiver *receivers;
 	struct tk_lane *lanes;
 	struct tk_reader *readers;

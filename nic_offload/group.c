@@ -102,14 +102,6 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 	return 1;
 }
 
-uint32_t group_code(struct tk_group *group, uint32_t row)
-{
-	pthread_mutex_lock(&group->lock);
-	uint32_t code = group->rows[row].over ? group->rows[row].code : 0;
-	pthread_mutex_unlock(&group->lock);
-	return code;
-}
-
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns)
 {
 	pthread_mutex_lock(&group->lock);

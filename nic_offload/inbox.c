@@ -38,7 +38,7 @@ int reserve_work(struct tk_fabric *fabric, uint32_t count)
 }
 
 /* Under inbox_lock, after reserve_work. */
-static struct work *take_free(struct tk_fabric *fabric, enum work_kind kind)
+struct work *take_free(struct tk_fabric *fabric, enum work_kind kind)
 {
 	struct work *work = fabric->free;
 	fabric->free = work->next;

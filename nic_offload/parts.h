@@ -25,6 +25,7 @@ void adopt(struct tk_fabric *fabric, struct work *work);
 void disown(struct tk_fabric *fabric, struct work *work);
 void recycle(struct tk_fabric *fabric, struct work *work);
 void release(struct tk_fabric *fabric, struct work *work);
+void unpair(struct work *work); /* from its partner */
 void drop(struct tk_fabric *fabric, struct work *work);
 void finish(struct tk_fabric *fabric, struct work *work, int status);
 void fail(struct tk_fabric *fabric, struct work *work, int status);
@@ -68,14 +69,14 @@ int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
 
 /* inbox.c: work for the thread, under the inbox's lock; any thread */
 int reserve_work(struct tk_fabric *fabric, uint32_t count);
+struct work *take_free(struct tk_fabric *fabric, enum work_kind kind); /* of what was reserved */
 int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op); /* without the lock */
 struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
 void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
 
-/* group.c: what callers wait for; the first three any thread */
+/* group.c: what callers wait for; the first two any thread */
 void group_use(struct tk_group *group);
 void group_let_go(struct tk_group *group);
-uint32_t group_code(struct tk_group *group, uint32_t row); /* 0 while it is open */
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
 
@@ -121,11 +122,17 @@ uint32_t sender_head(const struct work *work, const void **bytes); /* returns ho
 void *sender_head_desc(const struct work *work);
 void sender_put_over(struct tk_fabric *fabric, struct work *work);
 void sender_acked(struct work *watch, int is_final);
-void sender_watch_over(struct work *watch);
 struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
 int poll_senders(struct tk_fabric *fabric);
 
 uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* so many bytes of a put there */
+
+/* caller.c: calls, the client's side */
+void caller_fire(struct tk_fabric *fabric, struct work *work);
+void caller_put_over(struct tk_fabric *fabric, struct work *work);
+void caller_answered(struct work *watch, uint32_t code);
+struct queue *caller_queue(const struct work *work); /* where it waits for a place */
+int poll_callers(struct tk_fabric *fabric);
 
 /* pieces.c; the first two any thread */
 void pieces_use(struct tk_pieces *pieces);

@@ -483,6 +483,7 @@ static int settle(struct tk_receiver *receiver)
 		hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came; /* nobody else adds to them */
+		__atomic_add_fetch(&receiver->shelf->came, 1, __ATOMIC_RELEASE);
 		tell_of(receiver, &came);
 	} else {
 		status = give_room_back(receiver);

@@ -290,9 +290,7 @@ void sender_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
 	struct work *watch = work->partner;
-	if (watch)
-		watch->partner = NULL;
-	work->partner = NULL;
+	unpair(work);
 	if (!work->grant || work->posted_ns)
 		return;
 	sender->slots[sender->slots_free++] = work->grant - 1;
@@ -316,11 +314,4 @@ void sender_acked(struct work *watch, int is_final)
 		sender->words[sender->words_free++] = watch->word - 1;
 		watch->word = 0;
 	}
-}
-
-void sender_watch_over(struct work *watch)
-{
-	if (watch->partner)
-		watch->partner->partner = NULL;
-	watch->partner = NULL;
 }

@@ -61,7 +61,7 @@ class Heads:
         metadata: tuple[bytes, bytes] = (b"", b""),
     ) -> None:
         """A block without a key is named later. `metadata`: of the first block, and of each of the others."""
-        first, others = (one + bytes(-len(one) % 8) for one in metadata)
+        first, others = [one + bytes(-len(one) % 8) for one in metadata]
         size, pack = max(len(first), len(others)), _HEAD.pack
         if size > METADATA_BYTES_MAX:
             raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {size}.")
@@ -69,11 +69,20 @@ class Heads:
         self._memory: Any = ffi.new("char[]", self._stride * len(keys))
         ffi.buffer(self._memory)[:] = b"".join(
             [
-                bytes(size - len(said))
-                + said
+                (bytes(size - len(said)) + said if size else b"")
                 + pack(
-                    *(0, len(said), 0, 0, expires_unix_ms, 0, 0, 0, 0),
-                    *(durability if key else 0, key, fingerprint),
+                    0,
+                    len(said),
+                    0,
+                    0,
+                    expires_unix_ms,
+                    0,
+                    0,
+                    0,
+                    0,
+                    durability if key else 0,
+                    key,
+                    fingerprint,
                 )
                 for key, said in zip(keys, chain((first,), repeat(others)), strict=False)
             ]
@@ -179,10 +188,15 @@ def send(fabric: Fabric, sender: Sender, puts: Sequence[GrantedPut]) -> None:
             endpoint,
             peer,
             put.source,
-            *(0, 0, 0, 0, 0),
+            0,
+            0,
+            0,
+            0,
+            0,
             0 if put.trigger is None else put.trigger.pointer,
             put.threshold,
-            *(0, 0),
+            0,
+            0,
             put.deadline_ns,
             put.region.pointer,
             put.group.pointer,
@@ -193,7 +207,8 @@ def send(fabric: Fabric, sender: Sender, puts: Sequence[GrantedPut]) -> None:
             0,
             flags,
             put.row,
-            *(0, 0),
+            0,
+            0,
         )
         for put in puts
     ]

@@ -210,6 +210,11 @@ void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count,
 	pthread_mutex_unlock(&shelf->lock);
 }
 
+uint64_t tk_shelf_came(struct tk_shelf *shelf)
+{
+	return __atomic_load_n(&shelf->came, __ATOMIC_ACQUIRE);
+}
+
 int tk_shelf_count(struct tk_shelf *shelf)
 {
 	pthread_mutex_lock(&shelf->lock);

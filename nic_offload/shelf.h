@@ -44,6 +44,7 @@ struct tk_shelf {
 	struct shelved **named, **known;
 	uint32_t chains, count;
 	uint64_t landed; /* ids that were given to what has just come */
+	uint64_t came;	 /* atomic: rows that receivers have noted for the application */
 	struct tk_desk *desks;
 	struct served *first, *last; /* over, and not taken yet */
 	size_t served_bytes;	     /* of these and of those under way */

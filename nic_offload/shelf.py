@@ -73,6 +73,11 @@ class Shelf:
     def __len__(self) -> int:
         return 0 if self._fabric.closed else int(lib.tk_shelf_count(self.handle))
 
+    @property
+    def came(self) -> int:
+        """How many blocks receivers have ever had for us: one is counted before its client hears of it."""
+        return 0 if self._fabric.closed else int(lib.tk_shelf_came(self.handle))
+
     def put(self, blocks: Sequence[Shelved]) -> None:
         """List blocks; one of the same owner and key takes another's place."""
         rows = ffi.from_buffer("struct tk_shelved[]", b"".join([_SHELVED.pack(*block) for block in blocks]))

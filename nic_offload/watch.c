@@ -88,6 +88,8 @@ int poll_acks(struct tk_fabric *fabric)
 			continue;
 		}
 		work->code = code;
+		if (work->caller) /* before its own caller hears of it, who may want the place */
+			caller_answered(work, code);
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);
 		else

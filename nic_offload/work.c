@@ -198,6 +198,13 @@ void adopt(struct tk_fabric *fabric, struct work *work)
 		fabric->next_deadline_ns = deadline_ns;
 }
 
+void unpair(struct work *work)
+{
+	if (work->partner)
+		work->partner->partner = NULL;
+	work->partner = NULL;
+}
+
 static void stop_using(uint64_t *uses)
 {
 	__atomic_sub_fetch(uses, 1, __ATOMIC_RELEASE);
@@ -213,8 +220,8 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		work->after->before = work->before;
 	if (work->kind == WORK_ACK && work->ack.group)
 		group_let_go(work->ack.group);
-	if (work->kind == WORK_ACK && work->sender)
-		sender_watch_over(work);
+	if (work->kind == WORK_ACK)
+		unpair(work);
 	if (work->kind != WORK_OPERATION)
 		return;
 	if (work->op.group)
@@ -225,6 +232,8 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		reader_put_over(work);
 	if (work->op.sender)
 		sender_put_over(fabric, work);
+	if (work->called)
+		caller_put_over(fabric, work);
 	if (work->op.region)
 		stop_using(&work->op.region->uses);
 	if (work->op.pieces)

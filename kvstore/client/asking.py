@@ -79,6 +79,8 @@ class Asking:
 
         That is nothing, if there is no room for it in front of a block.
         """
+        if watch is None and span is None:
+            return b"", b""
 
         def said() -> bytes:
             headers = header_bytes((*metadata_of(watch), *self._traced(span)))
@@ -177,7 +179,7 @@ class Asking:
 
         def failed(error: KvError) -> None:
             asked.failed(error)
-            is_untried = isinstance(error, NodeUnavailable) and not error.was_tried
+            is_untried = isinstance(error, NodeUnavailable | DeadlineExceeded) and not error.was_tried
             if isinstance(error, Overloaded) or is_untried:  # nothing of it can come
                 reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
                 get.refuse(Miss(reason, str(error)))

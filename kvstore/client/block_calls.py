@@ -149,14 +149,23 @@ class BlockCalls:
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """As `Client.delete`."""
+        return self.delete_told(keys, durability=durability)[0]
+
+    def delete_told(
+        self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
+    ) -> tuple[list[bool], set[int]]:
+        """As `Client.delete`; and the digests of the node's map meanwhile, of which 0 says that it copies nothing."""
         found: list[bool] = []
+        digests: set[int] = set()
         for some in _batches(keys):
             with self._calling("Deleting blocks"):
                 request = pb.DeleteRequest(
                     tenant=self._tenant, keys=some, durability=durability_message(durability)
                 )
-                found += self._stub.Delete(request, timeout=self._timeout_s).found
-        return found
+                answer = self._stub.Delete(request, timeout=self._timeout_s)
+            found += answer.found
+            digests.add(answer.members_digest)
+        return found, digests
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import InvalidArgument, KeyTaken
@@ -17,7 +18,17 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
     from nic_offload.pieces import Pieces
 
-__all__ = ["Block", "HasFingerprint", "Hit", "KnownLayout", "PutResult", "fingerprint_of", "regions_of"]
+__all__ = [
+    "Block",
+    "HasFingerprint",
+    "Hit",
+    "KnownLayout",
+    "PutResult",
+    "fingerprint_of",
+    "pieces_of",
+    "regions_of",
+    "whole_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +127,21 @@ class KnownLayout(NamedTuple):
     fingerprint: bytes
 
 
+pieces_of = attrgetter("pieces")  # for `map`, which costs a block next to nothing
+whole_of = attrgetter("whole")
+
+
 def regions_of(blocks: Iterable[Block]) -> list[Region]:
     """The registered memory of all of these, each once; blocks of pieces often have the same."""
-    each = {id(regions): regions for regions in [block.regions for block in blocks]}
-    return list({id(region): region for regions in each.values() for region in regions}.values())
+    each: dict[Region, None] = {}
+    last: tuple[Region, ...] = ()
+    for block in blocks:
+        if block.pieces is None:
+            each[block.region] = None
+        elif block.pieces.regions is not last:
+            last = block.pieces.regions
+            each.update(dict.fromkeys(last))
+    return list(each)
 
 
 def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvstore.client.blocks import regions_of
+from kvstore.client.blocks import regions_of, whole_of
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.limits import BATCH_BLOCKS_MAX, LEASE_TIMEOUT_MS_MAX
 
@@ -16,24 +17,28 @@ if TYPE_CHECKING:
 
 __all__ = ["check_armed", "check_gets", "check_lease", "check_memory", "check_reserved"]
 
+_key, _length = attrgetter("key"), attrgetter("length")
+
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Refuse blocks in memory that is not registered here, or no longer."""
-    if any(one.handle is None or one not in fabric.regions for one in regions_of(blocks)):
-        raise NotRegistered("A block's memory is not registered with this client, or no longer.")
+    known = fabric.regions
+    for one in regions_of(blocks):
+        if one.handle is None or one not in known:
+            raise NotRegistered("A block's memory is not registered with this client, or no longer.")
 
 
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
     """Refuse a get of these."""
     if not 1 <= len(blocks) <= blocks_max:
         raise InvalidArgument(f"A call names 1 to {blocks_max} blocks, not {len(blocks)}.")
-    if not all(block.key for block in blocks):
+    if not all(map(_key, blocks)):
         raise InvalidArgument("A block without a key can only be armed, and is named before it fires.")
     check_memory(fabric, blocks)
 
 
 def _check_whole(blocks: Sequence[Block]) -> None:
-    if any(block.whole for block in blocks):
+    if any(map(whole_of, blocks)):
         raise InvalidArgument("A part of a block can be got, and not put.")
 
 
@@ -47,7 +52,7 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
     """Refuse to arm puts of these."""
     if not 1 <= len(blocks) <= blocks_max:
         raise InvalidArgument(f"A batch of puts has 1 to {blocks_max} blocks, not {len(blocks)}.")
-    largest = max(block.length for block in blocks)
+    largest = max(map(_length, blocks))
     if largest > bytes_max:
         raise InvalidArgument(
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."

@@ -75,6 +75,7 @@ class Core(Handle):
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
         self.link: Link | None = None
+        self._proved: Link | None = None  # the last one over which a word has gone
         self._attaching = threading.Lock()
         self.stub = kvstore_pb2_grpc.KvStoreStub(self.channel)  # type: ignore[no-untyped-call]
         self.breaker = Breaker(SystemClock())
@@ -91,6 +92,9 @@ class Core(Handle):
     @property
     def fabric(self) -> Fabric:
         """The fabric of all its links; FabricError where there is none."""
+        fabric = self._fabric
+        if fabric is not None:
+            return fabric
         with self.lock:
             if self._fabric is None:
                 if self._closed:
@@ -222,6 +226,9 @@ class Core(Handle):
 
     def attached(self, timeout_s: float) -> Link:
         """The link there is, or a new one, within this time."""
+        link = self.link
+        if link is not None and link is self._proved and link.error is None:
+            return link
         until_s = time.monotonic() + timeout_s
         if not self._attaching.acquire(timeout=max(0.0, timeout_s)):
             raise DeadlineExceeded("Another call was still attaching to the node.")
@@ -251,6 +258,7 @@ class Core(Handle):
         link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
         with self.fabric_breaker.call():
             say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        self._proved = link
         return link
 
     def _new_link(self, timeout_s: float) -> Link:

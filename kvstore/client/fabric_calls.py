@@ -3,12 +3,14 @@
 A call's word is a row of its caller's group, which waits for it; only what is no good answer comes as an event.
 
 What always holds: a call ends once, by its answer, by its deadline or by the link's loss; a call that is not answered
-in time ends the link, because nobody knows whether the node has it. With all places in use, or with more to say than a
-place holds, no call is begun, and the caller makes it by gRPC.
+in time ends the link, because nobody knows whether the node has it. With all places in use a call waits in the C core,
+where its deadline ends no more than the call: the node is never asked. With more to say than a place holds, or with too
+many that wait, no call is begun, and the caller makes it by gRPC.
 """
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import DeadlineExceeded, KvError, ProtocolError
@@ -43,6 +45,7 @@ __all__ = ["MEMORY_BYTES", "FabricCall", "FabricCalls"]
 
 Failed: TypeAlias = "Callable[[KvError], object]"
 
+_NOT_SENT = frozenset((-errno.ETIMEDOUT, -errno.ECANCELED))  # nothing of it went out, or ever will
 _ANSWERS_BYTES = CALL_PLACES * ANSWER_BYTES
 MEMORY_BYTES = _ANSWERS_BYTES + CALL_PLACES * CALL_BYTES  # answers first, then calls
 
@@ -59,7 +62,6 @@ class FabricCalls:
         self._region = region
         self._memory = memory
         self._start = start  # of the answers, in that memory
-        self._next = [area.first_generation] * CALL_PLACES
         self.caller = Caller(
             link.endpoint,
             region,
@@ -91,7 +93,7 @@ class FabricCalls:
         lease_ms: int = 0,
         expires_unix_ms: int = 0,
     ) -> FabricCall | None:
-        """Make a call, whose end is a row's; None if it can't be made this way.
+        """Make a call, now or when a place is free. Its end is a row's; None if it can't be made this way.
 
         `failed`, with the client's lock held, hears an answer beyond `good_code`, or that there will be none. Of the
         tags from `tag` on two for each block are a fetch's blocks', and the two behind them the call's own.
@@ -111,11 +113,9 @@ class FabricCalls:
             good_code,
             fingerprint,
         )
-        place = self.caller.call(call, header_bytes(metadata), rows)
-        if place < 0:
+        if self.caller.call(call, header_bytes(metadata), rows) < 0:
             return None
-        self._next[place] += 1
-        return FabricCall(self, place, self._next[place] - 1, group, row, failed)
+        return FabricCall(self, tag, group, row, failed)
 
     def first_word(self, tag: int, deadline_ns: int) -> TriggeredPut:
         """A word behind the flags, which the node reads nothing from: it only makes the connection."""
@@ -133,6 +133,17 @@ class FabricCalls:
             flag_value=1,
             deadline_ns=deadline_ns,
         )
+
+    def leases(self, tag: int) -> list[Leased]:
+        """What the answer to a call has of leases; its place is free again."""
+        found = self.caller.answer(tag)
+        if found is None:
+            raise ProtocolError("The node answered a call over the fabric and did not say what was asked.")
+        place, generation = found
+        try:
+            return leases_of(self.answer(place, generation), generation)
+        finally:
+            self.caller.read(tag)
 
     def answer(self, place: int, generation: int) -> bytes:
         """The bytes in a place for answers; ProtocolError if the node did not put them there for this call."""
@@ -152,12 +163,9 @@ class FabricCalls:
 class FabricCall:
     """One call. All methods are called with the client's lock held."""
 
-    def __init__(
-        self, calls: FabricCalls, place: int, generation: int, group: Group, row: int, failed: Failed
-    ) -> None:
+    def __init__(self, calls: FabricCalls, tag: int, group: Group, row: int, failed: Failed) -> None:
         self._calls = calls
-        self._place = place
-        self._generation = generation
+        self._tag = tag
         self._group, self._row = group, row
         self._failed = failed
 
@@ -174,6 +182,11 @@ class FabricCall:
             except KvError as error:
                 self._failed(error)
             self._group.end(self._row)
+        elif event.kind == EventKind.FAILED and event.status in _NOT_SENT:
+            late = DeadlineExceeded("The deadline was over before the node was asked.")
+            late.was_tried = False
+            self._failed(late)
+            self._group.end(self._row)
         elif event.kind == EventKind.FAILED:
             self._calls.lose(FabricError.from_code("A call over the fabric", event.status))
         elif event.kind == EventKind.WATCH_FAILED:
@@ -181,10 +194,7 @@ class FabricCall:
 
     def leases(self) -> list[Leased]:
         """What the answer has of leases; its place is free again."""
-        try:
-            return leases_of(self._calls.answer(self._place, self._generation), self._generation)
-        finally:
-            self._calls.caller.read(self._place)
+        return self._calls.leases(self._tag)
 
     def lost(self, error: KvError) -> None:
         """The link is gone."""

@@ -12,15 +12,16 @@ for by its deadline ends there, and the node never is.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvstore.client.blocks import Hit
+from kvstore.client.blocks import Hit, whole_of
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, ProtocolError
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.ack import miss_of_code
+from kvstore.wire.ack import AckCode, miss_of_code
 from kvstore.wire.fabric_call import AnswerCode, CallKind, FetchRow, rows_of_fetch, rows_of_parts
 from nic_offload.fabric import EventKind
 from nic_offload.group import Group
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kvstore.client.fabric_calls import FabricCall
     from kvstore.client.link import Host, Link
     from nic_offload.fabric import Event, Region
-    from nic_offload.group import Row
 
 __all__ = ["Ended", "Get", "NoGet"]
 
@@ -41,6 +41,7 @@ Ended: TypeAlias = "Callable[[list[Hit | Miss]], object]"
 Lost: TypeAlias = "Callable[[Sequence[Hit | Miss | None], KvError], object]"
 
 _ANY_CODE = 0xFF
+_SERVED = int(AckCode.SERVED)
 _SLICE_S = 3600.0
 
 
@@ -61,7 +62,7 @@ def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
     """Hold the regions of these blocks, each once: their owner can't close them while a peer may write there."""
     held: list[Region] = []
     try:
-        for region in {id(block.region): block.region for block in blocks}.values():
+        for region in dict.fromkeys([block.region for block in blocks]):
             region.hold()
             held.append(region)
     except FabricError:
@@ -98,7 +99,7 @@ class Get:
         self._cancelling = False
         self._call: FabricCall | None = None
         self._called = False  # it was asked for by gRPC
-        self.kind = CallKind.FETCH_PARTS if any(block.whole for block in blocks) else CallKind.FETCH
+        self.kind = CallKind.FETCH_PARTS if any(map(whole_of, blocks)) else CallKind.FETCH
         if self.kind is CallKind.FETCH_PARTS and not link.sends_parts:
             raise ProtocolError("The node sends whole blocks only.")
         self._held = _hold_regions(blocks)
@@ -137,20 +138,31 @@ class Get:
 
     def rows(self) -> bytes:
         """The same for a call over the fabric."""
-        rows = (
-            FetchRow(
-                block.key,
-                block.stored_bytes,
-                self._words[i],
-                self._first_generation + i,
-                region.base + block.offset,
-                region.key,
-                block.skip,
-                block.length if block.whole else 0,
+        named, generations = self._named(), count(self._first_generation)
+        if self.kind is CallKind.FETCH:
+            return rows_of_fetch(
+                [
+                    (block.key, block.length, word, generation, region.base + block.offset, region.key)
+                    for (block, region), word, generation in zip(
+                        named, self._words, generations, strict=False
+                    )
+                ]
             )
-            for i, (block, region) in enumerate(self._named())
+        return rows_of_parts(
+            [
+                FetchRow(
+                    block.key,
+                    block.stored_bytes,
+                    word,
+                    generation,
+                    region.base + block.offset,
+                    region.key,
+                    block.skip,
+                    block.length if block.whole else 0,
+                )
+                for (block, region), word, generation in zip(named, self._words, generations, strict=False)
+            ]
         )
-        return rows_of_fetch(rows) if self.kind is CallKind.FETCH else rows_of_parts(rows)
 
     def _named(self) -> Iterable[tuple[Block, Region]]:
         """The blocks, and what the node's side calls their memory."""
@@ -247,7 +259,7 @@ class Get:
         self._miss_the_rest(Miss(MissReason.NODE_AWAY, str(error)))
         if self._lost is not None and self._is_taken():
             told, self._lost = self._lost, None
-            told(self._told(), error)
+            told(self._told(len(self._blocks)), error)
         self._end_if_over()
 
     def _is_taken(self) -> bool:
@@ -280,17 +292,19 @@ class Get:
                 self.group.end(i)
         self.group.end(len(self._blocks))
 
-    def _outcome(self, i: int, row: Row) -> Hit | Miss:
-        return self._misses.get(i) or miss_of_code(row.code) or Hit(self._blocks[i].key)
+    def _outcome(self, i: int, code: int) -> Hit | Miss:
+        return self._misses.get(i) or miss_of_code(code) or Hit(self._blocks[i].key)
 
-    def _told(self, first: int | None = None) -> list[Hit | Miss]:
-        count = len(self._blocks) if first is None else first
-        return [self._outcome(i, row) for i, row in enumerate(self.group.rows(count))]
+    def _told(self, first: int) -> list[Hit | Miss]:
+        codes = self.group.codes(first)
+        if not self._misses and codes.count(_SERVED) == first:
+            return [Hit(block.key) for block in self._blocks[:first]]
+        return [self._outcome(i, code) for i, code in enumerate(codes)]
 
     def _end_if_over(self) -> None:
         if self._outcomes is not None or self.group.open_rows:
             return
-        self._outcomes = self._told()
+        self._outcomes = self._told(len(self._blocks))
         self._link.operations.pop(self.tag, None)
         self._link.give_back_words(self._words)
         if self._call is not None and self._taken is not None and self._is_taken():

@@ -149,6 +149,7 @@ class Link:
         self._free_words = list(range(ACK_WORDS))
         self._hang_up = threading.Event()
         self._responses: _Responses | None = None
+        self.calls: FabricCalls | None = None  # a node of an earlier version takes none
         self.sender: Sender | None = None  # None: every put has to ask for its slot
         self._gathered: tuple[Region, mmap.mmap] | None = None
         self._block_bytes_max = block_bytes_max
@@ -211,7 +212,6 @@ class Link:
         self.landing_key = answer.landing_key
         self.slots = answer.slots
         self.sends_parts = answer.parts  # a node of an earlier version does not
-        self.calls: FabricCalls | None = None  # a node of an earlier version takes none
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES
             self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, start)
@@ -352,6 +352,8 @@ class Link:
 
     def _close_memory(self) -> None:
         self.endpoint.close()
+        if self.calls is not None:
+            self.calls.caller.close()
         if self.sender is not None:
             self.sender.close()
         if self._gathered is not None:

@@ -113,16 +113,6 @@ class ClientLookups:
             asked.failed(error)
             raise
 
-    @contextmanager
-    def noting(self, kind: Kind, blocks: int, request_id: str) -> Iterator[None]:
-        """Do what a look-up needs before its call; if that fails for want of the node, it is noted as the look-up's."""
-        began_ns = self.clock.monotonic_ns()
-        try:
-            yield
-        except KvError as error:
-            self.failed(request_id, kind, blocks, began_ns, error)
-            raise
-
     def failed(self, request_id: str, kind: Kind, blocks: int, began_ns: int, error: KvError) -> None:
         """A look-up failed; if that was for want of the node, it is noted."""
         if isinstance(error, (NodeUnavailable, DeadlineExceeded, Overloaded)):

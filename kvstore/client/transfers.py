@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.client.asking import Reserving
+from kvstore.client.blocks import pieces_of
 from kvstore.client.checks import check_armed, check_gets, check_lease, check_reserved
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
@@ -84,7 +85,7 @@ class Transfers:
         check_lease(lease_ms, "A put waits for its flag")
         link = core.attached(core.reach.call_timeout_s)
         # It has to know the slot beforehand, and to find the bytes in one piece.
-        by_nic = flag is not None and core.fabric.deferred_work and not any(one.pieces for one in blocks)
+        by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))
         if link.sender is None or by_nic:
             return self.reserve(
                 blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
@@ -161,7 +162,7 @@ class Transfers:
         ended: Ended | None,
     ) -> Get | NoGet:
         """As `Client.getting`."""
-        if any(block.pieces is not None for block in blocks):
+        if any(map(pieces_of, blocks)):
             raise InvalidArgument("A block that belongs in pieces is waited for: use `get`.")
         return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
 
@@ -186,15 +187,14 @@ class Transfers:
             timeout_s = core.reach.get_timeout_s
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
-            with core.lookups.noting(Kind.FETCH, len(blocks), request_id):
-                link = core.attached(timeout_s)
-                with core.lock:
-                    if link.error is not None:
-                        raise link.error
-                    get = Get(core, link, blocks, ended, is_awaited=is_awaited)
-        except Overloaded as error:
-            return NoGet(len(blocks), Miss(MissReason.BUSY, str(error)), ended)
+            link = core.attached(timeout_s)
+            with core.lock:
+                if link.error is not None:
+                    raise link.error
+                get = Get(core, link, blocks, ended, is_awaited=is_awaited)
         except KvError as error:
-            return NoGet(len(blocks), Miss(MissReason.NODE_AWAY, str(error)), ended)
+            core.lookups.failed(request_id, Kind.FETCH, len(blocks), began_ns, error)
+            reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
+            return NoGet(len(blocks), Miss(reason, str(error)), ended)
         core.asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
         return get

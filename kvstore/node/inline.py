@@ -99,8 +99,12 @@ class InlineBlocks:
         durability: Durability,
         expires_unix_ms: int,
         chunks: AsyncIterator[bytes],
+        before_kept: Callable[[PutItem], object] = lambda _: None,
     ) -> Durability:
-        """Take a block in chunks and keep it; returns the durability reached."""
+        """Take a block in chunks and keep it; returns the durability reached.
+
+        `before_kept` is called when the bytes are there, and may refuse: nothing comes between it and the store.
+        """
         check_block(key, fingerprint, length)
         refuse_expired(expires_unix_ms, self._clock.wall_ms())
         began_ns = self._clock.monotonic_ns()
@@ -133,6 +137,7 @@ class InlineBlocks:
                 if not kept.done():
                     kept.set_result(batch[0])
 
+            before_kept(item)
             self._granted.before_others([item[:2]])
             self._store.put([item], finish)
         except BaseException:

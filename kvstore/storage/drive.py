@@ -281,10 +281,11 @@ class Drive(Handle):
             self._writes.lend(pages)
             self._set_off()
 
-    def seal(self) -> None:
-        """Take back what the lane has not used."""
+    def seal(self) -> int:
+        """Take back what the lane has not used; what is put from here on has a higher generation than the one given."""
         self._writes.seal()
         self._set_off()
+        return self._volume.last_generation
 
     def under_way(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Note blocks that the lane writes; each is reported like any other put."""

@@ -317,6 +317,15 @@ class Index:
             for name, value in transaction.cursor(self.blocks):
                 yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(value))
 
+    def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
+        """Give so many entries behind a name, tenant and key, in the order of their names."""
+        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
+            rows = islice(cursor, limit) if cursor.set_range(name + b"\0") else ()
+            return [
+                ((found[:TENANT_BYTES], found[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(row)))
+                for found, row in rows
+            ]
+
     def names(self) -> Iterator[bytes]:
         """Give the names of all blocks, many at once: tenant and key, tenant and key."""
         for rows in self.block_rows():

@@ -397,6 +397,10 @@ class Keeping:
 
     # What is asked.
 
+    def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
+        """Give so many blocks behind a name, tenant and key, in the order of their names; expired ones as well."""
+        return self._index.after(name, limit)
+
     def explain(self, name: Name) -> Explanation:
         """Tell where a block is, or went."""
         entry = self._index.lookup([name])[0]

@@ -73,7 +73,7 @@ __all__ = [
 
 Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
-CALL_PLACES = 4  # calls of one client under way; of more, gRPC takes care
+CALL_PLACES = 4  # calls of one client under way; others wait there
 CALL_BYTES = 72 << 10
 ANSWER_BYTES = 36 << 10
 AREA_BYTES = PAGE_BYTES + CALL_PLACES * CALL_BYTES
@@ -183,9 +183,10 @@ def call_offset(place: int) -> int:
 # --- calls
 
 
-def rows_of_fetch(rows: Iterable[FetchRow]) -> bytes:
-    """The blocks of a fetch."""
-    return b"".join([_FETCH.pack(*row[:6]) for row in rows])
+def rows_of_fetch(rows: Iterable[FetchRow | tuple[bytes, int, int, int, int, int]]) -> bytes:
+    """The blocks of a fetch, each the first six fields of a `FetchRow`."""
+    pack = _FETCH.pack
+    return b"".join([pack(*row[:6]) for row in rows])
 
 
 def rows_of_parts(rows: Iterable[FetchRow]) -> bytes:

@@ -21,16 +21,14 @@ from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from kvstore.wire import fabric_call
 from kvstore.wire import kvstore_pb2 as pb
-from nic_offload.caller import Call
 from nic_offload.flags import FlagWords
-from nic_offload.group import Group
 from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredPut, arm
 from tests.client.test_promises import put
 from tests.conftest import MIB, Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
-from tests.wire.calls import call_bytes
+from tests.wire.calls import call_bytes, due_generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +89,7 @@ def test_puts_and_gets_make_no_call_of_grpc(rig: Rig, monkeypatch: pytest.Monkey
     assert rig.client.reserve(blocks).already_stored == 8
 
 
-def test_with_all_places_in_use_calls_go_by_grpc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_core_takes_no_call_it_goes_by_grpc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     link = link_of(rig.client)
     assert link.calls is not None
     monkeypatch.setattr(link.calls.caller, "call", lambda *_: -errno.EBUSY)
@@ -123,24 +121,6 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
     inside.call(lambda node: setattr(node.fetches, "pump", pump))
     inside.call(lambda node: node.fetches.pump())
     assert [get.wait() for get in gets] == [[Hit(block.key)] for block in blocks]
-
-
-def test_a_place_is_not_used_again_before_its_answer(rig: Rig, node: NodeProcess) -> None:
-    block = rig.block(0)
-    put(rig, [block])
-    calls = link_of(rig.client).calls
-    assert calls is not None
-    os.kill(node.pid, signal.SIGSTOP)
-    try:
-        gets = [
-            rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S) for _ in range(fabric_call.CALL_PLACES)
-        ]
-        assert calls.caller.free_places == 0
-        call = Call(1 << 40, 0, 0, 0, Group(rig.client.fabric, 1 << 40, 1), 0, 0, 0, 9, 0, 0, 1, bytes(16))
-        assert calls.caller.call(call, b"", b"") == -errno.EBUSY
-    finally:
-        os.kill(node.pid, signal.SIGCONT)
-    assert [get.wait() for get in gets] == [[Hit(block.key)]] * fabric_call.CALL_PLACES
 
 
 def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
@@ -238,7 +218,7 @@ def test_a_spoilt_call_ends_the_connection_and_nothing_else(rig: Rig, node: Node
     put(rig, [block])
     link = link_of(rig.client)
     assert link.calls is not None
-    generation, area = link.calls._next[0], link.calls._area
+    generation, area = due_generation(link, 0), link.calls._area
     row = fabric_call.FetchRow(block.key, block.length, 1, 1, 0, 0)
     data = call_bytes(
         fabric_call.Call(generation, fabric_call.CallKind.FETCH, 1, bytes(16)),

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client import Block, Client
 from kvstore.durability import Durability
-from kvstore.errors import Expired, NoSpace, SessionRefused
+from kvstore.errors import DeadlineExceeded, Expired, NoSpace, SessionRefused
 from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES, SESSION_BLOCKS_MAX
 from kvstore.names import block_key
 from kvstore.storage.eviction.items import Guard
@@ -260,12 +260,19 @@ def test_a_lease_that_was_given_back_at_once_is_no_lost_put(client: Client) -> N
         assert "never stored" in str(client.explain([KEY])[0])
 
 
-def test_a_put_that_lands_when_its_life_is_over_is_not_acknowledged(client: Client) -> None:
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_put_that_lands_when_its_life_is_over_is_not_acknowledged(
+    client: Client, *, is_asked: bool
+) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(len(PAYLOAD))) as region:
         block = Block(KEY, region, 0, len(PAYLOAD), threshold=1)
-        puts = client.arm(
-            [block], flags[0], durability=Durability.LANDED, expires_unix_ms=now_ms() + SOON_MS // 5
-        )
+        over_ms = now_ms() + SOON_MS // 5
+        if is_asked:
+            reserved = client.reserve([block], durability=Durability.LANDED, expires_unix_ms=over_ms)
+            puts = reserved.arm(flags[0])
+        else:
+            puts = client.arm([block], flags[0], durability=Durability.LANDED, expires_unix_ms=over_ms)
         time.sleep(SOON_MS / 2500)
         flags[0].store(1)
-        assert isinstance(puts.wait(WAIT_S)[0].error, Expired)
+        # A slot is leased no longer than its block lives.
+        assert isinstance(puts.wait(WAIT_S)[0].error, DeadlineExceeded if is_asked else Expired)

@@ -32,6 +32,7 @@ from tests.conftest import MIB, Rig
 from tests.nic_offload.rig import wait_until
 from tests.nic_offload.test_granted import head_of
 from tests.node.in_process import NodeInProcess
+from tests.wire.calls import due_generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,7 +154,7 @@ def test_a_forged_call_is_not_answered_and_the_connection_goes_on(rig: Rig, at_n
     memory = allocate(MIB)
     target = rig.client.register(memory)
     for place in range(fabric_call.CALL_PLACES):
-        generation = link.calls._next[place]
+        generation = due_generation(link, place)
         row = struct.pack("<32sIIQQQ", block.key, block.length, 1, 1, target.base, target.key)
         head = struct.pack(
             "<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, rig.client.fingerprint
@@ -171,7 +172,7 @@ def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sente
     """Under its own flag. So much a forger can do to a connection whose keys it has; the next one has others."""
     link = link_of(rig.client)
     assert link.calls is not None
-    area, generation = link.calls._area, link.calls._next[0]
+    area, generation = link.calls._area, due_generation(link, 0)
     at = area.base + fabric_call.flag_offset(0), area.key
     data = bytes([0] * 4) + (64).to_bytes(4, "little") + generation.to_bytes(8, "little") + bytes(48)
     at_node.write(area.base + fabric_call.call_offset(0), area.key, data + bytes(8))

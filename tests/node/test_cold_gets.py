@@ -115,6 +115,11 @@ class Getting:
         return self.outcomes
 
 
+def detach_all(node: Node) -> None:
+    for one in list(node._connections.values()):
+        node.detach(one)
+
+
 def state(node: NodeInProcess) -> tuple[int, int, int, int]:
     """What is held for reads: hot memory, bytes asked of the drive, pinned extents, blocks that are being sent."""
 
@@ -187,7 +192,7 @@ def test_a_client_that_goes_leaves_its_memory_to_the_drive_until_that_is_done(
     paint(rig)
     getting = Getting(rig, [block], 1.0)
     held.wait_asked(1)
-    node.call(lambda inside: inside.detach_all(lambda _: True))
+    node.call(detach_all)
     size = record_bytes(LENGTH)
     assert state(node) == (size, size, 1, 2)
     held.give(record)
@@ -320,7 +325,7 @@ def test_without_a_reader_nothing_is_sent_to_a_client_that_has_gone(node: NodeIn
     paint(rig)
     getting = Getting(rig, [block], 1.0)
     wait_until(lambda: drive.waiting() == 1, "it is to be read")
-    node.call(lambda inside: inside.detach_all(lambda _: True))
+    node.call(detach_all)
     assert drive.let_go() == 1
     wait_until(lambda: state(node) == (0, 0, 0, 0), "all is given back")
     (outcome,) = getting.wait()

@@ -136,7 +136,7 @@ class FakeLane:
                 return
             self.step()
             self.take_note()
-            self.drive.poll()
+            self._store.poll()
         raise AssertionError("the lane does not come to an end")
 
     def _tell(self, record: Record) -> None:

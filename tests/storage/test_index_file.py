@@ -78,6 +78,9 @@ def test_a_page_with_bounds_or_rows_outside_of_it_is_not_mapped(tmp_path: Path) 
         harmed = bytearray(data)
         struct.pack_into("<H", harmed, root + at, value)
         refuses(tmp_path, harmed, why)
+    harmed = bytearray(data)
+    struct.pack_into("<H", harmed, newest_head(data) + 10, 2)
+    refuses(tmp_path, harmed, "not what leads there")
 
 
 def test_a_row_longer_than_its_page_is_not_mapped(tmp_path: Path) -> None:
