@@ -56,6 +56,10 @@ test-engines: setup-engines ## tests/engines: real engines with our node beside 
 test-hosts: setup-engines ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)
 	@tools/test_hosts.sh $(PYTEST_ARGS)
 
+.PHONY: test-cluster
+test-cluster: setup etcd ## tests/cluster in their long form: nodes die and hang 300 times while clients work (an hour)
+	@TRIGGERKV_CLUSTER_ROUNDS=$${TRIGGERKV_CLUSTER_ROUNDS:-300} $(py) -m pytest tests/cluster $(PYTEST_ARGS)
+
 .PHONY: etcd
 etcd: ## .cache/etcd, out of Debian's package (20 MB), for tests/cluster
 	@tools/etcd.sh

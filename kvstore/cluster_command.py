@@ -1,8 +1,10 @@
-"""`kvstore cluster`: which nodes there are, as one of them has it."""
+"""`kvstore cluster`: which nodes there are, as one of them has it, and that one gives its blocks to the others."""
 
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,24 +12,41 @@ import grpc
 from kvcli.running import Status
 from kvstore.client.channel import open_channel
 from kvstore.client.following import map_of
+from kvstore.limits import CLUSTER_CALLS_AT_ONCE
 from kvstore.wire import cluster_pb2 as pb
-from kvstore.wire import cluster_pb2_grpc
+from kvstore.wire import cluster_pb2_grpc, upkeep_pb2, upkeep_pb2_grpc
 from kvstore.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
 
-__all__ = ["show"]
+__all__ = ["drain", "show"]
+
+_LOOK_S = 0.5
 
 
 def show(reach: Reach, *, as_json: bool) -> int:
-    """Print the map of the first node that answers; 1 if it is in no cluster, or not a member of its own."""
-    told = _ask(reach)
+    """Print the map of the first node that answers; 1 if it is in no cluster, or not a member of its own.
+
+    Where nodes keep up copies, each is asked how far it is.
+    """
+    told = _ask_any(reach)
     now = map_of(told)
+    each = _upkeep(reach, now) if told.HasField("upkeep") else {}
     if as_json:
         members = [
-            {"name": one.name, "node": one.node, "weight": one.weight, "version": one.version, "share": share}
+            {
+                "name": one.name,
+                "node": one.node,
+                "weight": one.weight,
+                "version": one.version,
+                "state": one.state,
+                "share": share,
+                "upkeep": _as_numbers(each.get(one.node)),
+            }
             for one, share in zip(now.members, now.shares(), strict=True)
         ]
         said = {
@@ -41,39 +60,111 @@ def show(reach: Reach, *, as_json: bool) -> int:
     elif not told.clustered:
         print("The node is in no cluster.")  # noqa: T201
     else:
-        print(_text(now, told))  # noqa: T201
+        print(_text(now, told, each))  # noqa: T201
     return Status.NO if not told.clustered or told.outside else Status.DONE
 
 
-def _ask(reach: Reach) -> pb.MapResponse:
+def _ask_any(reach: Reach) -> pb.MapResponse:
     failure: grpc.RpcError | None = None
     for node in reach.nodes:
-        with open_channel(reach.at(node)) as channel:
-            stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                call = stub.Map(pb.MapRequest(tenant=reach.tenant), timeout=reach.call_timeout_s)
-                told: pb.MapResponse = next(call)
-                call.cancel()
-            except grpc.RpcError as error:
-                failure = error
-            else:
-                return told
+        try:
+            return _ask(reach, node)
+        except grpc.RpcError as error:
+            failure = error
     assert failure is not None
     raise error_from_rpc("To ask for the map", failure)
 
 
-def _text(now: Map, told: pb.MapResponse) -> str:
+def _ask(reach: Reach, node: str) -> pb.MapResponse:
+    with open_channel(reach.at(node)) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Map(pb.MapRequest(tenant=reach.tenant), timeout=reach.call_timeout_s)
+        told: pb.MapResponse = next(call)
+        call.cancel()
+        return told
+
+
+def _upkeep(reach: Reach, now: Map) -> dict[str, pb.UpkeepState | None]:
+    """How far each member is; None for one that doesn't answer, or keeps up nothing."""
+
+    def ask(node: str) -> pb.UpkeepState | None:
+        try:
+            told = _ask(reach, node)
+        except grpc.RpcError:
+            return None
+        return told.upkeep if told.HasField("upkeep") else None
+
+    nodes = [one.node for one in now.members]
+    with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
+        return dict(zip(nodes, threads.map(ask, nodes), strict=True))
+
+
+def _as_numbers(state: pb.UpkeepState | None) -> dict[str, int | bool] | None:
+    if state is None:
+        return None
+    return {field.name: getattr(state, field.name) for field in pb.UpkeepState.DESCRIPTOR.fields}
+
+
+def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
     rows = [("node", "name", "weight", "users", "version")]
     rows += [
-        (one.node, one.name, str(one.weight), f"{share:.1%}", one.version)
+        (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version)
         for one, share in zip(now.members, now.shares(), strict=True)
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+    lines += _upkeep_lines(each)
     if told.outside:
         lines.append(f"The node that was asked is no member: {told.outside}.")
     if told.etcd_away_ms:
         lines.append(f"etcd has not answered it for {told.etcd_away_ms / 1000:.1f} s; the map is as it was.")
     return "\n".join(lines)
+
+
+def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
+    if not each:
+        return []
+    states = [state for state in each.values() if state is not None]
+    one_copy, unsure, full = (
+        sum(getattr(one, name) for one in states) for name in ("one_copy", "unsure", "full")
+    )
+    looking = sum(one.looking for one in states)
+    line = f"blocks with one copy: {one_copy}"
+    why = [f"{unsure} may have been deleted while their node was away"] if unsure else []
+    why += [f"for {full} another node has no room"] if full else []
+    why += [f"{looking} nodes are looking"] if looking else []
+    lines = [f"{line} ({'; '.join(why)})" if why else line]
+    silent = [node for node, state in each.items() if state is None]
+    return [*lines, f"It says nothing of its copies: {', '.join(silent)}."] if silent else lines
+
+
+def drain(reach: Reach, node: str, *, undo: bool) -> int:
+    """Have a node give its blocks to the others, and wait until it may be stopped; or have it be as before.
+
+    1 if some of its blocks can't be given.
+    """
+    with open_channel(reach.at(node)) as channel:
+        stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
+        while True:
+            try:
+                told: upkeep_pb2.DrainResponse = stub.Drain(
+                    upkeep_pb2.DrainRequest(undo=undo), timeout=reach.call_timeout_s
+                )
+            except grpc.RpcError as error:
+                raise error_from_rpc("To drain the node", error) from error
+            if undo:
+                print(f"{node} is a member like any other.")  # noqa: T201
+                return Status.DONE
+            if told.looked and told.left <= told.unsure + told.full:
+                break
+            threading.Event().wait(_LOOK_S)
+    if not told.left:
+        print(f"{node} has nothing that the others don't have: it may be stopped.")  # noqa: T201
+        return Status.DONE
+    print(  # noqa: T201
+        f"{node} has {told.left} blocks that it can't give to the others: {told.unsure} may have been deleted while"
+        f" it was away, for {told.full} there is no room."
+    )
+    return Status.NO

@@ -21,6 +21,8 @@ from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_MIN,
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
+    REPLICAS_MAX,
+    UPKEEP_SECRET_BYTES_MIN,
 )
 from kvstore.reach import split_target
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
@@ -36,6 +38,7 @@ __all__ = [
     "DriveSpec",
     "EventsConfig",
     "NodeConfig",
+    "UpkeepConfig",
     "environment",
     "parse_drive",
     "parse_listen",
@@ -69,11 +72,44 @@ class EventsConfig(NamedTuple):
     as_arrays: bool = False
 
 
+class UpkeepConfig(NamedTuple):
+    """How a node keeps blocks on as many nodes as they should be: for whom, and how the others know it."""
+
+    replicas: int  # of a tenant's blocks whose section says nothing
+    secret_path: Path | None = None
+    nodes_ca: Path | None = None  # who signed the nodes' certificates
+
+    @property
+    def secret(self) -> str | None:
+        """What all nodes of the cluster know, and nobody else."""
+        if self.secret_path is None:
+            return None
+        secret = _read(self.secret_path).decode("ascii", "replace").strip()
+        if len(secret) < UPKEEP_SECRET_BYTES_MIN or not secret.isascii() or not secret.isprintable():
+            raise ConfigError(
+                f"{self.secret_path} has no secret: one has {UPKEEP_SECRET_BYTES_MIN} letters or more, in ASCII."
+            )
+        return secret
+
+    @property
+    def ca(self) -> bytes | None:
+        """The authority's certificates, PEM."""
+        return None if self.nodes_ca is None else _read(self.nodes_ca)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+
+
 class ClusterConfig(NamedTuple):
     """How a node is one of several: where etcd is, and where clients are told that the node is."""
 
     etcd: EtcdReach
     address: str | None = None
+    upkeep: UpkeepConfig | None = None
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
@@ -86,8 +122,17 @@ class ClusterConfig(NamedTuple):
         address = given.pop("_address", None)
         if address is not None:
             split_target(address)
+        replicas = given.pop("_replicas", None)
+        of_nodes = given.pop("_secret", None), given.pop("_nodes_ca", None)
+        if replicas is None and of_nodes != (None, None):
+            raise ConfigError(
+                "--cluster-secret and --cluster-nodes-ca say nothing without --cluster-replicas."
+            )
+        if replicas is not None and not 1 <= replicas <= REPLICAS_MAX:
+            raise ConfigError(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
+        upkeep = None if replicas is None else UpkeepConfig(replicas, *of_nodes)
         more = {_OF_ETCD.get(name, name[1:]): value for name, value in given.items()}
-        return cls(EtcdReach.of(told[""], **more), address)
+        return cls(EtcdReach.of(told[""], **more), address, upkeep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +214,16 @@ class NodeConfig:
             raise ConfigError(
                 f"The node listens on {self.host}, which is no address that clients can be told: say --cluster-address."
             )
+
+        upkeep = None if self.cluster is None else self.cluster.upkeep
+        if upkeep is None:
+            return
+        if self.tenants is not None and upkeep.secret_path is None:
+            raise ConfigError(
+                "Where there are tenants, nodes that copy their blocks prove that they are nodes: say --cluster-secret."
+            )
+        if self.tls_certificate is not None and upkeep.nodes_ca is None:
+            raise ConfigError("Over TLS a node knows the others by who signed them: say --cluster-nodes-ca.")
 
     def _check_where(self) -> None:
         for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):

@@ -172,6 +172,8 @@ class NodeUnavailable(KvError):
 class DeadlineExceeded(KvError):
     """A call's own deadline passed before its answer came."""
 
+    was_tried = True  # false: nothing of the call ever went out, nor will
+
 
 class StorageError(KvError):
     """The drive, or what is on it, did not do what was asked."""

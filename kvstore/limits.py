@@ -28,6 +28,7 @@ __all__ = [
     "CLUSTER_KEEP_MS",
     "CLUSTER_LAST_COPY_MS",
     "CLUSTER_LEASE_S",
+    "CLUSTER_LEFT_MS",
     "CLUSTER_RETRY_MS",
     "CLUSTER_WEIGHT_MAX",
     "CONNECT_TIMEOUT_MS",
@@ -202,6 +203,18 @@ __all__ = [
     "TURN_BYTES",
     "TURN_STEP_BLOCKS",
     "UNSYNCED_FREES_MAX",
+    "UPKEEP_ASKED_BLOCKS",
+    "UPKEEP_AT_ONCE",
+    "UPKEEP_BYTES_PER_S",
+    "UPKEEP_CALL_MS",
+    "UPKEEP_EVERY_MS",
+    "UPKEEP_FREE_SHARE",
+    "UPKEEP_OFFERED_BLOCKS",
+    "UPKEEP_RETRY_MS",
+    "UPKEEP_SECRET_BYTES_MIN",
+    "UPKEEP_SETTLE_MS",
+    "UPKEEP_WAITED_BLOCKS_MAX",
+    "UPKEEP_WAITED_MS",
     "USER_BYTES",
     "WATCHERS_MAX",
     "WATCHERS_OF_TENANT_MAX",
@@ -288,8 +301,21 @@ CLUSTER_WEIGHT_MAX = 1 << 20  # of a member
 CLUSTER_CALLS_AT_ONCE = 32  # of one client, to its nodes
 CLUSTER_FIRST_TRY_MS = 1_000  # of a get, until a block's second owner is asked
 CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is enough
+CLUSTER_LEFT_MS = 900_000  # after it has left the map a node's client is closed
 REPLICAS_MAX = 2  # of a block
 REPAIR_BYTES_MAX = 64 << 20  # that a client holds of blocks that are to be put back to their first owners
+UPKEEP_ASKED_BLOCKS = 256  # of a node's index are looked at, and asked of other owners, at a time
+UPKEEP_OFFERED_BLOCKS = 16  # that are announced to an owner together, before their bytes go
+UPKEEP_AT_ONCE = 2  # blocks that a node sends to others
+UPKEEP_BYTES_PER_S = 32 << 20  # of them
+UPKEEP_CALL_MS = 10_000  # of a question, or of one block
+UPKEEP_SETTLE_MS = 1_000  # that the map stays as it is before a node looks through its blocks
+UPKEEP_RETRY_MS = 5_000  # until it looks again after some could not be copied; twice as long each time
+UPKEEP_EVERY_MS = 600_000  # between two looks while the map stays as it is
+UPKEEP_WAITED_BLOCKS_MAX = 4096  # that a node waits for, from all others
+UPKEEP_WAITED_MS = 60_000  # until it waits no longer
+UPKEEP_FREE_SHARE = 32  # so many-th part of a node's drives is not filled with copies
+UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret
 FOLLOW_RETRY_MS = 500  # until a client asks its nodes for the map again, when none has told it
 ETCD_CALL_MS = 2_000
 ETCD_ENDPOINTS_MAX = 16
@@ -505,5 +531,8 @@ assert PIN_TIMEOUT_MS <= PIN_TIMEOUT_MS_MAX
 assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
 assert CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS
+assert UPKEEP_OFFERED_BLOCKS * BLOCK_BYTES_MAX * 1000 // UPKEEP_BYTES_PER_S < UPKEEP_WAITED_MS
+assert max(LEASE_TIMEOUT_MS_MAX, REACH_TIMEOUT_MS_MAX) + ACK_GRACE_MS < CLUSTER_LEFT_MS
+assert UPKEEP_ASKED_BLOCKS <= BATCH_BLOCKS_MAX
 assert DOOR_HANDSHAKE_MS + DOOR_FIRST_MESSAGE_MS <= DOOR_TIMEOUT_MS
 assert 5 * DOOR_BARRED_SOURCES_MAX + 16 < 1 << 12

@@ -151,6 +151,14 @@ OPTIONS: Final = (
     _path("cluster_key", "its key, PEM"),
     Option("cluster_user", "as whom etcd is asked", metavar="NAME"),
     _path("cluster_password", "a file with that user's password"),
+    Option(
+        "cluster_replicas",
+        "keep copies up: on so many nodes each block of a tenant that says nothing else, 1 or 2",
+        _number,
+        metavar="N",
+    ),
+    _path("cluster_secret", "a file with what the cluster's nodes know each other by"),
+    _path("cluster_nodes_ca", "who signed the nodes' certificates, PEM"),
     Option("tied", "stop when standard input ends, as it does when the starter dies", is_switch=True),
     _path("tenants", "a file of tenants and their tokens", reloads=True),
     _path("tls_cert", "the node's certificate and its chain, PEM", reloads=True),
@@ -190,7 +198,18 @@ OPTIONS: Final = (
         "FORMAT",
     ),
 )
-_CLUSTER: Final = ("", "_address", "_ca", "_cert", "_key", "_user", "_password")
+_CLUSTER: Final = (
+    "",
+    "_address",
+    "_ca",
+    "_cert",
+    "_key",
+    "_user",
+    "_password",
+    "_replicas",
+    "_secret",
+    "_nodes_ca",
+)
 _BY_NAME: Final = {option.name: option for option in OPTIONS}
 
 

@@ -103,6 +103,7 @@ def test_each_option_can_be_said_in_each_place(
         "otel": "http://h:1", "fabric_address": "h", "fabric_ports": "7071-7080",
         "cluster": "e:1,e:2/x", "cluster_address": "h:5", "cluster_ca": "eca", "cluster_cert": "ec",
         "cluster_key": "ek", "cluster_user": "u", "cluster_password": "p",
+            "cluster_replicas": "2", "cluster_secret": "s", "cluster_nodes_ca": "nca",
         "fabric_clients": "10.0.0.0/8", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     switches = {option.name for option in OPTIONS if option.is_switch}

@@ -16,12 +16,12 @@ send in its part of the time, is asked of the next in that order, up to one more
 missed with one member away, nor because one has come back or joined. A deletion goes to all members, and has an error
 unless each has answered. A node that is away costs its own blocks' first try, and no other's.
 A block that an owner didn't have, and another one had, is put back to it in the background (`kvstore.client.repairs`).
-What it doesn't do: copy what nobody reads. A block of a node that was lost lies on its other owner alone until somebody
-gets or puts it.
+What it doesn't do: copy what nobody reads. The nodes do, if they are told to (`kvstore.node.upkeep`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -65,6 +65,7 @@ __all__ = ["ClusterBlock", "ClusterClient", "ClusterPin", "ClusterPuts"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
+_MAP_S = 0.05  # until members that have different maps are asked again
 _LOOK_S = 0.02  # at one node's puts, until those of the others are looked at
 _INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
 R = TypeVar("R")
@@ -101,6 +102,7 @@ class ClusterClient(Handle):
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._copies = replicas, replicas if acks == "all" else 1
         self._repairs = Repairs(self.nodes.at)
+        self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
 
     def register(self, memory: Buffer) -> Everywhere:
@@ -116,7 +118,8 @@ class ClusterClient(Handle):
         """The nodes that a block is kept on, now, its first owner first."""
         now = self.nodes.map
         return [
-            now.members[at].node for at in now.owners(self.nodes.reach.tenant.encode(), key)[: self._replicas]
+            now.members[at].node
+            for at in now.owners(self.nodes.placed_as(now).encode(), key)[: self._replicas]
         ]
 
     # --- over the fabric
@@ -266,20 +269,48 @@ class ClusterClient(Handle):
         return Prefix(len(keys), None)
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
-        """As `Client.delete`, on every member; raises the error of one that has not answered, when all were asked."""
-        everywhere = {one.node: list(range(len(keys))) for one in self.nodes.map.members}
+        """As `Client.delete`, on every member; raises the error of one that has not answered, when all were asked.
+
+        Where nodes copy blocks to each other, a copy may have been on its way past the deletion: all are asked twice,
+        the second time with the same map as this client has; NodeUnavailable if that doesn't come to be in a call's
+        time.
+        """
+        until_s = _now_s() + self._call_s(None)
         found = [False] * len(keys)
+        asked = 0  # which members were all asked, the last time
+        while True:
+            now = self.nodes.map
+            part, digests = self._delete_everywhere(now, keys, durability)
+            found = [had or has for had, has in zip(found, part, strict=True)]
+            if digests <= {0} or (asked == now.digest and digests == {now.digest}):
+                return found
+            if not _left(until_s):
+                raise NodeUnavailable(
+                    "The cluster's map was changing while blocks were deleted: a copy may be left. Delete them again."
+                )
+            if asked == now.digest:
+                self._closing.wait(_MAP_S)
+            asked = now.digest
+
+    def _delete_everywhere(
+        self, now: Map, keys: Sequence[bytes], durability: Durability
+    ) -> tuple[list[bool], set[int]]:
+        """Delete blocks on every member of a map; which there were, and by which maps the nodes went."""
+        everywhere = {one.node: list(range(len(keys))) for one in now.members}
+        found, digests = [False] * len(keys), set[int]()
         failed: KvError | None = None
         for answer in self._each(
-            everywhere, lambda client, _: client.delete(keys, durability=durability)
+            everywhere,
+            lambda client, _: client._blocks.delete_told(keys, durability=durability),  # noqa: SLF001 - of this package
         ).values():
             if isinstance(answer, KvError):
                 failed = failed or answer
             else:
-                found = [had or has for had, has in zip(found, answer, strict=True)]
+                found = [had or has for had, has in zip(found, answer[0], strict=True)]
+                digests |= answer[1]
         if failed is not None:
             raise failed
-        return found
+        return found, digests
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
         """As `Client.pin`, on each owner that answers; raises if none does."""
@@ -303,6 +334,7 @@ class ClusterClient(Handle):
 
     def close(self) -> None:
         """Close the clients. What is under way ends within its time."""
+        self._closing.set()
         self.nodes.close()
         self._repairs.close()
         self._threads.shutdown()
@@ -326,7 +358,7 @@ class ClusterClient(Handle):
 
     def _split(self, now: Map, keys: Sequence[bytes], some: Iterable[int], rank: int) -> dict[str, list[int]]:
         """Which of these keys each node is the owner of this rank of; of a small map there may be none."""
-        tenant, owners = self.nodes.reach.tenant.encode(), now.owners
+        tenant, owners = self.nodes.placed_as(now).encode(), now.owners
         parts: dict[int, list[int]] = defaultdict(list)
         if rank < len(now.members):
             for at in some:
@@ -347,13 +379,15 @@ class ClusterClient(Handle):
         """
         until_s = _now_s() + timeout_s
         now = self.nodes.map
-        ranks = max(1, min(self._replicas + 1, len(now.members)))
+        staying = len(now.members) - len(now.draining)
+        ranks = [*range(min(self._replicas + 1, staying))]
+        ranks += range(staying, len(now.members))  # who drains comes last
         outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
         left: Sequence[int] = range(len(keys))
-        for rank in range(ranks):
+        for rank in ranks:
             left_s = _left(until_s)
-            if rank + 1 < ranks:
+            if rank != ranks[-1]:
                 left_s = min(left_s / 2, CLUSTER_FIRST_TRY_MS / 1000)
             for node, at, outcome in self._asked(self._split(now, keys, left, rank), ask, left_s):
                 if not isinstance(outcome, Miss):

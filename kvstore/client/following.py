@@ -3,7 +3,7 @@
 What always holds: before any node has answered, and where the nodes are in no cluster, the nodes are those that were
 given; a map never goes back; a node that doesn't answer within its time, or falls silent, is left for the next one; the
 thread ends when it is closed, within a connection's timeout.
-What it doesn't do: close clients of nodes that have left.
+What it doesn't do: close clients of nodes that have left, which `Nodes` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvstore.client.channel import open_channel
-from kvstore.cluster.map import Map, Member
+from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.errors import ConfigError
 from kvstore.limits import FOLLOW_RETRY_MS, WATCH_HEARTBEAT_MS
 from kvstore.wire import cluster_pb2 as pb
@@ -31,8 +31,12 @@ log = logging.getLogger(__name__)
 
 def map_of(told: pb.MapResponse) -> Map:
     """The map that a node tells; ConfigError if it is none."""
-    members = (Member(one.name, one.node, one.weight, one.version) for one in told.members)
-    return Map.of(told.revision, members)
+    members = (
+        Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "")
+        for one in told.members
+    )
+    placed_as = told.placed_as if told.HasField("placed_as") else None
+    return Map.of(told.revision, members, told.members_digest, placed_as)
 
 
 class Following:

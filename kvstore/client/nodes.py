@@ -13,7 +13,8 @@ What always holds: clients with the same map, or the same list of nodes, in what
 the same home; adding a node moves the users that it takes, and no others, and their KV is computed once more. A home
 that is away stays the home as long as the map, or the list, has it: its gets are misses and its puts fail, as `Client`
 says, at no more than one deadline's cost, and other users notice nothing.
-What it doesn't do: move or copy what is stored, or close clients of nodes that have left before it is closed itself.
+A node that has left the map for longer than anything lasts that is under way has its client closed.
+What it doesn't do: move or copy what is stored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client
 from kvstore.client.following import Following
+from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import Closed, ConfigError, RegionBusy
+from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
 
 __all__ = ["Everywhere", "Nodes"]
+
+_CLOCK = SystemClock()
 
 
 class Nodes(Handle):
@@ -60,24 +65,46 @@ class Nodes(Handle):
                 raise ConfigError(f"{target!r} has a weight and is not one of the nodes.")
         given = Map.of(0, (Member(one, one, weight_of.get(one, 1)) for one in self.reach.nodes))
         self._following = Following(self.reach, given)
+        self._seen = given
         self._of_clients = of_clients
         self._lock = threading.Lock()
         self._clients: dict[str, Client] = {}
+        self._left_s: dict[str, float] = {}  # of clients whose nodes are not on the map: since when
         self._closed = False
 
     @property
     def map(self) -> Map:
         """The nodes as they are known now. The first time it waits for one to tell, for a call's time at most."""
-        return self._following.map
+        now = self._following.map
+        if now is not self._seen or self._left_s:
+            self._note(now)
+        return now
+
+    def _note(self, now: Map) -> None:
+        """Note who has left with this map, and close the clients of those that left long ago."""
+        members, now_s = {one.node for one in now.members}, _CLOCK.monotonic_ns() / 1e9
+        with self._lock:
+            self._seen = now
+            there = self._clients.keys() - members - {self.reach.nodes[0]}
+            self._left_s = {one: self._left_s.get(one, now_s) for one in there}
+            late = [one for one, left_s in self._left_s.items() if now_s - left_s > CLUSTER_LEFT_MS / 1000]
+            gone = [self._clients.pop(one) for one in late]
+        for client in gone:
+            client.close()
 
     def home(self, user: str) -> str:
         """Where a user's KV is kept, now."""
-        home = self.map.home(self.reach.tenant, user)
+        now = self.map
+        home = now.home(self.placed_as(now), user)
         assert home is not None, "a map that is followed has members"
         return home.node
 
+    def placed_as(self, now: Map) -> str:
+        """What stands for the tenant on a map."""
+        return self.reach.tenant if now.placed_as is None else now.placed_as
+
     def of(self, user: str) -> Client:
-        """The client of a user's home."""
+        """The client of a user's home. Ask again for the next turn: when its node has left, it is closed one day."""
         return self._client(self.home(user))
 
     def at(self, target: str) -> Client:

@@ -20,7 +20,9 @@ from kvstore.reach import split_target
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Map", "Member"]
+__all__ = ["DRAINING", "Map", "Member"]
+
+DRAINING: Final = "draining"
 
 _TEXT_MAX: Final = 256
 
@@ -33,13 +35,14 @@ class Member:
     node: str  # HOST:PORT for calls
     weight: int = 1
     version: str = ""
+    state: str = ""  # "draining", or nothing
 
     def __post_init__(self) -> None:
         """ConfigError if no node can be so."""
         split_target(self.node)
-        texts = (self.name, self.version)
+        texts = (self.name, self.version, self.state)
         if not self.name or any(len(text) > _TEXT_MAX or not text.isprintable() for text in texts):
-            raise ConfigError(f"A member's name and version are words of {_TEXT_MAX} letters at most.")
+            raise ConfigError(f"A member's name, version and state are words of {_TEXT_MAX} letters at most.")
         if not 1 <= self.weight <= CLUSTER_WEIGHT_MAX:
             raise ConfigError(f"A node's weight is 1 to {CLUSTER_WEIGHT_MAX}, not {self.weight}.")
 
@@ -52,9 +55,10 @@ class Member:
         """ConfigError if it is none. What a later version says besides is left out."""
         try:
             told = json.loads(data)
+            told.setdefault("state", "")  # an earlier version says nothing of it
             known: dict[str, Any] = {one.name: _typed(one.type, told[one.name]) for one in fields(cls)}
             return cls(**known)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError("That is no record of a member.") from error
 
 
@@ -71,30 +75,50 @@ class Map:
 
     revision: int
     members: tuple[Member, ...] = field(default=())
+    digest: int = 0  # of the members and their leases; 0: nobody says
+    placed_as: str | None = None  # what stands for a client's tenant; None: what it calls itself
 
     @classmethod
-    def of(cls, revision: int, members: Iterable[Member]) -> Map:
+    def of(
+        cls, revision: int, members: Iterable[Member], digest: int = 0, placed_as: str | None = None
+    ) -> Map:
         """In the one order that a map has; of two members at one address the later name is left out."""
         by_node: dict[str, Member] = {}
         for member in sorted(members):
             by_node.setdefault(member.node, member)
-        return cls(revision, tuple(sorted(by_node.values())))
+        return cls(revision, tuple(sorted(by_node.values())), digest, placed_as)
+
+    @cached_property
+    def draining(self) -> tuple[int, ...]:
+        """The places of members that are to have nothing new; none if all are."""
+        places = tuple(at for at, one in enumerate(self.members) if one.state == DRAINING)
+        return places if len(places) < len(self.members) else ()
+
+    @cached_property
+    def _staying(self) -> tuple[int, ...]:
+        return tuple(at for at in range(len(self.members)) if at not in self.draining)
 
     @cached_property
     def _placement(self) -> Placement:
-        return Placement([(one.name.encode(), one.weight) for one in self.members])
+        staying = [self.members[at] for at in self._staying]
+        return Placement([(one.name.encode(), one.weight) for one in staying])
 
     def home(self, tenant: str, user: str) -> Member | None:
         """Where a user's KV is kept; None if there is nobody."""
         if not self.members:
             return None
-        return self.members[self._placement.order(tenant.encode(), user.encode())[0]]
+        return self.members[self.owners(tenant.encode(), user.encode())[0]]
 
     def owners(self, tenant: bytes, key: bytes) -> tuple[int, ...]:
-        """The members that a block would be kept on, by their places, the first owner first. There must be some."""
-        return self._placement.order(tenant, key)
+        """The members that a block would be kept on, by their places, the first owner first. There must be some.
+
+        Those that are draining come last.
+        """
+        order = self._placement.order(tenant, key)
+        return order if not self.draining else tuple(self._staying[at] for at in order) + self.draining
 
     def shares(self) -> list[float]:
         """The part of all users that each member has."""
         homes = self._placement.homes if self.members else b""
-        return [homes.count(place) / len(homes) for place in range(len(self.members))]
+        share = {at: homes.count(number) / len(homes) for number, at in enumerate(self._staying)}
+        return [share.get(place, 0.0) for place in range(len(self.members))]

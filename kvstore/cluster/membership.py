@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing, suppress
+from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
@@ -19,17 +21,23 @@ from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from kvstore.clock import Clock
     from kvstore.cluster.etcd import Listed
     from kvstore.cluster.reach import EtcdReach
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "digest_of"]
 
 log = logging.getLogger(__name__)
 
 _REPLACED = "another process has taken its place: has its folder been copied?"
+
+
+def digest_of(members: Iterable[Member], lease_of: Mapping[str, int]) -> int:
+    """A number for just these members under these leases; never 0. A node that left and came back has another lease."""
+    rows = "".join(f"{one.name}\0{lease_of[one.name]}\0{one.state}\n" for one in members)
+    return int.from_bytes(blake2b(rows.encode(), digest_size=8).digest(), "little") or 1
 
 
 class _Etcd(Protocol):
@@ -58,8 +66,31 @@ class Membership:
         self._lease = 0
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
+        self.lease_of: dict[str, int] = {}  # by the members' names, as of the map
+        self.digest = 0  # of them
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def name(self) -> str:
+        """Our own, "" before it is known."""
+        return "" if self._member is None else self._member.name
+
+    @property
+    def state(self) -> str:
+        """What we have said that we are."""
+        return "" if self._member is None else self._member.state
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether our record is on the map as we have written it last."""
+        return self._member in self.map.members
+
+    @property
+    def lease(self) -> int:
+        """Under which our record is on the map; 0 if it is not, or is another process's."""
+        lease = self.lease_of.get(self.name, 0)
+        return lease if lease in self.leases and not self.outside else 0
 
     @property
     def away_ms(self) -> int:
@@ -75,6 +106,13 @@ class Membership:
         """Be a member from now on."""
         self._member = member
         self._tasks.append(asyncio.create_task(self._stay(member)))
+
+    async def say(self, state: str) -> None:
+        """Be on the map in this state from now on; EtcdAway if etcd has not heard of it."""
+        if self._member is None or not self.lease:
+            raise EtcdAway("The node is not on the map of its cluster.")
+        self._member = member = replace(self._member, state=state)
+        await self._etcd.put(self._key(member), member.encoded(), self.lease)
 
     async def close(self) -> None:
         """Leave: others take over at once, if etcd hears of it."""
@@ -104,6 +142,7 @@ class Membership:
         while self.outside != _REPLACED:
             try:
                 self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
+                member = self._member or member  # it may be in another state by now
                 self.leases.add(lease)
                 again = self._joined_at > 0
                 revision = await self._etcd.put(self._key(member), member.encoded(), lease, only_new=again)
@@ -141,6 +180,8 @@ class Membership:
         if listed.revision <= self.map.revision:
             return
         before, self.map = self.map, Map.of(listed.revision, members)
+        self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
+        self.digest = digest_of(self.map.members, self.lease_of)
         if before.members != self.map.members:
             log.info("the cluster's nodes: %s", ", ".join(one.node for one in self.map.members) or "none")
         changed, self._changed = self._changed, asyncio.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.map import Map
+from kvstore.cluster.map import DRAINING, Map
 from kvstore.limits import WATCH_HEARTBEAT_MS
 from kvstore.node.calls import refusals
 from kvstore.node.inline import deadline
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.node.calls import Context
     from kvstore.node.gate import Gate
     from kvstore.node.node import Node
+    from kvstore.node.upkeep import Upkeep
 
 __all__ = ["ClusterService"]
 
@@ -29,7 +30,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Map(self, request: pb.MapRequest, context: Context) -> None:  # noqa: N802 - named by the proto
         """Tell the map and what becomes of it."""
         async with refusals(context, self._node.counters):
-            self._gate.enter("map", context, request.tenant)
+            tenant = self._gate.enter("map", context, request.tenant)
+            placed_as = self._gate.tenants.placed_as(tenant.name)
             membership, known = self._node.membership, Map(0)
             if membership is None:
                 async with deadline("A client of the map"):
@@ -38,17 +40,31 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             while True:
                 now = membership.map
                 async with deadline("A client of the map"):
-                    await context.write(_told(membership, now, known))
+                    await context.write(_told(membership, self._node.upkeep, now, known, placed_as))
                 if not now.revision:
                     return
                 known = now
                 await membership.later_than(known.revision, WATCH_HEARTBEAT_MS / 1000)
 
 
-def _told(membership: Membership, now: Map, known: Map) -> pb.MapResponse:
+def _told(
+    membership: Membership, upkeep: Upkeep | None, now: Map, known: Map, placed_as: str
+) -> pb.MapResponse:
     told = pb.MapResponse(clustered=True, etcd_away_ms=membership.away_ms, outside=membership.outside)
+    if upkeep is not None:
+        found = upkeep.found
+        told.upkeep.replicas, told.upkeep.looking = upkeep.replicas, upkeep.is_looking
+        told.upkeep.one_copy, told.upkeep.unsure, told.upkeep.full = found.one_copy, found.unsure, found.full
+        told.upkeep.copied_blocks, told.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
     if now.revision > known.revision:
+        told.members_digest, told.placed_as = membership.digest, placed_as
         told.revision = now.revision
         for one in now.members:
-            told.members.add(name=one.name, node=one.node, weight=one.weight, version=one.version)
+            told.members.add(
+                name=one.name,
+                node=one.node,
+                weight=one.weight,
+                version=one.version,
+                draining=one.state == DRAINING,
+            )
     return told

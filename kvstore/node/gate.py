@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvstore.errors import NotAuthenticated, Overloaded, TenantDenied
 from kvstore.limits import OPEN_CALLS_MAX
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Caller, Credentials, Tenant, Tenants
 
 __all__ = ["Gate"]
+
+_OF_NODES: Final = {"offer", "copy", "drain"}  # calls that nodes of the cluster make, who make no others
 
 _Context: TypeAlias = "ServicerContext[Any, Any]"
 
@@ -61,10 +63,30 @@ class Gate:
     ) -> Tenant:
         """The same for a caller who doesn't come over gRPC."""
         _, tenant = self._let_in(what, metadata, certificate, peer, claimed)
+        assert tenant is not None, "a node's call enters by enter_node"
         self.heard(tenant.id)
         tenant.rate.take(max(1, requests))
         self.before()
         return tenant
+
+    def enter_operator(self, what: str, context: _Context) -> None:
+        """Who calls has the cluster's secret, or the node is open; NotAuthenticated or TenantDenied."""
+        assert what in _OF_NODES
+        metadata, certificate = context.invocation_metadata() or (), context.auth_context()
+        self._let_in(what, metadata, certificate, context.peer(), "")
+
+    def enter_node(self, what: str, context: _Context, tenant: str) -> Tenant:
+        """The tenant whose blocks a node of the cluster brings; NotAuthenticated or TenantDenied."""
+        assert what in _OF_NODES
+        metadata, certificate = context.invocation_metadata() or (), context.auth_context()
+        self._let_in(what, metadata, certificate, context.peer(), "")
+        try:
+            named = self.tenants.copied(tenant)
+        except TenantDenied as error:
+            self.audit.refused(what, tenant=tenant[:64], peer=context.peer(), why=str(error))
+            raise
+        self.before()
+        return named
 
     def _let_in(
         self,
@@ -73,10 +95,13 @@ class Gate:
         certificate: Mapping[str, Iterable[bytes]],
         peer: str,
         claimed: str,
-    ) -> tuple[Caller, Tenant]:
+    ) -> tuple[Caller, Tenant | None]:
         try:
-            caller = self.tenants.caller(metadata, certificate)
-            tenant = caller.tenant(claimed)
+            caller, tenant = self.tenants.caller(metadata, certificate), None
+            if what in _OF_NODES:
+                caller.check_node()
+            else:
+                tenant = caller.tenant(claimed)
         except (NotAuthenticated, TenantDenied) as error:
             self.audit.refused(what, tenant=claimed[:64], peer=peer, why=str(error))
             self.turned_away(peer)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant, Tenants
     from kvstore.node.timings import Histogram
+    from kvstore.node.upkeep import Upkeep
     from kvstore.storage.items import DriveState
 
 __all__ = ["CONTENT_TYPE", "gathered", "rendered"]
@@ -63,6 +64,7 @@ def gathered(node: Node, tenants: Tenants, asking: Tenant, version: str) -> list
     return [
         *_of_node(node, version),
         *_of_cluster(node.membership),
+        *_of_upkeep(node.upkeep),
         *_of_blocks(node),
         *_of_bounds(node),
         *_of_times(node),
@@ -159,6 +161,38 @@ def _of_cluster(membership: Membership | None) -> list[Metric]:
             "kvstore_cluster_etcd_away_seconds",
             "For how long etcd has not answered this node; 0 if it does.",
             away_ms / 1000,
+        ),
+    ]
+
+
+def _of_upkeep(upkeep: Upkeep | None) -> list[Metric]:
+    """All of them 0 on a node that keeps up no copies."""
+    found = None if upkeep is None else upkeep.found
+    return [
+        _gauge(
+            "kvstore_cluster_one_copy_blocks",
+            "Blocks that this node is to copy to another owner, and has not, as of its last look.",
+            0 if found is None else found.one_copy,
+        ),
+        _gauge(
+            "kvstore_cluster_unsure_blocks",
+            "Of them, those that it may not copy: a deletion may have been missed while it was away.",
+            0 if found is None else found.unsure,
+        ),
+        _gauge(
+            "kvstore_cluster_full_blocks",
+            "Of them, those for which the other owner has no room.",
+            0 if found is None else found.full,
+        ),
+        _counter(
+            "kvstore_cluster_copied_blocks_total",
+            "Blocks that this node has copied to another owner.",
+            0 if upkeep is None else upkeep.copied_blocks,
+        ),
+        _counter(
+            "kvstore_cluster_copied_bytes_total",
+            "Bytes of them.",
+            0 if upkeep is None else upkeep.copied_bytes,
         ),
     ]
 

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from kvstore.node.lookup_log import LookupLog
     from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
+    from kvstore.node.upkeep import Upkeep
     from kvstore.storage.eviction.items import Reason
     from kvstore.storage.keeping import Listener
     from kvstore.storage.store import Store
@@ -106,6 +107,7 @@ class Node:
         self.readiness = Readiness()
         self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
         self.membership: Membership | None = None  # of a cluster
+        self.upkeep: Upkeep | None = None  # of copies of blocks
         self.spans = spans
         self.store = store
         self.fabric = fabric
@@ -116,8 +118,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
-        # Tags of fetches and generations of leases are one sequence, begun at random: a word that a client of
-        # an earlier life of this node still has can't be one of ours.
+        # Tags of fetches and generations of leases: one sequence, begun at random, so no word of an earlier life fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
@@ -342,11 +343,6 @@ class Node:
             self._freed.set()
             self.landing.give_back(connection.tenant, connection.landing_bytes)
             connection.free_memory()
-
-    def detach_all(self, where: Callable[[Connection], bool]) -> None:
-        """Close the connections of those who are no longer to have any."""
-        for connection in [one for one in self._connections.values() if where(one)]:
-            self.detach(connection)
 
     def take_note(self) -> None:
         """Take note of what the fabric did without us; done before anybody asks."""

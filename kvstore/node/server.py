@@ -47,8 +47,9 @@ from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
-from kvstore.node.tenants import Tenants
+from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.undumped import keep_out_of_dumps
+from kvstore.node.upkeep_calls import UpkeepService
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
@@ -59,6 +60,7 @@ from kvstore.wire import (
     observing_pb2_grpc,
     sessions_pb2_grpc,
     steps_pb2_grpc,
+    upkeep_pb2_grpc,
 )
 from kvstore.wire.keepalive import keepalive_options
 from nic_offload.fabric import Fabric
@@ -69,8 +71,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.cluster.membership import Membership
-    from kvstore.config import ClusterConfig, EventsConfig, NodeConfig
+    from kvstore.config import EventsConfig, NodeConfig
     from kvstore.node.fabric_address import Network
     from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
@@ -109,6 +110,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     observing_pb2_grpc.add_ObservingServicer_to_server(ObservingService(node, gate), server)  # type: ignore[no-untyped-call]
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
+    upkeep_pb2_grpc.add_UpkeepServicer_to_server(UpkeepService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
 
 
@@ -185,7 +187,6 @@ def _reload_tenants(node: Node, gate: Gate, path: Path) -> None:
         log.warning("%s The tenants stay as they were.", error)
         return
     node.fabric_calls.limits_changed()
-    node.detach_all(lambda one: not tenants.admits(one.credentials, one.owner.name))
     gate.recheck()
 
 
@@ -221,11 +222,38 @@ def _drives_shown(store: Store) -> str:
     return f"{shown} without drive {' and '.join(away)}" if away else shown
 
 
-def _membership(config: ClusterConfig, clock: Clock) -> Membership:
+def _shown_to_nodes(config: NodeConfig) -> dict[str, bytes]:
+    """The node's own certificate, where the others ask each caller for one."""
+    key, certificate = config.tls_key, config.tls_certificate
+    if config.tls_clients is None or key is None or certificate is None:
+        return {}
+    return {"private_key": key.read_bytes(), "certificate_chain": certificate.read_bytes()}
+
+
+def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
+    """Follow the map and keep up copies, if it is to be one of several nodes."""
+    if (cluster := config.cluster) is None:
+        return
     from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - what etcd says is nothing to a node by itself
     from kvstore.cluster.membership import Membership  # noqa: PLC0415 - the same
 
-    return Membership(Etcd(config.etcd), clock)
+    node.membership = Membership(Etcd(cluster.etcd), node.clock)
+    if (told := cluster.upkeep) is None:
+        return
+    from kvstore.node.upkeep import Upkeep  # noqa: PLC0415 - the same
+
+    secret, ca = told.secret, told.ca
+    if secret is not None:
+        gate.tenants.node_sha256 = token_digest(secret)
+    credentials = None if ca is None else grpc.ssl_channel_credentials(ca, **_shown_to_nodes(config))
+    node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, secret, credentials)
+
+
+async def _leave_cluster(node: Node) -> None:
+    if node.upkeep is not None:
+        await node.upkeep.close()
+    if node.membership is not None:
+        await node.membership.close()
 
 
 def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
@@ -292,7 +320,8 @@ async def _serve_node(
         options=_GRPC_OPTIONS,
         interceptors=(Door(gate, node.counters, node.timings),),
     )
-    membership = node.membership = None if config.cluster is None else _membership(config.cluster, node.clock)
+    _join_cluster(node, gate, config)
+    membership = node.membership
     health = add_services(server, node, gate)
     http = keeper = None
     try:
@@ -316,6 +345,8 @@ async def _serve_node(
             keeper.also_at(http.port)
         if membership is not None:
             membership.start()
+        if node.upkeep is not None:
+            node.upkeep.start()
         await _become_ready(node, health, address, stop)
         if membership is not None and config.cluster is not None and not stop.is_set():
             weight = max(1, statistics.capacity_bytes >> 30)
@@ -323,8 +354,7 @@ async def _serve_node(
         await stop.wait()
         log.info("stopping")
     finally:  # a start that failed as well: a server that is left to the interpreter ends in a traceback
-        if membership is not None:
-            await membership.close()
+        await _leave_cluster(node)
         await health.enter_graceful_shutdown()
         if http is not None:
             await http.close()

@@ -10,6 +10,10 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
     requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
     bytes = 500_000_000_000              # what its blocks may take on the drives; 0 (the default) is no limit
     observer = true                      # at --http it sees all tenants' figures and sessions, and not only its own
+    replicas = 2                         # on how many nodes of a cluster its blocks are kept (docs/cluster.md)
+
+A node of the same cluster proves by the cluster's secret, as its token, that it is one. It is no tenant and acts for
+none: it may bring copies of blocks, and make no other call.
 
 What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
 even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
@@ -25,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import ConfigError, NotAuthenticated, TenantDenied
-from kvstore.limits import TENANTS_MAX
+from kvstore.limits import REPLICAS_MAX, TENANTS_MAX
 from kvstore.names import tenant_name
 from kvstore.node.rates import Rate
 
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Caller", "Credentials", "Tenant", "Tenants", "credentials_of", "token_digest"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DEFAULT: Final = "default"  # on an open node, who names no tenant
+_NODE: Final = "(node)"  # no tenant's name
 _BEARER: Final = "bearer "
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HOSTS: Final = "peer_dns"  # the names of hosts among the alternative ones, as gRPC calls them
@@ -76,19 +82,25 @@ class _Entry:
     requests_per_s: int = 0
     bytes: int = 0
     observer: bool = False
+    replicas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call: a tenant that has proved it or, on an open node, anybody."""
+    """Who makes a call: a tenant that has proved it, a node of the cluster or, on an open node, anybody."""
 
     tenants: Tenants
     proved: str | None
 
+    def check_node(self) -> None:
+        """TenantDenied unless it is a node of the cluster."""
+        if self.proved not in (None, _NODE):
+            raise TenantDenied("Only nodes of the cluster bring copies.")
+
     def tenant(self, claimed: str) -> Tenant:
         """The tenant that it acts for: the one claimed, or, if a call claims none, its own."""
         if self.proved is None:
-            return self.tenants.named(claimed or "default")
+            return self.tenants.named(claimed or _DEFAULT)
         if claimed not in ("", self.proved):
             raise TenantDenied(f"The caller is {self.proved} and may not act for {claimed[:64]!r}.")
         return self.tenants.named(self.proved)
@@ -100,6 +112,7 @@ class Tenants:
 
     salt: bytes
     clock: Clock
+    node_sha256: str | None = None  # of the cluster's secret
     _entries: Mapping[str, _Entry] | None = None  # None: the node is open
     _of_token: Mapping[str, str] = field(default_factory=dict)  # by digest
     _of_certificate: Mapping[str, str] = field(default_factory=dict)
@@ -144,6 +157,8 @@ class Tenants:
         """The caller whose credentials these are."""
         if self._entries is None:
             return Caller(self, None)
+        if credentials.token_sha256 is not None and credentials.token_sha256 == self.node_sha256:
+            return Caller(self, _NODE)
         if credentials.token_sha256 is not None:
             name = self._of_token.get(credentials.token_sha256)
             if name is None:
@@ -168,6 +183,22 @@ class Tenants:
         """The bytes that tenants may have, by their names on the drive; of those who have a quota."""
         entries = (self._entries or {}).items()
         return {tenant_name(name, self.salt): entry.bytes for name, entry in entries if entry.bytes}
+
+    def placed_as(self, name: str) -> str:
+        """What stands for a tenant where names are placed on nodes: one that proves who it is need not name itself."""
+        return "" if self._entries is not None or name == _DEFAULT else name
+
+    def names(self) -> dict[bytes, tuple[str, int]]:
+        """All that are known by name, by their names on the drive, and on how many nodes each says its blocks are."""
+        if self._entries is None:
+            return {tenant_name(name, self.salt): (name, 0) for name in (_DEFAULT, *self._known)}
+        return {tenant_name(name, self.salt): (name, entry.replicas) for name, entry in self._entries.items()}
+
+    def copied(self, name: str) -> Tenant:
+        """The tenant whose blocks a node of the cluster brings; TenantDenied if there is none of this name."""
+        if self._entries is not None and name not in self._entries:
+            raise TenantDenied(f"There is no tenant {name[:64]!r} here.")
+        return self.named(name)
 
     def named(self, name: str) -> Tenant:
         """The tenant of this name, who has been proved or needs no proof."""
@@ -243,7 +274,10 @@ def _entry(path: Path, name: str, section: Any) -> _Entry:
     observer = section.get("observer", False)
     if not isinstance(observer, bool):
         raise ConfigError(f"{where}: observer is true or false; not {observer!r}.")
-    return _Entry(tokens, certificates, requests_per_s, bytes_max, observer)
+    replicas = section.get("replicas", 0)
+    if type(replicas) is not int or not 0 <= replicas <= REPLICAS_MAX:
+        raise ConfigError(f"{where}: replicas is 1 or {REPLICAS_MAX}; not {replicas!r}.")
+    return _Entry(tokens, certificates, requests_per_s, bytes_max, observer, replicas)
 
 
 def _limit(where: str, section: Mapping[str, Any], key: str) -> int:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c0bae93241153211100dbc80e20f0936
+# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -87,10 +87,12 @@ class DeleteRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ...) -> None: ...
 
 class DeleteResponse(_message.Message):
-    __slots__ = ("found",)
+    __slots__ = ("found", "members_digest")
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     found: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, found: _Optional[_Iterable[bool]] = ...) -> None: ...
+    members_digest: int
+    def __init__(self, found: _Optional[_Iterable[bool]] = ..., members_digest: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("tenant", "keys")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c0bae93241153211100dbc80e20f0936
+# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -14,27 +14,53 @@ class MapRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class MapResponse(_message.Message):
-    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside")
+    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "upkeep")
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ETCD_AWAY_MS_FIELD_NUMBER: _ClassVar[int]
     OUTSIDE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PLACED_AS_FIELD_NUMBER: _ClassVar[int]
+    UPKEEP_FIELD_NUMBER: _ClassVar[int]
     clustered: bool
     revision: int
     members: _containers.RepeatedCompositeFieldContainer[ClusterMember]
     etcd_away_ms: int
     outside: str
-    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ...) -> None: ...
+    members_digest: int
+    placed_as: str
+    upkeep: UpkeepState
+    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
+
+class UpkeepState(_message.Message):
+    __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking")
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    ONE_COPY_FIELD_NUMBER: _ClassVar[int]
+    UNSURE_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOOKING_FIELD_NUMBER: _ClassVar[int]
+    replicas: int
+    one_copy: int
+    unsure: int
+    full: int
+    copied_blocks: int
+    copied_bytes: int
+    looking: bool
+    def __init__(self, replicas: _Optional[int] = ..., one_copy: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., looking: bool = ...) -> None: ...
 
 class ClusterMember(_message.Message):
-    __slots__ = ("name", "node", "weight", "version")
+    __slots__ = ("name", "node", "weight", "version", "draining")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     name: str
     node: str
     weight: int
     version: str
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., weight: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., weight: _Optional[int] = ..., version: _Optional[str] = ..., draining: bool = ...) -> None: ...

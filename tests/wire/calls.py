@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from kvstore.wire.fabric_call import _HEAD, CALL_BYTES, Call, _summed, header_bytes
+from typing import TYPE_CHECKING
 
-__all__ = ["call_bytes"]
+from kvstore.wire.fabric_call import _HEAD, ANSWER_BYTES, CALL_BYTES, CALL_PLACES, Call, _summed, header_bytes
+
+if TYPE_CHECKING:
+    from kvstore.client.link import Link
+
+__all__ = ["call_bytes", "due_generation"]
 
 _ALIGN = 8
+_GENERATION_AT = 8
+
+
+def due_generation(link: Link, place: int) -> int:
+    """That of the next call into a place, if the last was answered: the client's own memory shows which that was."""
+    assert link.calls is not None
+    at = link.calls._start + CALL_PLACES * ANSWER_BYTES + place * CALL_BYTES + _GENERATION_AT
+    last = int.from_bytes(link._memory[at : at + 8], "little")
+    return last + 1 if last else link.calls._area.first_generation
 
 
 def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:

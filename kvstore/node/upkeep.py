@@ -1,0 +1,432 @@
+"""Upkeep: a node looks through its blocks, and what another owner should have and has not is copied to it.
+
+It looks when the map has changed, when copies could not be made, and now and then: in slices of its index, each of
+which is one question to each other owner. Of those that have a block the first in its order copies it, so nobody is in
+charge, and two that do so at once cost bytes and nothing else (docs/cluster.md has the argument for deletions).
+
+What always holds: only a block is copied of which this node is sure that no deletion was missed, to a member that the
+map has under the lease that it answered with, after it was announced there; as its tenant's and with its own end; at
+most `UPKEEP_BYTES_PER_S`, `UPKEEP_AT_ONCE` blocks at a time. An owner that is away, full or silent costs its blocks'
+copies and a deadline; the rest goes on.
+A node that is draining copies what its owners lack, whoever else has it, and what is kept once as well.
+What it doesn't do: copy what sessions name (they are on their user's node), or blocks of tenants that it doesn't know
+the names of; delete what is on more nodes than it should be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from kvstore.errors import KvError
+from kvstore.limits import (
+    INLINE_CHUNK_BYTES,
+    PAGE_BYTES,
+    REPLICAS_MAX,
+    UPKEEP_ASKED_BLOCKS,
+    UPKEEP_AT_ONCE,
+    UPKEEP_BYTES_PER_S,
+    UPKEEP_CALL_MS,
+    UPKEEP_EVERY_MS,
+    UPKEEP_OFFERED_BLOCKS,
+    UPKEEP_RETRY_MS,
+    UPKEEP_SETTLE_MS,
+)
+from kvstore.node.landing import pages_of
+from kvstore.node.sureness import Sureness
+from kvstore.node.upkeep_calls import UPKEEP, Waited
+from kvstore.storage.items import GetItem
+from kvstore.wire import kvstore_pb2, upkeep_pb2_grpc
+from kvstore.wire import upkeep_pb2 as pb
+from kvstore.wire.keepalive import keepalive_options
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Sequence
+
+    from kvstore.cluster.map import Map
+    from kvstore.cluster.membership import Membership
+    from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenants
+    from kvstore.storage.drive import Drive
+    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.items import GetDone
+
+__all__ = ["Block", "Found", "Pace", "Upkeep", "lacking"]
+
+log = logging.getLogger(__name__)
+
+_HAVE = {pb.OFFERED_STORED, pb.OFFERED_STORED_SURELY}
+
+
+@dataclass(slots=True)
+class Found:
+    """What a look has found, as far as it has come."""
+
+    one_copy: int = 0  # blocks that this node is to copy, or can't, and has not yet
+    unsure: int = 0  # of them, those of which a deletion may have been missed
+    full: int = 0  # of them, those for which the other owner has no room
+
+
+class Block(NamedTuple):
+    """One that should be on several nodes."""
+
+    name: Name
+    tenant: str
+    entry: Entry
+    owners: tuple[int, ...]  # places on the map, the first owner first
+    is_sure: bool
+
+
+class _Changed(Exception):
+    """The map is another one than when the look began."""
+
+
+class Pace:
+    """Lets so many bytes go in a second, and saves none up."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._paid_s = 0.0
+
+    async def wait(self, length: int) -> None:
+        """Wait until so many more may go."""
+        now_s = asyncio.get_running_loop().time()
+        self._paid_s = max(self._paid_s, now_s) + length / self._bytes_per_s
+        await asyncio.sleep(self._paid_s - now_s)
+
+
+class Upkeep:
+    """Of one node."""
+
+    def __init__(
+        self,
+        node: Node,
+        tenants: Tenants,
+        membership: Membership,
+        replicas: int,
+        secret: str | None,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        """`replicas` are of tenants that say nothing; `secret` and `credentials`, for TLS, are for the other nodes."""
+        self.replicas = replicas
+        self._node, self._tenants, self._membership = node, tenants, membership
+        self.waited = Waited(node.clock)
+        self.sureness = Sureness(node.store.drives, lambda: membership.lease)
+        self._peers = _Peers(secret, credentials)
+        self.found = Found()
+        self.copied_blocks = self.copied_bytes = 0
+        self.is_looking = False
+        self.looked = 0  # the digest of the map by which all blocks were looked at last
+        self._places = asyncio.Semaphore(UPKEEP_AT_ONCE)
+        self._pace = Pace(UPKEEP_BYTES_PER_S)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_ended)
+
+    async def close(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._peers.close()
+
+    @property
+    def digest(self) -> int:
+        """Of the map as it is now, for whoever deletes blocks."""
+        return self._membership.digest
+
+    async def _run(self) -> None:
+        wait_ms = UPKEEP_RETRY_MS // 2
+        while True:
+            digest = self._membership.digest
+            if await self._changes(digest, UPKEEP_SETTLE_MS) or not self._membership.lease:
+                continue
+            self.is_looking, self.found = True, Found()
+            try:
+                await self._look(digest)
+            except _Changed:
+                continue
+            except KvError as error:  # a drive that can't be read, perhaps
+                log.warning("The blocks could not be looked through: %s", error)
+                self.found.one_copy += 1
+            finally:
+                self.is_looking = False
+            self.looked = digest
+            wait_ms = min(2 * wait_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_EVERY_MS
+            if self._is_draining():  # a client with an older map may have put something
+                wait_ms = UPKEEP_RETRY_MS
+            if await self._changes(digest, wait_ms):
+                wait_ms = UPKEEP_RETRY_MS // 2
+
+    def _is_draining(self) -> bool:
+        now = self._membership.map
+        return any(now.members[at].name == self._membership.name for at in now.draining)
+
+    async def _changes(self, digest: int, within_ms: int) -> bool:
+        """Whether the members, or their leases, come to be others within this time."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + within_ms / 1000
+        while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
+            await self._membership.later_than(self._membership.map.revision, left_s)
+            self.sureness.note_lease()
+        return self._membership.digest != digest
+
+    # --- looking
+
+    async def _look(self, digest: int) -> None:
+        """Look through all blocks once."""
+        names = self._tenants.names()
+        for drive in self._node.store.drives:
+            after = b""
+            while True:
+                async with self._node.turns.of(UPKEEP, rest=3):
+                    rows = drive.keeping.after(after, UPKEEP_ASKED_BLOCKS)
+                    blocks = self._wanting(drive, rows, names)
+                if not rows:
+                    break
+                after = b"".join(rows[-1][0])
+                if blocks:
+                    await self._keep_up(blocks)
+                if self._membership.digest != digest:
+                    raise _Changed
+        self.sureness.looked_at_all()
+        if self.found.one_copy:
+            log.info("%d blocks have one copy", self.found.one_copy)
+        self._peers.keep({one.node for one in self._membership.map.members})
+
+    def _wanting(
+        self, drive: Drive, rows: Sequence[tuple[Name, Entry]], names: dict[bytes, tuple[str, int]]
+    ) -> list[Block]:
+        """Those of these blocks that should be on several nodes."""
+        now_ms, now, is_draining = self._node.clock.wall_ms(), self._membership.map, self._is_draining()
+        blocks = []
+        for name, entry in rows:
+            tenant, replicas = names.get(name[0], ("", 0))
+            replicas = min(replicas or self.replicas, REPLICAS_MAX) if tenant else 0
+            if (replicas > 1 or (replicas and is_draining)) and not 0 < entry.expires_ms <= now_ms:
+                owners = now.owners(self._tenants.placed_as(tenant).encode(), name[1])[:replicas]
+                is_sure = self.sureness.is_sure(drive, entry.generation)
+                blocks.append(Block(name, tenant, entry, owners, is_sure))
+                if len(owners) < replicas:
+                    self.found.one_copy += 1
+        named = self._node.store.manifests.references([block.name for block in blocks]) if blocks else []
+        return [block for block, sessions in zip(blocks, named, strict=True) if not sessions]
+
+    async def _keep_up(self, blocks: Sequence[Block]) -> None:
+        """Ask the other owners of each block whether they have it, and copy to those that don't, if that is ours."""
+        now = self._membership.map
+        me = next((at for at, one in enumerate(now.members) if one.name == self._membership.name), -1)
+        if me < 0:
+            raise _Changed
+        has = await self._asked(me, now, blocks)
+        wanted: dict[tuple[int, str], list[Block]] = defaultdict(list)
+        is_draining = self._is_draining()
+        for block in blocks:
+            for owner in lacking(me, block, has, is_draining=is_draining):
+                self.found.one_copy += 1
+                if has[owner, block.name] != pb.OFFERED_MISSING:
+                    continue  # it is away, or may not say
+                if block.is_sure:
+                    wanted[owner, block.tenant].append(block)
+                else:
+                    self.found.unsure += 1
+        for (owner, tenant), some in wanted.items():
+            for first in range(0, len(some), UPKEEP_OFFERED_BLOCKS):
+                part = some[first : first + UPKEEP_OFFERED_BLOCKS]
+                await self._copy(now.members[owner].name, tenant, part)
+
+    async def _asked(self, me: int, now: Map, blocks: Sequence[Block]) -> dict[tuple[int, Name], int]:
+        """What the other owners of blocks say of them."""
+        asked: dict[tuple[int, str], list[Block]] = defaultdict(list)
+        for block in blocks:
+            for owner in block.owners:
+                if owner != me:
+                    asked[owner, block.tenant].append(block)
+        answers = await asyncio.gather(
+            *(self._ask(now.members[owner].name, tenant, some) for (owner, tenant), some in asked.items())
+        )
+        has: dict[tuple[int, Name], int] = {}
+        for ((owner, _), some), (_, told) in zip(asked.items(), answers, strict=True):
+            for block, said in zip(some, told, strict=True):
+                has[owner, block.name] = said
+                if said == pb.OFFERED_STORED_SURELY and not block.is_sure:
+                    self.sureness.told(block.entry.generation)
+        return has
+
+    # --- asking and copying
+
+    async def _ask(
+        self, peer: str, tenant: str, blocks: Sequence[Block], *, surely: bool = False
+    ) -> tuple[int, Sequence[int]]:
+        """What a member says of blocks, and the ticket for those that it waits for; of one that is away, nothing."""
+        nothing = 0, [pb.OFFERED_UNSPECIFIED] * len(blocks)
+        lease = self._membership.lease
+        request = pb.OfferRequest(node=self._membership.name, lease=lease, tenant=tenant)
+        for block in blocks:
+            request.blocks.add(key=block.name[1], length=block.entry.length, surely=surely)
+        told: pb.OfferResponse
+        try:
+            told = await self._stub(peer).Offer(
+                request, timeout=UPKEEP_CALL_MS / 1000, metadata=self._peers.metadata
+            )
+        except (grpc.aio.AioRpcError, _Changed) as error:
+            log.debug("%s was not asked for copies: %s", peer, error)
+            return nothing
+        if told.refused or len(told.blocks) != len(blocks):
+            log.debug("%s says nothing of copies: %s", peer, told.refused)
+            return nothing
+        if not told.lease or self._membership.lease_of.get(peer) != told.lease:
+            return nothing  # it was away, and doesn't know it yet
+        return told.ticket, told.blocks
+
+    def _stub(self, peer: str) -> Any:
+        for one in self._membership.map.members:
+            if one.name == peer:
+                return self._peers.stub(one.node)
+        raise _Changed
+
+    async def _copy(self, peer: str, tenant: str, blocks: Sequence[Block]) -> None:
+        """Announce blocks to a member, and send it those that it waits for."""
+        ticket, told = await self._ask(peer, tenant, blocks, surely=True)
+        self.found.full += sum(said == pb.OFFERED_FULL for said in told)
+        self.found.one_copy -= sum(said in _HAVE for said in told)
+        sending = [
+            self._send(peer, ticket, block)
+            for block, said in zip(blocks, told, strict=True)
+            if said == pb.OFFERED_WANTED
+        ]
+        await asyncio.gather(*sending)
+
+    async def _send(self, peer: str, ticket: int, block: Block) -> None:
+        async with self._places:
+            await self._pace.wait(block.entry.length)
+            try:
+                kept = await self._sent(peer, ticket, block)
+            except (grpc.aio.AioRpcError, KvError, _Changed) as error:
+                log.debug("A block was not copied to %s: %s", peer, error)
+                return
+        self.found.one_copy -= 1  # it is there, or gone here as well
+        if kept:
+            self.copied_blocks += 1
+            self.copied_bytes += block.entry.length
+
+    async def _sent(self, peer: str, ticket: int, block: Block) -> bool:
+        """Read a block, check it and send it; False if it has gone here, or is not welcome there any more."""
+        inline, entry, (tenant, key) = self._node.inline, block.entry, block.name
+        who = UPKEEP, ""
+        piece = inline.take(who, entry.length)
+        try:
+            item = GetItem(
+                tenant,
+                key,
+                entry.fingerprint,
+                entry.length,
+                inline.memory.address(piece),
+                pages_of(entry.length) * PAGE_BYTES,
+                0,
+            )
+            done = await self._read(item)
+            if done is None or done.miss is not None:
+                return False
+            payload = inline.memory.payload(piece, entry.length)
+            name = kvstore_pb2.BlockName(key=key, fingerprint=entry.fingerprint, length=entry.length)
+            start = pb.CopyStart(
+                ticket=ticket,
+                tenant=block.tenant,
+                name=name,
+                expires_unix_ms=entry.expires_ms,
+                crc32c=done.crc32c,
+            )
+            call = self._stub(peer).Copy(
+                _messages(start, payload), timeout=UPKEEP_CALL_MS / 1000, metadata=self._peers.metadata
+            )
+            answer: pb.CopyResponse = await call
+            return answer.kept
+        finally:
+            inline.give_back(who, piece)
+
+    async def _read(self, item: GetItem) -> GetDone | None:
+        """Read a block into memory that stays ours until the drive is done with it, whatever becomes of us."""
+        read: asyncio.Future[GetDone] = asyncio.get_running_loop().create_future()
+        self._node.store.get([item], lambda batch: read.set_result(batch[0]))
+        is_cancelled = False
+        while not read.done():
+            try:
+                await asyncio.shield(read)
+            except asyncio.CancelledError:
+                is_cancelled = True
+        if is_cancelled:
+            raise asyncio.CancelledError
+        return self._node.store.verify_payload(item, read.result())
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """It ends when it is told to; else that is a bug, and nothing else may hide it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("Copies of blocks are no longer kept up.", exc_info=error)
+
+
+def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:
+    """The owners that this node is to copy a block to: none, where one that comes before it has the block.
+
+    One that is draining waits for nobody: when it says that it may be stopped, each owner has each of its blocks.
+    """
+    owners = block.owners
+    before = owners[: owners.index(me)] if me in owners else owners
+    if not is_draining and any(has[owner, block.name] in _HAVE for owner in before):
+        return []
+    return [owner for owner in owners if owner != me and has[owner, block.name] not in _HAVE]
+
+
+async def _messages(start: pb.CopyStart, payload: memoryview) -> AsyncIterator[pb.CopyRequest]:
+    yield pb.CopyRequest(start=start)
+    for first in range(0, len(payload), INLINE_CHUNK_BYTES):
+        yield pb.CopyRequest(chunk=bytes(payload[first : first + INLINE_CHUNK_BYTES]))
+
+
+class _Peers:
+    """Channels to other nodes."""
+
+    def __init__(self, secret: str | None, credentials: grpc.ChannelCredentials | None) -> None:
+        self._credentials = credentials
+        self.metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
+        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
+        self._closing: set[asyncio.Future[None]] = set()
+
+    def stub(self, node: str) -> Any:
+        """The one for a node at this address."""
+        if node not in self._channels:
+            options = (
+                *keepalive_options(),
+                ("grpc.enable_http_proxy", 0),
+                ("grpc.max_reconnect_backoff_ms", 1000),
+            )
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(node, options=options)
+            else:
+                channel = grpc.aio.secure_channel(node, self._credentials, options=options)
+            stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
+            self._channels[node] = channel, stub
+        return self._channels[node][1]
+
+    def keep(self, nodes: Iterable[str]) -> None:
+        """Close those to nodes that have left."""
+        for node in self._channels.keys() - set(nodes):
+            channel, _ = self._channels.pop(node)
+            self._closing.add(closing := asyncio.ensure_future(channel.close()))
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close all."""
+        for channel, _ in self._channels.values():
+            await channel.close()
+        self._channels.clear()

@@ -1,0 +1,229 @@
+"""The service Upkeep: what other nodes of the cluster offer, and what of it is taken.
+
+What always holds: a caller has proved that it is a node of the cluster, and offers under the lease that this node's map
+has; a block is taken only if it was announced here before its bytes were read there, and if no deletion of it has come
+since: the check and the store's taking it are one step; it is its tenant's, within the tenant's quota; where little
+room is left, none is taken.
+What it doesn't do: send a block's bytes, or delete anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.cluster.map import DRAINING
+from kvstore.durability import Durability
+from kvstore.errors import KvError, ProtocolError
+from kvstore.limits import (
+    UPKEEP_ASKED_BLOCKS,
+    UPKEEP_FREE_SHARE,
+    UPKEEP_WAITED_BLOCKS_MAX,
+    UPKEEP_WAITED_MS,
+)
+from kvstore.node.calls import check_keys, refusals
+from kvstore.node.connection import check_block
+from kvstore.wire import upkeep_pb2 as pb
+from kvstore.wire import upkeep_pb2_grpc
+from kvstore.wire.record import record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from kvstore.clock import Clock
+    from kvstore.node.calls import Context
+    from kvstore.node.gate import Gate
+    from kvstore.node.node import Node
+    from kvstore.storage.index import Name
+    from kvstore.storage.items import PutItem
+
+__all__ = ["UPKEEP", "UpkeepService", "Waited"]
+
+UPKEEP = b"upkeep"  # whose turn it is at the node's thread, and whose places blocks take that are copied
+
+
+class _Unwelcome(KvError):
+    """A block is not waited for, or no longer."""
+
+
+class _One(NamedTuple):
+    ticket: int
+    until_ns: int
+    size_bytes: int
+
+
+class Waited:
+    """The blocks that a node waits for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._by_name: dict[Name, _One] = {}  # the oldest first
+        self._tickets = itertools.count(secrets.randbits(48) + 1)
+        self.size_bytes = 0  # what they will take on the drives
+        self.size_bytes_of: Counter[bytes] = Counter()  # the same by tenant
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether as many more as one offer has can be waited for."""
+        now_ns = self._clock.monotonic_ns()
+        for name, one in list(
+            itertools.takewhile(lambda row: row[1].until_ns <= now_ns, self._by_name.items())
+        ):
+            self._drop(name, one)
+        return len(self._by_name) + UPKEEP_ASKED_BLOCKS <= UPKEEP_WAITED_BLOCKS_MAX
+
+    def ticket(self) -> int:
+        """A number that no other offer has."""
+        return next(self._tickets)
+
+    def add(self, name: Name, ticket: int, size_bytes: int) -> None:
+        """Wait for a block; whoever offered it before comes too late."""
+        self.cancel([name])
+        until_ns = self._clock.monotonic_ns() + UPKEEP_WAITED_MS * 1_000_000
+        self._by_name[name] = _One(ticket, until_ns, size_bytes)
+        self.size_bytes += size_bytes
+        self.size_bytes_of[name[0]] += size_bytes
+
+    def cancel(self, names: Iterable[Name]) -> None:
+        """Blocks are being deleted: wait for them no longer."""
+        for name in names:
+            if (one := self._by_name.get(name)) is not None:
+                self._drop(name, one)
+
+    def take(self, name: Name, ticket: int) -> None:
+        """Its bytes are there; _Unwelcome if it is not waited for."""
+        one = self._by_name.get(name)
+        if one is None or one.ticket != ticket:
+            raise _Unwelcome("The block is not waited for.")
+        self._drop(name, one)
+
+    def _drop(self, name: Name, one: _One) -> None:
+        del self._by_name[name]
+        self.size_bytes -= one.size_bytes
+        self.size_bytes_of[name[0]] -= one.size_bytes
+        if not self.size_bytes_of[name[0]]:
+            del self.size_bytes_of[name[0]]
+
+
+class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
+    """One node's."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node, self._gate = node, gate
+
+    async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:  # noqa: N802 - named by the proto
+        """Say which blocks are here, and wait for those that are not."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter_node("offer", context, request.tenant)
+            check_keys([block.key for block in request.blocks], UPKEEP_ASKED_BLOCKS)
+            async with self._node.turns.of(UPKEEP):
+                refused = self._refusal(request)
+                if refused:
+                    return pb.OfferResponse(refused=refused)
+                assert self._node.membership is not None
+                return self._answer(tenant.id, request, self._node.membership.lease)
+        raise AssertionError
+
+    def _refusal(self, request: pb.OfferRequest) -> str:
+        membership, upkeep = self._node.membership, self._node.upkeep
+        if membership is None or upkeep is None:
+            return "The node keeps up no copies."
+        if not membership.lease:
+            return "The node is not on its own map."
+        if not request.lease or membership.lease_of.get(request.node) != request.lease:
+            return "The offering node is not on this node's map."
+        return "" if upkeep.waited.has_room else "The node waits for as many blocks as it may."
+
+    def _answer(self, tenant: bytes, request: pb.OfferRequest, lease: int) -> pb.OfferResponse:
+        upkeep, store = self._node.upkeep, self._node.store
+        assert upkeep is not None
+        now_ms, ticket = self._node.clock.wall_ms(), upkeep.waited.ticket()
+        answer = pb.OfferResponse(lease=lease, ticket=ticket)
+        names = [(tenant, block.key) for block in request.blocks]
+        quota = store.quota(tenant)
+        for block, name, entry in zip(request.blocks, names, store.lookup(names), strict=True):
+            if entry is not None and not 0 < entry.expires_ms <= now_ms:
+                drive = store.drive_of(entry.generation)
+                is_sure = drive is not None and upkeep.sureness.is_sure(drive, entry.generation)
+                said = pb.OFFERED_STORED_SURELY if is_sure else pb.OFFERED_STORED
+            elif store.is_putting(name):
+                said = pb.OFFERED_STORED
+            elif not block.surely:
+                said = pb.OFFERED_MISSING
+            else:
+                size_bytes = record_bytes(block.length)
+                of_tenant = quota.used_bytes + upkeep.waited.size_bytes_of[tenant] + size_bytes
+                is_full = quota.bytes_max and of_tenant > quota.bytes_max
+                if is_full or not self._has_room(upkeep.waited.size_bytes + size_bytes):
+                    said = pb.OFFERED_FULL
+                else:
+                    upkeep.waited.add(name, ticket, size_bytes)
+                    said = pb.OFFERED_WANTED
+            answer.blocks.append(said)
+        return answer
+
+    def _has_room(self, size_bytes: int) -> bool:
+        now = self._node.store.statistics()
+        return now.takes_puts and now.free_bytes - size_bytes >= now.capacity_bytes // UPKEEP_FREE_SHARE
+
+    async def Copy(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.CopyRequest], context: Context
+    ) -> pb.CopyResponse:
+        """Keep a block that was waited for."""
+        async with refusals(context, self._node.counters):
+            first = await anext(request_iterator, None)
+            if first is None or first.WhichOneof("part") != "start":
+                raise ProtocolError("A copy begins with its start message.")
+            start, upkeep = first.start, self._node.upkeep
+            tenant = self._gate.enter_node("copy", context, start.tenant)
+            check_block(start.name.key, start.name.fingerprint, start.name.length)
+            if upkeep is None:
+                return pb.CopyResponse()
+
+            def take(item: PutItem) -> None:
+                upkeep.waited.take((tenant.id, start.name.key), start.ticket)
+                if item.crc32c != start.crc32c:
+                    raise ProtocolError("The bytes of a copy are not those of its block.")
+
+            try:
+                async with self._node.turns.moving(UPKEEP):
+                    await self._node.inline.put(
+                        context.peer(),
+                        tenant.id,
+                        start.name.key,
+                        start.name.fingerprint,
+                        start.name.length,
+                        Durability.WRITTEN,
+                        start.expires_unix_ms,
+                        (message.chunk async for message in request_iterator),
+                        take,
+                    )
+            except _Unwelcome:
+                return pb.CopyResponse()
+            return pb.CopyResponse(kept=True)
+        raise AssertionError
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
+        """Be draining, or no longer, and say how far that is."""
+        async with refusals(context, self._node.counters):
+            self._gate.enter_operator("drain", context)
+            membership, upkeep = self._node.membership, self._node.upkeep
+            if membership is None or upkeep is None:
+                raise ProtocolError("The node keeps up no copies: it was started without --cluster-replicas.")
+            state = "" if request.undo else DRAINING
+            if membership.state != state:
+                await membership.say(state)
+            is_seen = membership.is_seen
+            return pb.DrainResponse(
+                looked=is_seen and upkeep.looked == membership.digest,
+                left=upkeep.found.one_copy,
+                unsure=upkeep.found.unsure,
+                full=upkeep.found.full,
+                copied_blocks=upkeep.copied_blocks,
+            )
+        raise AssertionError
