@@ -89,6 +89,11 @@ class Map:
         return cls(revision, tuple(sorted(by_node.values())), digest, placed_as)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Of its members."""
+        return frozenset(one.name for one in self.members)
+
+    @cached_property
     def draining(self) -> tuple[int, ...]:
         """The places of members that are to have nothing new; none if all are."""
         places = tuple(at for at, one in enumerate(self.members) if one.state == DRAINING)

@@ -1,8 +1,9 @@
 """A node's membership: how it gets onto the map of its cluster, stays there, and follows it.
 
-What always holds: the map that is told never goes back; while etcd is away it stays as it was; a node whose record was
-replaced by another process's leaves the record to that one, and says so until it is started again; each step is over
-within etcd's deadline, and tried again a moment later.
+What always holds: the map that is told never goes back; while etcd is away it stays as it was, and for a lease's time
+after it has come back, unless all members are there again before; a lease is kept for as long as it lives; a node
+whose record was replaced by another process's leaves the record to that one, and says so until it is started again;
+each step is over within etcd's deadline, and tried again a moment later.
 What it doesn't do: touch the path of a block. Whether a node is a member changes nothing in what it serves.
 """
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import ConfigError
-from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS
+from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS, ETCD_CALL_MS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -31,6 +32,8 @@ __all__ = ["Membership", "digest_of"]
 
 log = logging.getLogger(__name__)
 
+# After the last time that a lease was kept it may have been away for longer than since a call to it failed.
+_LONG_AWAY_MS = CLUSTER_LEASE_S * 1000 - CLUSTER_KEEP_MS - ETCD_CALL_MS
 _REPLACED = "another process has taken its place: has its folder been copied?"
 
 
@@ -66,6 +69,10 @@ class Membership:
         self._lease = 0
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
+        self._found_lease = 0  # under which a record of our name stands
+        self._held_until_s = (
+            0.0  # it was away for so long that leases may have ended: the map stays until then
+        )
         self.lease_of: dict[str, int] = {}  # by the members' names, as of the map
         self.digest = 0  # of them
         self._changed = asyncio.Event()
@@ -138,21 +145,29 @@ class Membership:
         return self._folder + member.name.encode()
 
     async def _stay(self, member: Member) -> None:
-        """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is."""
+        """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is.
+
+        A lease is kept until etcd says that it has ended: an etcd that elects a leader may be silent for seconds.
+        """
+        lease = 0
         while self.outside != _REPLACED:
             try:
-                self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
-                member = self._member or member  # it may be in another state by now
-                self.leases.add(lease)
-                again = self._joined_at > 0
-                revision = await self._etcd.put(self._key(member), member.encoded(), lease, only_new=again)
-                self._joined_at = self._joined_at or revision
+                if not lease:
+                    self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
+                    self.leases.add(lease)
+                if not await self._etcd.keep(lease):
+                    lease = 0
+                    continue
+                if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
+                    member = self._member or member  # it may be in another state by now
+                    again = self._joined_at > 0
+                    revision = await self._etcd.put(
+                        self._key(member), member.encoded(), lease, only_new=again
+                    )
+                    self._joined_at = self._joined_at or revision
                 self._answered()
-                while revision and self.outside != _REPLACED and await self._etcd.keep(lease):
-                    self._answered()
-                    await asyncio.sleep(CLUSTER_KEEP_MS / 1000)
-                if not revision:  # it may be our own, of a lease that has an end; what we follow says so
-                    await asyncio.sleep(CLUSTER_RETRY_MS / 1000)
+                wait_ms = CLUSTER_KEEP_MS if self._found_lease == lease else CLUSTER_RETRY_MS
+                await asyncio.sleep(wait_ms / 1000)
             except EtcdAway as error:
                 await self._retry(error)
 
@@ -177,8 +192,8 @@ class Membership:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
-        if listed.revision <= self.map.revision:
-            return
+        if listed.revision <= self.map.revision or self._is_held_back(members):
+            return  # what is held back is listed again
         before, self.map = self.map, Map.of(listed.revision, members)
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
         self.digest = digest_of(self.map.members, self.lease_of)
@@ -187,11 +202,19 @@ class Membership:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def _is_held_back(self, members: Iterable[Member]) -> bool:
+        """Whether members are missing that may not have had the time to come back since etcd answers again."""
+        if asyncio.get_running_loop().time() >= self._held_until_s:
+            return False
+        return not self.map.revision or not self.map.names <= {one.name for one in members}
+
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
         """Whether our record is there; and if another process's is, which came after ours."""
         _, lease = listed.values.get(self._key(member), (b"", 0))
+        self._found_lease = lease
         if lease in self.leases:
             self.outside = ""
+            self._joined_at = self._joined_at or listed.revision  # the answer to the put may have been lost
         elif lease and 0 < self._joined_at <= listed.revision:
             if self.outside != _REPLACED:
                 log.error("the node is no member of its cluster any more: %s", _REPLACED)
@@ -204,6 +227,8 @@ class Membership:
     def _answered(self) -> None:
         if self._away_since_ns is not None:
             log.warning("etcd answers again, after %d ms", self.away_ms)
+            if self.away_ms >= _LONG_AWAY_MS:
+                self._held_until_s = asyncio.get_running_loop().time() + CLUSTER_LEASE_S
         self._away_since_ns = None
 
     async def _retry(self, error: EtcdAway) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SEEDS = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "150"))
 STEPS = 25
-SETTLED_S = 20.0  # a lease, a call's deadline, a pause, and the same again
+SETTLED_S = 30.0  # a lease, a call's deadline, a pause, the same again, and a map that is held back
 
 
 class Process:
@@ -197,5 +197,63 @@ def test_an_older_list_is_not_taken() -> None:
         assert now.members == (one.member,)
         one.membership._take(Listed(now.revision - 1, {}))
         assert one.told is now
+
+    run(history())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_lease_outlives_an_etcd_that_is_silent_for_a_moment(seed: int) -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        one = Process(etcd, rng, "a", 1)
+        await asyncio.sleep(1 + rng.random() * 3)
+        lease = one.membership.lease
+        assert lease
+        for _ in range(5):
+            one.way.is_away = True
+            await asyncio.sleep(rng.random() * 2)
+            one.way.is_away = False
+            await asyncio.sleep(5)
+            assert one.membership.lease == lease
+            assert one.told.members == (one.member,)
+        assert len(etcd.leases) == 1, "and it asked for no other"
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_when_etcd_comes_back_no_member_is_missed_that_is_there(seed: int) -> None:
+    """All leases have ended by then, and the members join one by one."""
+
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
+        await asyncio.sleep(1)
+        lost, *others = some
+        before = others[0].told.members
+        assert len(before) == 4
+        for one in some:
+            one.way.is_away = True
+        await asyncio.sleep(10 + rng.random() * 60)
+        assert etcd.values == {}
+        await lost.end(kindly=False)
+        late = Process(etcd, rng, "e", 9)
+        late.way.is_away = True
+        await asyncio.sleep(5)
+        for one in (*others, late):
+            one.way.is_away = False
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            assert all(one.told.names >= frozenset("bcd") for one in others)
+            assert not late.told.members or late.told.names >= frozenset("bcd"), "nor by who has just begun"
+        assert {one.told.names for one in (*others, late)} == {frozenset("bcde")}, (
+            "and who is gone is missed in the end"
+        )
+        leases.cancel()
 
     run(history())
