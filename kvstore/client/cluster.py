@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -377,7 +378,8 @@ class ClusterClient(Handle):
         One node more than there are replicas is asked: it is an owner while another is off the map, and was one before
         the last that joined.
         """
-        until_s = _now_s() + timeout_s
+        began_ns = _CLOCK.monotonic_ns()
+        until_s = began_ns / 1e9 + timeout_s
         now = self.nodes.map
         staying = len(now.members) - len(now.draining)
         ranks = [*range(min(self._replicas + 1, staying))]
@@ -393,7 +395,7 @@ class ClusterClient(Handle):
                 if not isinstance(outcome, Miss):
                     outcomes[at] = outcome
                     if copied is not None:
-                        self._put_back(lost[at], keys[at], at, outcome, copied)
+                        self._put_back(lost[at], keys[at], began_ns, partial(copied, at, outcome))
                     continue
                 if not rank:
                     outcomes[at] = outcome  # of several misses the first owner's says most
@@ -420,12 +422,10 @@ class ClusterClient(Handle):
             for at, outcome in zip(parts[node], told, strict=True):
                 yield node, at, outcome
 
-    def _put_back(
-        self, nodes: Iterable[str], key: bytes, at: int, found: R, copied: Callable[[int, R], bytes]
-    ) -> None:
+    def _put_back(self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes]) -> None:
         for node in nodes:
             if self._repairs.has_room:
-                self._repairs.add(node, key, copied(at, found))
+                self._repairs.add(node, key, copied(), read_ns)
 
     def _each(
         self,

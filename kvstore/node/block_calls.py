@@ -105,6 +105,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             async with self._node.turns.of(tenant.id):
                 self._node.granted.delete((tenant.id, key) for key in request.keys)
                 self._node.store.delete(items, ends.heard)
+                self._node.deletions.note((tenant.id, key) for key in request.keys)
                 digest = 0
                 if (upkeep := self._node.upkeep) is not None:
                     upkeep.waited.cancel((tenant.id, key) for key in request.keys)
