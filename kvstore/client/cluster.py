@@ -270,11 +270,12 @@ class ClusterClient(Handle):
         return Prefix(len(keys), None)
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
-        """As `Client.delete`, on every member; raises the error of one that has not answered, when all were asked.
+        """As `Client.delete`, on every member and every node that is absent from the map; all of them are asked.
 
-        Where nodes copy blocks to each other, a copy may have been on its way past the deletion: all are asked twice,
-        the second time with the same map as this client has; NodeUnavailable if that doesn't come to be in a call's
-        time.
+        Raises the error of one that has not answered: what it has would be there again when it is back. An absent one
+        that won't come back is to be forgotten (`kvstore cluster forget`). In a cluster a copy may be on its way past
+        the deletion: all are asked twice, the second time with the same map as this client has; NodeUnavailable if
+        that doesn't come to be in a call's time.
         """
         until_s = _now_s() + self._call_s(None)
         found = [False] * len(keys)
@@ -296,21 +297,29 @@ class ClusterClient(Handle):
     def _delete_everywhere(
         self, now: Map, keys: Sequence[bytes], durability: Durability
     ) -> tuple[list[bool], set[int]]:
-        """Delete blocks on every member of a map; which there were, and by which maps the nodes went."""
-        everywhere = {one.node: list(range(len(keys))) for one in now.members}
-        found, digests = [False] * len(keys), set[int]()
-        failed: KvError | None = None
-        for answer in self._each(
+        """Delete blocks on all nodes of a map; which there were, and by which maps the members went."""
+        everywhere = {one.node: list(range(len(keys))) for one in (*now.members, *now.absent)}
+        answers = self._each(
             everywhere,
             lambda client, _: client._blocks.delete_told(keys, durability=durability),  # noqa: SLF001 - of this package
-        ).values():
+        )
+        found, digests = [False] * len(keys), set[int]()
+        for answer in answers.values():
+            if not isinstance(answer, KvError):
+                found = [had or has for had, has in zip(found, answer.found, strict=True)]
+        for one in now.members:
+            answer = answers[one.node]
             if isinstance(answer, KvError):
-                failed = failed or answer
-            else:
-                found = [had or has for had, has in zip(found, answer[0], strict=True)]
-                digests |= answer[1]
-        if failed is not None:
-            raise failed
+                raise answer
+            digests |= answer.digests
+        for one in now.absent:
+            answer = answers[one.node]
+            if isinstance(answer, KvError) or answer.nodes - {one.name}:
+                raise NodeUnavailable(
+                    f"{one.node} ({one.name}) is absent from the cluster and has not answered: what it has would come"
+                    " back with it. Delete again when it is there, or, if it never will be, after `kvstore cluster"
+                    f" forget {one.name}`."
+                )
         return found, digests
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:

@@ -34,12 +34,17 @@ log = logging.getLogger(__name__)
 
 # After the last time that a lease was kept it may have been away for longer than since a call to it failed.
 _LONG_AWAY_MS = CLUSTER_LEASE_S * 1000 - CLUSTER_KEEP_MS - ETCD_CALL_MS
+_NODES, _KNOWN = b"nodes/", b"known/"  # members, under their leases; and all that have been members, for good
 _REPLACED = "another process has taken its place: has its folder been copied?"
 
 
-def digest_of(members: Iterable[Member], lease_of: Mapping[str, int]) -> int:
-    """A number for just these members under these leases; never 0. A node that left and came back has another lease."""
+def digest_of(members: Iterable[Member], lease_of: Mapping[str, int], absent: Iterable[Member] = ()) -> int:
+    """A number for just these members under these leases; never 0. A node that left and came back has another lease.
+
+    Who is absent counts too: a node may have come and gone that another map never had.
+    """
     rows = "".join(f"{one.name}\0{lease_of[one.name]}\0{one.state}\n" for one in members)
+    rows += "".join(f"{one.name}\0absent\n" for one in absent)
     return int.from_bytes(blake2b(rows.encode(), digest_size=8).digest(), "little") or 1
 
 
@@ -51,7 +56,10 @@ class _Etcd(Protocol):
     async def grant(self, ttl_s: int) -> int: ...
     async def keep(self, lease: int) -> bool: ...
     async def revoke(self, lease: int) -> None: ...
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int: ...
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+    ) -> int: ...
+    async def remove(self, key: bytes, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
     async def close(self) -> None: ...
 
@@ -61,7 +69,7 @@ class Membership:
 
     def __init__(self, etcd: _Etcd, clock: Clock) -> None:
         self._etcd, self._clock = etcd, clock
-        self._folder = etcd.reach.folder + b"nodes/"
+        self._folder = etcd.reach.folder
         self._member: Member | None = None
         self.map = Map(0)
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
@@ -121,13 +129,22 @@ class Membership:
         self._member = member = replace(self._member, state=state)
         await self._etcd.put(self._key(member), member.encoded(), self.lease)
 
-    async def close(self) -> None:
-        """Leave: others take over at once, if etcd hears of it."""
+    async def forget(self, node: str) -> list[str]:
+        """Forget absent nodes of this address or name; the names of those that were. EtcdAway if etcd has not heard."""
+        wanted = [one for one in self.map.absent if node in (one.node, one.name)]
+        return [
+            one.name for one in wanted if await self._etcd.remove(self._known(one), unless=self._key(one))
+        ]
+
+    async def close(self, *, for_good: bool = False) -> None:
+        """Leave: others take over at once, if etcd hears of it; `for_good` if nothing is left here that others lack."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._lease:
             with suppress(EtcdAway):
+                if for_good and self._member is not None and self.lease:
+                    await self._etcd.put(self._known(self._member), self._member.encoded(), self.lease)
                 await self._etcd.revoke(self._lease)
         await self._etcd.close()
 
@@ -142,7 +159,10 @@ class Membership:
     # --- being a member
 
     def _key(self, member: Member) -> bytes:
-        return self._folder + member.name.encode()
+        return self._folder + _NODES + member.name.encode()
+
+    def _known(self, member: Member) -> bytes:
+        return self._folder + _KNOWN + member.name.encode()
 
     async def _stay(self, member: Member) -> None:
         """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is.
@@ -162,7 +182,11 @@ class Membership:
                     member = self._member or member  # it may be in another state by now
                     again = self._joined_at > 0
                     revision = await self._etcd.put(
-                        self._key(member), member.encoded(), lease, only_new=again
+                        self._key(member),
+                        member.encoded(),
+                        lease,
+                        only_new=again,
+                        lasting=self._known(member),
                     )
                     self._joined_at = self._joined_at or revision
                 self._answered()
@@ -184,21 +208,25 @@ class Membership:
                 await self._retry(error)
 
     def _take(self, listed: Listed) -> None:
-        members = []
+        members, known = list[Member](), list[Member]()
         for key, (value, _) in listed.values.items():
+            kind = members if key.startswith(self._folder + _NODES) else known
             try:
-                members.append(Member.decoded(value))
+                kind.append(Member.decoded(value))
             except ConfigError:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
         if listed.revision <= self.map.revision or self._is_held_back(members):
             return  # what is held back is listed again
-        before, self.map = self.map, Map.of(listed.revision, members)
+        before, self.map = self.map, Map.of(listed.revision, members, absent=known)
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
-        self.digest = digest_of(self.map.members, self.lease_of)
-        if before.members != self.map.members:
-            log.info("the cluster's nodes: %s", ", ".join(one.node for one in self.map.members) or "none")
+        self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
+        if (before.members, before.absent) != (self.map.members, self.map.absent):
+            there, absent = (
+                ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
+            )
+            log.info("the cluster's nodes: %s; absent: %s", there, absent)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

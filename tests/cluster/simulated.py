@@ -91,7 +91,7 @@ class FakeEtcd:
         self.leases[lease] = (asyncio.get_running_loop().time() + ttl_s, ttl_s)
         return True
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool) -> int:
+    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes) -> int:
         if lease not in self.leases:
             raise EtcdAway("etcd: requested lease not found")
         if only_new and key in self.values:
@@ -100,6 +100,8 @@ class FakeEtcd:
             self.joined[key] = lease
         self.revision += 1
         self.values[key] = (value, lease)
+        if lasting:
+            self.values[lasting] = (value, 0)
         await self.tell()
         return self.revision
 
@@ -157,11 +159,23 @@ class FakeClient:
         await self._reach()
         await self._etcd.drop([lease])
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int:
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+    ) -> int:
         await self._reach()
-        revision = await self._etcd.put(key, value, lease, only_new=only_new)
+        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting)
         await self._reach()
         return revision
+
+    async def remove(self, key: bytes, unless: bytes) -> bool:
+        await self._reach()
+        if unless in self._etcd.values:
+            return False
+        if self._etcd.values.pop(key, None) is not None:
+            self._etcd.revision += 1
+            await self._etcd.tell()
+        await self._reach()
+        return True
 
     async def follow(self, _prefix: bytes) -> AsyncGenerator[Listed, None]:
         while True:

@@ -109,6 +109,10 @@ class World:
             came_last = joined in self.etcd.leases and joined in one.membership.leases
             if came_last or name not in self.copied:
                 assert of_name == [one.member]
+        heard_of = {key.rpartition(b"/")[2].decode() for key in self.etcd.joined if b"/nodes/" in key}
+        for one in self.processes:
+            known = {*one.told.names, *(other.name for other in one.told.absent)}
+            assert known == heard_of, "who has been a member is one, or is absent"
         on_it = [one for one in self.processes if one.member in one.told.members]
         for one in self.processes:
             assert (one.membership.outside == "") == (one in on_it), one.membership.outside
@@ -128,7 +132,7 @@ def test_whatever_happened_all_tell_the_same_map_a_moment_later(tenth: int) -> N
         for one in world.processes:
             await one.end(kindly=True)
         await asyncio.sleep(1)
-        assert world.etcd.values == {}, "who leaves leaves nothing"
+        assert not [key for key in world.etcd.values if b"/nodes/" in key], "who leaves is no member"
         leases.cancel()
 
     for seed in range(tenth, SEEDS, 10):
@@ -201,6 +205,45 @@ def test_an_older_list_is_not_taken() -> None:
     run(history())
 
 
+def test_who_left_is_told_as_absent_until_it_is_back_or_forgotten_or_had_nothing_left() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(1)
+        one, other, third = (Process(etcd, rng, name, port) for port, name in enumerate("abc", 1))
+        await asyncio.sleep(2)
+        digests = {one.membership.digest}
+        assert not one.told.absent
+        await other.end(kindly=True)
+        await asyncio.sleep(1)
+        assert one.told.names == {"a", "c"}
+        assert list(one.told.absent) == [other.member]
+        digests.add(one.membership.digest)
+        assert await one.membership.forget("c") == [], "it is there"
+        back = Process(etcd, rng, "b", 9)
+        await asyncio.sleep(2)
+        assert one.told.names == {"a", "b", "c"}
+        assert not one.told.absent
+        digests.add(one.membership.digest)
+        await back.end(kindly=False)
+        await asyncio.sleep(10)
+        assert list(one.told.absent) == [back.member], "at its last address"
+        before = one.membership.digest
+        assert await one.membership.forget("b") == ["b"]
+        await asyncio.sleep(1)
+        assert not one.told.absent
+        assert one.membership.digest != before, "who has come and gone counts"
+        assert len(digests) == 3
+        third._looking.cancel()
+        await third.membership.close(for_good=True)
+        await asyncio.sleep(1)
+        assert one.told.names == {"a"}
+        assert not one.told.absent
+        leases.cancel()
+
+    run(history())
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_lease_outlives_an_etcd_that_is_silent_for_a_moment(seed: int) -> None:
     async def history() -> None:
@@ -240,7 +283,7 @@ def test_when_etcd_comes_back_no_member_is_missed_that_is_there(seed: int) -> No
         for one in some:
             one.way.is_away = True
         await asyncio.sleep(10 + rng.random() * 60)
-        assert etcd.values == {}
+        assert not [key for key in etcd.values if b"/nodes/" in key]
         await lost.end(kindly=False)
         late = Process(etcd, rng, "e", 9)
         late.way.is_away = True
