@@ -16,6 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvcli.running import Status
 from tests.cluster.history import Call, End, Kind
 from tests.cluster.real_etcd import program
 from tests.hosts.network import SECRETS, Host, Network, Process, run, until
@@ -303,13 +304,21 @@ class Chaos:
         time.sleep(while_s)
 
     def _node_replaced(self, _: float) -> None:
-        """It is drained, stopped, and comes back with an empty folder."""
+        """It is drained, stopped, and comes back with an empty folder; if it says that it can't give all, it stays."""
         node = self.dice.choice(self.nodes)
-        words = ["kvstore", "cluster", "drain", node.target, "--node", node.target]
+        may_go = self._told("drain", node)
+        if may_go:
+            node.process.end()
+            node.start(fresh=True)
+        else:
+            assert self._told("join", node)
+
+    def _told(self, word: str, node: Node) -> bool:
+        words = ["kvstore", "cluster", word, node.target, "--node", node.target]
         words += ["--ca", f"{SECRETS}/ca.crt", "--token-file", f"{SECRETS}/secret"]
-        assert node.host.start(*words).wait(SETTLED_S) == 0, node.host.log()[-2000:]
-        node.process.end()
-        node.start(fresh=True)
+        status = node.host.start(*words).wait(SETTLED_S)
+        assert status in {Status.DONE, Status.NO}, node.host.log()[-2000:]
+        return status == Status.DONE
 
     def drive_filled(self) -> None:
         """One node's drive is filled: what it had has to go, and is on another node."""
