@@ -124,6 +124,10 @@ class FakeEtcd:
             await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])
             await asyncio.sleep(0.1)
 
+    def known(self) -> set[str]:
+        """Names of nodes that have a record, be it of a member or of one that is absent."""
+        return {key.rpartition(b"/")[2].decode() for key in self.values}
+
     def listed(self) -> Listed:
         return Listed(self.revision, dict(self.values))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.cluster.etcd import Listed
+from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.map import Map, Member
 from kvstore.cluster.membership import Membership
 from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
@@ -38,10 +39,10 @@ class Process:
         while True:
             self.revisions.append((await self.membership.later_than(self.revisions[-1], 5)).revision)
 
-    async def end(self, *, kindly: bool) -> None:
+    async def end(self, *, kindly: bool, for_good: bool = False) -> None:
         self._looking.cancel()
         if kindly:
-            await self.membership.close()
+            await self.membership.close(for_good=for_good)
         else:
             for task in self.membership._tasks:
                 task.cancel()
@@ -57,6 +58,7 @@ class World:
         self.etcd = FakeEtcd()
         self.processes: list[Process] = []  # that are alive, in the order in which they began
         self.copied: set[str] = set()
+        self.may_come_back: set[str] = set()  # that were members, have ended and were not forgotten since
         self._ports = 1000
 
     def begin(self, name: str) -> None:
@@ -68,7 +70,19 @@ class World:
     async def end(self, *, kindly: bool) -> None:
         one = self.rng.choice(self.processes)
         self.processes.remove(one)
-        await one.end(kindly=kindly)
+        for_good = kindly and self.rng.random() < 0.3
+        if for_good:  # of whatever life the folder is
+            self.may_come_back.discard(one.member.name)
+        elif one.member.name in self.etcd.known():  # else it was forgotten meanwhile
+            self.may_come_back.add(one.member.name)
+        await one.end(kindly=kindly, for_good=for_good)
+
+    async def forget(self, one: Process) -> None:
+        """Have it forget whoever it has as absent."""
+        for absent in one.told.absent:
+            with suppress(EtcdAway):
+                self.may_come_back.discard(absent.name)  # also if only the answer is lost
+                await one.membership.forget(absent.name)
 
     def cut_off(self, *some: Process) -> None:
         """All of them, or let them through again."""
@@ -85,6 +99,8 @@ class World:
             one = rng.choice(self.processes)
             doing += [lambda: self.cut_off(one)] * 2
             doing += [lambda: self.cut_off(*self.processes)]
+        if self.processes and rng.random() < 0.1:
+            await self.forget(rng.choice(self.processes))
         chosen = rng.randrange(len(doing) + 2)
         if chosen < len(doing):
             doing[chosen]()
@@ -109,10 +125,10 @@ class World:
             came_last = joined in self.etcd.leases and joined in one.membership.leases
             if came_last or name not in self.copied:
                 assert of_name == [one.member]
-        heard_of = {key.rpartition(b"/")[2].decode() for key in self.etcd.joined if b"/nodes/" in key}
         for one in self.processes:
             known = {*one.told.names, *(other.name for other in one.told.absent)}
-            assert known == heard_of, "who has been a member is one, or is absent"
+            assert known == self.etcd.known()
+            assert known >= self.may_come_back - self.copied, "who has been a member is one, or is absent"
         on_it = [one for one in self.processes if one.member in one.told.members]
         for one in self.processes:
             assert (one.membership.outside == "") == (one in on_it), one.membership.outside

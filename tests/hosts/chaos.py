@@ -116,10 +116,9 @@ class Chaos:
     """All hosts of one world."""
 
     def __init__(
-        self, folder: Path, seed: int, nodes: int, make_secrets: Callable[[Path, str], None]
+        self, network: Network, seed: int, nodes: int, make_secrets: Callable[[Path, str], None]
     ) -> None:
-        self.dice = random.Random(seed)
-        self.network = Network(folder)
+        self.dice, self.network, folder = random.Random(seed), network, network.folder
         self._spare = [self.network.host(name) for name in ("e1", "e2", "e3")]
         ours = [self.network.host(f"n{number}") for number in range(1, nodes + 1)]
         theirs = [self.network.host(f"c{number}") for number in (1, 2)]
@@ -194,9 +193,6 @@ class Chaos:
                 client, kind, key, value, began_s, ended_s, end = json.loads(line)
                 calls.append(Call(client, Kind(kind), key, value, began_s, ended_s, End(end)))
         return calls
-
-    def close(self) -> None:
-        self.network.close()
 
     # --- harm, each for a while
 

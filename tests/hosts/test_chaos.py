@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.history import Call, End, Kind, faults
+from tests.cluster.real_etcd import program
 from tests.hosts.chaos import Chaos
 from tests.hosts.conftest import _make_secrets
+from tests.hosts.network import Network
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,10 +43,13 @@ def counted(history: Iterable[Call]) -> str:
 @pytest.mark.timeout(300 + 120 * A_WORLD)
 @pytest.mark.parametrize("seed", WORLDS)
 def test_whatever_goes_wrong_nothing_is_lost_and_no_deletion_undone(seed: int, tmp_path: Path) -> None:
+    program()  # or there is none, and the test is skipped
     rounds = min(A_WORLD, ROUNDS - (seed - SEED) * A_WORLD)
-    chaos = Chaos(tmp_path, seed, 3 + seed % 3, _make_secrets)
-    done = [f"seed {seed}, {len(chaos.nodes)} nodes"]
+    done = [f"seed {seed}"]
+    network = Network(tmp_path)
     try:
+        chaos = Chaos(network, seed, 3 + seed % 3, _make_secrets)
+        done.append(f"{len(chaos.nodes)} nodes")
         chaos.settled()
         for number in range(rounds):
             done.append(chaos.harm(KINDS[number % len(KINDS)] if KINDS else None))
@@ -55,10 +60,10 @@ def test_whatever_goes_wrong_nothing_is_lost_and_no_deletion_undone(seed: int, t
         error.add_note("; ".join(done))
         raise
     finally:
-        chaos.close()
+        network.close()
     found = faults(history)
     assert not found, f"{'; '.join(done)}\n" + "\n".join(found[:10])
-    print(f"{done[0]}: {counted(history)}", flush=True)  # noqa: T201
+    print(f"{done[0]}, {done[1]}: {counted(history)}", flush=True)  # noqa: T201
     acknowledged = Counter(call.kind for call in history if call.end is End.DONE)
     assert acknowledged[Kind.PUT] > 5 * rounds
     assert acknowledged[Kind.GET] > 10 * rounds
