@@ -1,7 +1,8 @@
 """A node's membership: how it gets onto the map of its cluster, stays there, and follows it.
 
 What always holds: the map that is told never goes back; while etcd is away it stays as it was, and for a lease's time
-after it has come back, unless all members are there again before; a lease is kept for as long as it lives; a node
+after it has come back, unless all members are there again before; so it does when a second member is missing within
+that time: they fall one at a time; a lease is kept for as long as it lives; a node
 whose record was replaced by another process's leaves the record to that one, and says so until it is started again;
 each step is over within etcd's deadline, and tried again a moment later.
 What it doesn't do: touch the path of a block. Whether a node is a member changes nothing in what it serves.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -78,9 +80,9 @@ class Membership:
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
         self._found_lease = 0  # under which a record of our name stands
-        self._held_until_s = (
-            0.0  # it was away for so long that leases may have ended: the map stays until then
-        )
+        self._held_until_s = 0.0  # members are missing that may be back in a moment: the map stays until then
+        self._is_holding = False  # what was listed last is not on the map for it
+        self._missed_s = -math.inf  # when one was taken off the map last
         self.lease_of: dict[str, int] = {}  # by the members' names, as of the map
         self.digest = 0  # of them
         self._changed = asyncio.Event()
@@ -231,10 +233,23 @@ class Membership:
         changed.set()
 
     def _is_held_back(self, members: Iterable[Member]) -> bool:
-        """Whether members are missing that may not have had the time to come back since etcd answers again."""
-        if asyncio.get_running_loop().time() >= self._held_until_s:
-            return False
-        return not self.map.revision or not self.map.names <= {one.name for one in members}
+        """Whether members are missing that may be back in a moment: all since etcd is back, and any but the first.
+
+        That leases of several end at once comes of etcd more often than of the nodes: a member of it that was stopped,
+        and led before, ends all leases when it goes on.
+        """
+        now_s = asyncio.get_running_loop().time()
+        missing = self.map.names - {one.name for one in members}
+        was_held, self._is_holding = self._is_holding, False
+        if not missing and self.map.revision:
+            self._held_until_s = 0.0
+        elif now_s < self._held_until_s:
+            self._is_holding = True
+        elif missing and not was_held and (len(missing) > 1 or now_s < self._missed_s + CLUSTER_LEASE_S):
+            self._held_until_s, self._is_holding = now_s + CLUSTER_LEASE_S, True
+        elif missing:
+            self._missed_s = now_s
+        return self._is_holding
 
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
         """Whether our record is there; and if another process's is, which came after ours."""

@@ -221,6 +221,37 @@ def test_an_older_list_is_not_taken() -> None:
     run(history())
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_members_whose_leases_end_all_at_once_are_not_missed_and_those_that_are_gone_are(seed: int) -> None:
+    """So it is when a member of etcd that led goes on after a stop."""
+
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
+        await asyncio.sleep(10)
+        if seed % 2:  # it was away, and all are back since
+            for away in (True, False):
+                for one in some:
+                    one.way.is_away = away
+                await asyncio.sleep(20 + rng.random() * 40)
+        for lease in rng.sample(sorted(etcd.leases), 4):
+            await etcd.drop([lease])
+            await asyncio.sleep(rng.random() * 0.1)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            assert all(len(one.told.members) >= 3 for one in some)
+        assert all(len(one.told.members) == 4 for one in some)
+        for one in some[2:]:
+            await one.end(kindly=False)
+        await asyncio.sleep(20)
+        assert all(one.told.names == {"a", "b"} for one in some[:2])
+        leases.cancel()
+
+    run(history())
+
+
 def test_who_left_is_told_as_absent_until_it_is_back_or_forgotten_or_had_nothing_left() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
