@@ -11,6 +11,10 @@
 #   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (3)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
+#   TRIGGERKV_CHAOS_ROUNDS=n      how many rounds `make test-cluster` does between hosts (300), fifteen to a cluster
+#   TRIGGERKV_CHAOS_SEED=n        the seed of the first of these clusters
+#   TRIGGERKV_CHAOS_KINDS='...'   these kinds of harm, one after the other (tests/hosts/chaos.py), and not by the seed
+#   TRIGGERKV_CLUSTER_ROUNDS=n    how many rounds of nodes that die or hang it does beside each other on one host (300)
 #   TRIGGERKV_RANDOM_EXAMPLES=1    other examples of Hypothesis' each time: to search; without it a run is like the last one
 #   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
 #   TRIGGERKV_CONVERSATION_RUNS=n how often `make test-engines` holds ten conversations while all goes wrong (1)
@@ -53,12 +57,13 @@ test-engines: setup-engines ## tests/engines: real engines with our node beside 
 	  .venv-engines/bin/python -X faulthandler -m pytest tests/engines $(PYTEST_ARGS)
 
 .PHONY: test-hosts
-test-hosts: setup-engines ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)
+test-hosts: setup-engines etcd ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)
 	@tools/test_hosts.sh $(PYTEST_ARGS)
 
 .PHONY: test-cluster
-test-cluster: setup etcd ## tests/cluster in their long form: nodes die and hang 300 times while clients work (an hour)
-	@TRIGGERKV_CLUSTER_ROUNDS=$${TRIGGERKV_CLUSTER_ROUNDS:-300} $(py) -m pytest tests/cluster $(PYTEST_ARGS)
+test-cluster: setup etcd ## clusters in their long form: 300 rounds of all that goes wrong between hosts, 300 of nodes that die or hang (two hours)
+	@TRIGGERKV_CHAOS_ROUNDS=$(or $(TRIGGERKV_CHAOS_ROUNDS),300) TRIGGERKV_HOSTS_LIMIT_S=14400 tools/test_hosts.sh -k chaos -rA $(PYTEST_ARGS)
+	@TRIGGERKV_CLUSTER_ROUNDS=$(or $(TRIGGERKV_CLUSTER_ROUNDS),300) $(py) -m pytest tests/cluster $(PYTEST_ARGS)
 
 .PHONY: etcd
 etcd: ## .cache/etcd, out of Debian's package (20 MB), for tests/cluster

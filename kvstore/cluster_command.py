@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
 
-__all__ = ["drain", "show"]
+__all__ = ["drain", "forget", "show"]
 
 _LOOK_S = 0.5
 
@@ -53,6 +53,7 @@ def show(reach: Reach, *, as_json: bool) -> int:
             "clustered": told.clustered,
             "revision": now.revision,
             "members": members,
+            "absent": [{"name": one.name, "node": one.node, "version": one.version} for one in now.absent],
             "etcd_away_ms": told.etcd_away_ms,
             "outside": told.outside,
         }
@@ -115,6 +116,9 @@ def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | No
     lines = [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+    lines += [
+        f"absent: {one.node} ({one.name}); no deletion is acknowledged without it" for one in now.absent
+    ]
     lines += _upkeep_lines(each)
     if told.outside:
         lines.append(f"The node that was asked is no member: {told.outside}.")
@@ -168,3 +172,25 @@ def drain(reach: Reach, node: str, *, undo: bool) -> int:
         f" it was away, for {told.full} there is no room."
     )
     return Status.NO
+
+
+def forget(reach: Reach, node: str) -> int:
+    """Have the cluster forget an absent node, by its address or name; 1 if there is none like that."""
+    failure: grpc.RpcError | None = None
+    for asked in reach.nodes:
+        with open_channel(reach.at(asked)) as channel:
+            stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                told: upkeep_pb2.ForgetResponse = stub.Forget(
+                    upkeep_pb2.ForgetRequest(node=node), timeout=reach.call_timeout_s
+                )
+            except grpc.RpcError as error:
+                failure = error
+                continue
+        if told.names:
+            print(f"{node} is forgotten. If it comes back, let it be with an empty folder.")  # noqa: T201
+            return Status.DONE
+        print(f"No node that is absent has the address or name {node}.")  # noqa: T201
+        return Status.NO
+    assert failure is not None
+    raise error_from_rpc("To forget the node", failure)

@@ -33,6 +33,7 @@ __all__ = [
     "CLUSTER_WEIGHT_MAX",
     "CONNECT_TIMEOUT_MS",
     "CONTACT_HURRIED_MS",
+    "COPY_LATE_MS",
     "DELETES_QUEUED_MAX",
     "DESCRIPTORS_KEPT",
     "DESCRIPTORS_OF_CLIENT",
@@ -144,6 +145,7 @@ __all__ = [
     "READINESS_RETRY_MS",
     "READ_AHEAD_BYTES",
     "REPAIR_BYTES_MAX",
+    "REPAIR_CALL_MS",
     "REPLICAS_MAX",
     "RESHARD_SCRATCH_BYTES",
     "RESUME_AHEAD_BATCHES",
@@ -304,6 +306,11 @@ CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is
 CLUSTER_LEFT_MS = 900_000  # after it has left the map a node's client is closed
 REPLICAS_MAX = 2  # of a block
 REPAIR_BYTES_MAX = 64 << 20  # that a client holds of blocks that are to be put back to their first owners
+REPAIR_CALL_MS = 5_000  # of the call that puts one block back
+COPY_LATE_MS = (
+    120_000  # that what a client has sent may be under way: a connection that says nothing ends sooner
+)
+DELETIONS_KEPT_MAX = 1 << 16  # that a node remembers, so that no copy undoes them
 UPKEEP_ASKED_BLOCKS = 256  # of a node's index are looked at, and asked of other owners, at a time
 UPKEEP_OFFERED_BLOCKS = 16  # that are announced to an owner together, before their bytes go
 UPKEEP_AT_ONCE = 2  # blocks that a node sends to others

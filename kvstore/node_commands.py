@@ -144,11 +144,13 @@ def _drives(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> int:
-    from kvstore.cluster_command import drain, show
+    from kvstore.cluster_command import drain, forget, show
 
     if arguments.do is not None:
         if arguments.member is None:
             raise ConfigError(f"Say which node: kvstore cluster {arguments.do} HOST:PORT.")
+        if arguments.do == "forget":
+            return forget(reach(arguments), arguments.member)
         return drain(reach(arguments), arguments.member, undo=arguments.do == "join")
     return show(reach(arguments), as_json=arguments.json)
 
@@ -223,18 +225,21 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
     cluster = commands.add_parser(
         "cluster",
-        help="show the nodes of a cluster and their shares of the users, or drain one",
+        help="show the nodes of a cluster and their shares of the users, drain one, or forget one",
         description="Show the map of a node's cluster: its nodes, their weights and shares. Any of them may be asked."
         " Exit status 3 if the node is in no cluster, or not on its map.",
     )
     cluster.add_argument(
         "do",
         nargs="?",
-        choices=("drain", "join"),
-        help="have a node give its blocks to the others until it may be stopped, or be a member again; where there are"
-        " tenants, with the cluster's secret as the token",
+        choices=("drain", "join", "forget"),
+        help="have a node give its blocks to the others until it may be stopped, or be a member again; or have the"
+        " cluster forget one that is absent and will not come back; where there are tenants, with the cluster's secret"
+        " as the token",
     )
-    cluster.add_argument("member", nargs="?", metavar="HOST:PORT", help="which node")
+    cluster.add_argument(
+        "member", nargs="?", metavar="HOST:PORT", help="which node; to forget, also its name"
+    )
     reach_node(cluster)
     cluster.set_defaults(run=_cluster)
 

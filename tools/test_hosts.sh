@@ -23,4 +23,4 @@ if ! why=$("${sandbox[@]}" sh -ec "$probe" 2>&1); then
   exit 0
 fi
 TRIGGERKV_HOSTS=1 exec "${sandbox[@]}" sh -ec "$prepare"' && exec "$@"' sandbox \
-  timeout --foreground --signal=ABRT --kill-after=30 1200 .venv/bin/python -X faulthandler -m pytest tests/hosts "$@"
+  timeout --foreground --signal=ABRT --kill-after=30 "${TRIGGERKV_HOSTS_LIMIT_S:-1200}" .venv/bin/python -X faulthandler -m pytest tests/hosts "$@"

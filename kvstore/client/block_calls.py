@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.client.lookups import ClientLookups
     from kvstore.reach import Reach
 
-__all__ = ["BlockCalls", "Explained", "Pin", "Prefix", "Stored", "durability_message"]
+__all__ = ["BlockCalls", "Deleted", "Explained", "Pin", "Prefix", "Stored", "durability_message"]
 
 T = TypeVar("T")
 
@@ -79,6 +79,14 @@ class Pin(Handle):
         if numbers:
             with suppress(KvError):
                 self._calls.unpin(numbers)
+
+
+class Deleted(NamedTuple):
+    """What a node has deleted."""
+
+    found: list[bool]
+    digests: set[int]  # of its map; 0: it is in no cluster
+    nodes: set[str]  # its name, "" of an earlier version
 
 
 class BlockCalls:
@@ -149,14 +157,12 @@ class BlockCalls:
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """As `Client.delete`."""
-        return self.delete_told(keys, durability=durability)[0]
+        return self.delete_told(keys, durability=durability).found
 
-    def delete_told(
-        self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
-    ) -> tuple[list[bool], set[int]]:
-        """As `Client.delete`; and the digests of the node's map meanwhile, of which 0 says that it copies nothing."""
+    def delete_told(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> Deleted:
+        """As `Client.delete`; and what the node says of itself meanwhile."""
         found: list[bool] = []
-        digests: set[int] = set()
+        digests, nodes = set[int](), set[str]()
         for some in _batches(keys):
             with self._calling("Deleting blocks"):
                 request = pb.DeleteRequest(
@@ -165,7 +171,8 @@ class BlockCalls:
                 answer = self._stub.Delete(request, timeout=self._timeout_s)
             found += answer.found
             digests.add(answer.members_digest)
-        return found, digests
+            nodes.add(answer.node)
+        return Deleted(found, digests, nodes)
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -269,11 +270,12 @@ class ClusterClient(Handle):
         return Prefix(len(keys), None)
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
-        """As `Client.delete`, on every member; raises the error of one that has not answered, when all were asked.
+        """As `Client.delete`, on every member and every node that is absent from the map; all of them are asked.
 
-        Where nodes copy blocks to each other, a copy may have been on its way past the deletion: all are asked twice,
-        the second time with the same map as this client has; NodeUnavailable if that doesn't come to be in a call's
-        time.
+        Raises the error of one that has not answered: what it has would be there again when it is back. An absent one
+        that won't come back is to be forgotten (`kvstore cluster forget`). In a cluster a copy may be on its way past
+        the deletion: all are asked twice, the second time with the same map as this client has; NodeUnavailable if
+        that doesn't come to be in a call's time.
         """
         until_s = _now_s() + self._call_s(None)
         found = [False] * len(keys)
@@ -295,21 +297,29 @@ class ClusterClient(Handle):
     def _delete_everywhere(
         self, now: Map, keys: Sequence[bytes], durability: Durability
     ) -> tuple[list[bool], set[int]]:
-        """Delete blocks on every member of a map; which there were, and by which maps the nodes went."""
-        everywhere = {one.node: list(range(len(keys))) for one in now.members}
-        found, digests = [False] * len(keys), set[int]()
-        failed: KvError | None = None
-        for answer in self._each(
+        """Delete blocks on all nodes of a map; which there were, and by which maps the members went."""
+        everywhere = {one.node: list(range(len(keys))) for one in (*now.members, *now.absent)}
+        answers = self._each(
             everywhere,
             lambda client, _: client._blocks.delete_told(keys, durability=durability),  # noqa: SLF001 - of this package
-        ).values():
+        )
+        found, digests = [False] * len(keys), set[int]()
+        for answer in answers.values():
+            if not isinstance(answer, KvError):
+                found = [had or has for had, has in zip(found, answer.found, strict=True)]
+        for one in now.members:
+            answer = answers[one.node]
             if isinstance(answer, KvError):
-                failed = failed or answer
-            else:
-                found = [had or has for had, has in zip(found, answer[0], strict=True)]
-                digests |= answer[1]
-        if failed is not None:
-            raise failed
+                raise answer
+            digests |= answer.digests
+        for one in now.absent:
+            answer = answers[one.node]
+            if isinstance(answer, KvError) or answer.nodes - {one.name}:
+                raise NodeUnavailable(
+                    f"{one.node} ({one.name}) is absent from the cluster and has not answered: what it has would come"
+                    " back with it. Delete again when it is there, or, if it never will be, after `kvstore cluster"
+                    f" forget {one.name}`."
+                )
         return found, digests
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
@@ -377,7 +387,8 @@ class ClusterClient(Handle):
         One node more than there are replicas is asked: it is an owner while another is off the map, and was one before
         the last that joined.
         """
-        until_s = _now_s() + timeout_s
+        began_ns = _CLOCK.monotonic_ns()
+        until_s = began_ns / 1e9 + timeout_s
         now = self.nodes.map
         staying = len(now.members) - len(now.draining)
         ranks = [*range(min(self._replicas + 1, staying))]
@@ -393,7 +404,7 @@ class ClusterClient(Handle):
                 if not isinstance(outcome, Miss):
                     outcomes[at] = outcome
                     if copied is not None:
-                        self._put_back(lost[at], keys[at], at, outcome, copied)
+                        self._put_back(lost[at], keys[at], began_ns, partial(copied, at, outcome))
                     continue
                 if not rank:
                     outcomes[at] = outcome  # of several misses the first owner's says most
@@ -420,12 +431,10 @@ class ClusterClient(Handle):
             for at, outcome in zip(parts[node], told, strict=True):
                 yield node, at, outcome
 
-    def _put_back(
-        self, nodes: Iterable[str], key: bytes, at: int, found: R, copied: Callable[[int, R], bytes]
-    ) -> None:
+    def _put_back(self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes]) -> None:
         for node in nodes:
             if self._repairs.has_room:
-                self._repairs.add(node, key, copied(at, found))
+                self._repairs.add(node, key, copied(), read_ns)
 
     def _each(
         self,

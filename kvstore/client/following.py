@@ -31,12 +31,15 @@ log = logging.getLogger(__name__)
 
 def map_of(told: pb.MapResponse) -> Map:
     """The map that a node tells; ConfigError if it is none."""
-    members = (
-        Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "")
-        for one in told.members
+    members, absent = (
+        [
+            Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "")
+            for one in some
+        ]
+        for some in (told.members, told.absent)
     )
     placed_as = told.placed_as if told.HasField("placed_as") else None
-    return Map.of(told.revision, members, told.members_digest, placed_as)
+    return Map.of(told.revision, members, told.members_digest, placed_as, absent)
 
 
 class Following:

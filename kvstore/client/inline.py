@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
 from kvstore.client.watch import within
+from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError, UsageError
 from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     Data = Buffer | list[Buffer] | tuple[Buffer, ...]  # of one block; pieces in their order
 
 __all__ = ["InlineCalls"]
+
+_CLOCK = SystemClock()
 
 
 class InlineCalls:
@@ -79,8 +82,9 @@ class InlineCalls:
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
+        read_ns: int | None = None,
     ) -> Durability:
-        """As `Client.put_inline`."""
+        """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
         view = _view(data)
 
         def parts() -> Iterator[pb.PutRequest]:
@@ -90,6 +94,8 @@ class InlineCalls:
                     name=self._name(key, len(view)),
                     durability=durability_message(durability),
                     expires_unix_ms=expires_unix_ms,
+                    is_copy=read_ns is not None,
+                    read_ms_ago=0 if read_ns is None else (_CLOCK.monotonic_ns() - read_ns) // 1_000_000 + 1,
                 )
             )
             for start in range(0, len(view), INLINE_CHUNK_BYTES):

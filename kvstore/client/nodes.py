@@ -108,8 +108,9 @@ class Nodes(Handle):
         return self._client(self.home(user))
 
     def at(self, target: str) -> Client:
-        """The client of one node."""
-        nodes = [one.node for one in self.map.members]
+        """The client of one node, a member or one that is absent."""
+        now = self.map
+        nodes = [one.node for one in (*now.members, *now.absent)]
         if target not in nodes:
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
         return self._client(target)

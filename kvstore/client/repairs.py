@@ -5,7 +5,8 @@ put to it, so what is used is where it should be again.
 
 What always holds: the bytes are copied before the get returns, so its caller may write to its memory again; no more
 is copied once `REPAIR_BYTES_MAX` are held, and the rest is left for the next get; nobody waits for it. A put that fails
-is forgotten.
+is forgotten. What was deleted after it was asked for is not put back: the node knows its deletions, and is told how
+long ago that was.
 What it doesn't do: look for blocks that nobody reads.
 """
 
@@ -17,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError
-from kvstore.limits import REPAIR_BYTES_MAX
+from kvstore.limits import REPAIR_BYTES_MAX, REPAIR_CALL_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ class _Repair(NamedTuple):
     node: str
     key: bytes
     data: bytes
+    read_ns: int  # when it was asked for
 
 
 class Repairs:
@@ -42,6 +44,7 @@ class Repairs:
         self._at = at
         self._changed = threading.Condition()
         self._waiting: deque[_Repair] = deque()
+        self._names: set[tuple[str, bytes]] = set()  # of those, and of the one under way
         self._held_bytes = 0
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -51,12 +54,13 @@ class Repairs:
         """Whether a block more may be copied."""
         return not self._closed and self._held_bytes < REPAIR_BYTES_MAX
 
-    def add(self, node: str, key: bytes, data: bytes) -> None:
-        """Put a block to a node when there is time."""
+    def add(self, node: str, key: bytes, data: bytes, read_ns: int) -> None:
+        """Put a block to a node when there is time; it was asked for, where it was, not before `read_ns`."""
         with self._changed:
-            if not self.has_room:
+            if not self.has_room or (node, key) in self._names:
                 return
-            self._waiting.append(_Repair(node, key, data))
+            self._names.add((node, key))
+            self._waiting.append(_Repair(node, key, data, read_ns))
             self._held_bytes += len(data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-repairs", daemon=True)
@@ -71,10 +75,13 @@ class Repairs:
                     return
                 one = self._waiting.popleft()
             try:
-                self._at(one.node).put_inline(one.key, one.data)
+                self._at(one.node)._inline.put(  # noqa: SLF001 - of this package
+                    one.key, one.data, timeout_s=REPAIR_CALL_MS / 1000, read_ns=one.read_ns
+                )
             except KvError as error:
                 log.debug("A block was not put back to %s: %s", one.node, error)
             with self._changed:
+                self._names.discard((one.node, one.key))
                 self._held_bytes -= len(one.data)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@
         ...
 
 Why not a library: those for asyncio stay with the endpoint that they began with, and wait for one that hangs. This is
-eight calls of a documented interface, each with its deadline.
+nine calls of a documented interface, each with its deadline.
 
 What always holds: a call is answered or raises `EtcdAway` within its time, whatever etcd does; the next one begins with
 another endpoint then. What was found of a list is whole at some revision, and each later one is of a higher revision.
@@ -104,14 +104,28 @@ class Etcd:
         """End a lease, and with it what was put under it."""
         await self._call("Lease/LeaseRevoke", pb.EtcdLeaseRevokeRequest(id=lease), pb.EtcdLeaseRevokeResponse)
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int:
-        """Write a record that goes with a lease; gives the revision that has it, 0 if there was one and it stays."""
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+    ) -> int:
+        """Write a record that goes with a lease; gives the revision that has it, 0 if there was one and it stays.
+
+        With it the same value is written under the key `lasting`, which goes with no lease.
+        """
         request = pb.EtcdTxnRequest()
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
+        if lasting:
+            request.success.add(request_put=pb.EtcdPutRequest(key=lasting, value=value))
         if only_new:
             request.compare.add(key=key, create_revision=0, target=_CREATED)
         answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)
         return answer.header.revision if answer.succeeded else 0
+
+    async def remove(self, key: bytes, unless: bytes) -> bool:
+        """Remove a record; False, and it stays, if there is one under the other key."""
+        request = pb.EtcdTxnRequest()
+        request.compare.add(key=unless, create_revision=0, target=_CREATED)
+        request.success.add(request_delete_range=pb.EtcdDeleteRangeRequest(key=key))
+        return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def listed(self, prefix: bytes) -> Listed:
         """All that is below a prefix."""

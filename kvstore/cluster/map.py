@@ -75,18 +75,33 @@ class Map:
 
     revision: int
     members: tuple[Member, ...] = field(default=())
-    digest: int = 0  # of the members and their leases; 0: nobody says
+    digest: int = 0  # of the members, their leases and who is absent; 0: nobody says
+    absent: tuple[Member, ...] = ()  # that were members, and may come back with what they have
     placed_as: str | None = None  # what stands for a client's tenant; None: what it calls itself
 
     @classmethod
     def of(
-        cls, revision: int, members: Iterable[Member], digest: int = 0, placed_as: str | None = None
+        cls,
+        revision: int,
+        members: Iterable[Member],
+        digest: int = 0,
+        placed_as: str | None = None,
+        absent: Iterable[Member] = (),
     ) -> Map:
         """In the one order that a map has; of two members at one address the later name is left out."""
         by_node: dict[str, Member] = {}
         for member in sorted(members):
             by_node.setdefault(member.node, member)
-        return cls(revision, tuple(sorted(by_node.values())), digest, placed_as)
+        there = tuple(sorted(by_node.values()))
+        names = {one.name for one in there}
+        return cls(
+            revision, there, digest, tuple(sorted(one for one in absent if one.name not in names)), placed_as
+        )
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of its members."""
+        return frozenset(one.name for one in self.members)
 
     @cached_property
     def draining(self) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """A node's membership: how it gets onto the map of its cluster, stays there, and follows it.
 
-What always holds: the map that is told never goes back; while etcd is away it stays as it was; a node whose record was
-replaced by another process's leaves the record to that one, and says so until it is started again; each step is over
-within etcd's deadline, and tried again a moment later.
+What always holds: the map that is told never goes back; while etcd is away it stays as it was, and for a lease's time
+after it has come back, unless all members are there again before; so it does when a second member is missing within
+that time: they fall one at a time; a lease is kept for as long as it lives; a node
+whose record was replaced by another process's leaves the record to that one, and says so until it is started again;
+each step is over within etcd's deadline, and tried again a moment later.
 What it doesn't do: touch the path of a block. Whether a node is a member changes nothing in what it serves.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import ConfigError
-from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS
+from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS, ETCD_CALL_MS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -31,12 +34,19 @@ __all__ = ["Membership", "digest_of"]
 
 log = logging.getLogger(__name__)
 
+# After the last time that a lease was kept it may have been away for longer than since a call to it failed.
+_LONG_AWAY_MS = CLUSTER_LEASE_S * 1000 - CLUSTER_KEEP_MS - ETCD_CALL_MS
+_NODES, _KNOWN = b"nodes/", b"known/"  # members, under their leases; and all that have been members, for good
 _REPLACED = "another process has taken its place: has its folder been copied?"
 
 
-def digest_of(members: Iterable[Member], lease_of: Mapping[str, int]) -> int:
-    """A number for just these members under these leases; never 0. A node that left and came back has another lease."""
+def digest_of(members: Iterable[Member], lease_of: Mapping[str, int], absent: Iterable[Member] = ()) -> int:
+    """A number for just these members under these leases; never 0. A node that left and came back has another lease.
+
+    Who is absent counts too: a node may have come and gone that another map never had.
+    """
     rows = "".join(f"{one.name}\0{lease_of[one.name]}\0{one.state}\n" for one in members)
+    rows += "".join(f"{one.name}\0absent\n" for one in absent)
     return int.from_bytes(blake2b(rows.encode(), digest_size=8).digest(), "little") or 1
 
 
@@ -48,7 +58,10 @@ class _Etcd(Protocol):
     async def grant(self, ttl_s: int) -> int: ...
     async def keep(self, lease: int) -> bool: ...
     async def revoke(self, lease: int) -> None: ...
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int: ...
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+    ) -> int: ...
+    async def remove(self, key: bytes, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
     async def close(self) -> None: ...
 
@@ -58,7 +71,7 @@ class Membership:
 
     def __init__(self, etcd: _Etcd, clock: Clock) -> None:
         self._etcd, self._clock = etcd, clock
-        self._folder = etcd.reach.folder + b"nodes/"
+        self._folder = etcd.reach.folder
         self._member: Member | None = None
         self.map = Map(0)
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
@@ -66,6 +79,10 @@ class Membership:
         self._lease = 0
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
+        self._found_lease = 0  # under which a record of our name stands
+        self._held_until_s = 0.0  # members are missing that may be back in a moment: the map stays until then
+        self._is_holding = False  # what was listed last is not on the map for it
+        self._missed_s = -math.inf  # when one was taken off the map last
         self.lease_of: dict[str, int] = {}  # by the members' names, as of the map
         self.digest = 0  # of them
         self._changed = asyncio.Event()
@@ -114,13 +131,22 @@ class Membership:
         self._member = member = replace(self._member, state=state)
         await self._etcd.put(self._key(member), member.encoded(), self.lease)
 
-    async def close(self) -> None:
-        """Leave: others take over at once, if etcd hears of it."""
+    async def forget(self, node: str) -> list[str]:
+        """Forget absent nodes of this address or name; the names of those that were. EtcdAway if etcd has not heard."""
+        wanted = [one for one in self.map.absent if node in (one.node, one.name)]
+        return [
+            one.name for one in wanted if await self._etcd.remove(self._known(one), unless=self._key(one))
+        ]
+
+    async def close(self, *, for_good: bool = False) -> None:
+        """Leave: others take over at once, if etcd hears of it; `for_good` if nothing is left here that others lack."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._lease:
             with suppress(EtcdAway):
+                if for_good and self._member is not None and self.lease:
+                    await self._etcd.put(self._known(self._member), self._member.encoded(), self.lease)
                 await self._etcd.revoke(self._lease)
         await self._etcd.close()
 
@@ -135,24 +161,39 @@ class Membership:
     # --- being a member
 
     def _key(self, member: Member) -> bytes:
-        return self._folder + member.name.encode()
+        return self._folder + _NODES + member.name.encode()
+
+    def _known(self, member: Member) -> bytes:
+        return self._folder + _KNOWN + member.name.encode()
 
     async def _stay(self, member: Member) -> None:
-        """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is."""
+        """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is.
+
+        A lease is kept until etcd says that it has ended: an etcd that elects a leader may be silent for seconds.
+        """
+        lease = 0
         while self.outside != _REPLACED:
             try:
-                self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
-                member = self._member or member  # it may be in another state by now
-                self.leases.add(lease)
-                again = self._joined_at > 0
-                revision = await self._etcd.put(self._key(member), member.encoded(), lease, only_new=again)
-                self._joined_at = self._joined_at or revision
+                if not lease:
+                    self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
+                    self.leases.add(lease)
+                if not await self._etcd.keep(lease):
+                    lease = 0
+                    continue
+                if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
+                    member = self._member or member  # it may be in another state by now
+                    again = self._joined_at > 0
+                    revision = await self._etcd.put(
+                        self._key(member),
+                        member.encoded(),
+                        lease,
+                        only_new=again,
+                        lasting=self._known(member),
+                    )
+                    self._joined_at = self._joined_at or revision
                 self._answered()
-                while revision and self.outside != _REPLACED and await self._etcd.keep(lease):
-                    self._answered()
-                    await asyncio.sleep(CLUSTER_KEEP_MS / 1000)
-                if not revision:  # it may be our own, of a lease that has an end; what we follow says so
-                    await asyncio.sleep(CLUSTER_RETRY_MS / 1000)
+                wait_ms = CLUSTER_KEEP_MS if self._found_lease == lease else CLUSTER_RETRY_MS
+                await asyncio.sleep(wait_ms / 1000)
             except EtcdAway as error:
                 await self._retry(error)
 
@@ -169,29 +210,54 @@ class Membership:
                 await self._retry(error)
 
     def _take(self, listed: Listed) -> None:
-        members = []
+        members, known = list[Member](), list[Member]()
         for key, (value, _) in listed.values.items():
+            kind = members if key.startswith(self._folder + _NODES) else known
             try:
-                members.append(Member.decoded(value))
+                kind.append(Member.decoded(value))
             except ConfigError:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
-        if listed.revision <= self.map.revision:
-            return
-        before, self.map = self.map, Map.of(listed.revision, members)
+        if listed.revision <= self.map.revision or self._is_held_back(members):
+            return  # what is held back is listed again
+        before, self.map = self.map, Map.of(listed.revision, members, absent=known)
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
-        self.digest = digest_of(self.map.members, self.lease_of)
-        if before.members != self.map.members:
-            log.info("the cluster's nodes: %s", ", ".join(one.node for one in self.map.members) or "none")
+        self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
+        if (before.members, before.absent) != (self.map.members, self.map.absent):
+            there, absent = (
+                ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
+            )
+            log.info("the cluster's nodes: %s; absent: %s", there, absent)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _is_held_back(self, members: Iterable[Member]) -> bool:
+        """Whether members are missing that may be back in a moment: all since etcd is back, and any but the first.
+
+        That leases of several end at once comes of etcd more often than of the nodes: a member of it that was stopped,
+        and led before, ends all leases when it goes on.
+        """
+        now_s = asyncio.get_running_loop().time()
+        missing = self.map.names - {one.name for one in members}
+        was_held, self._is_holding = self._is_holding, False
+        if not missing and self.map.revision:
+            self._held_until_s = 0.0
+        elif now_s < self._held_until_s:
+            self._is_holding = True
+        elif missing and not was_held and (len(missing) > 1 or now_s < self._missed_s + CLUSTER_LEASE_S):
+            self._held_until_s, self._is_holding = now_s + CLUSTER_LEASE_S, True
+        elif missing:
+            self._missed_s = now_s
+        return self._is_holding
 
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
         """Whether our record is there; and if another process's is, which came after ours."""
         _, lease = listed.values.get(self._key(member), (b"", 0))
+        self._found_lease = lease
         if lease in self.leases:
             self.outside = ""
+            self._joined_at = self._joined_at or listed.revision  # the answer to the put may have been lost
         elif lease and 0 < self._joined_at <= listed.revision:
             if self.outside != _REPLACED:
                 log.error("the node is no member of its cluster any more: %s", _REPLACED)
@@ -204,6 +270,8 @@ class Membership:
     def _answered(self) -> None:
         if self._away_since_ns is not None:
             log.warning("etcd answers again, after %d ms", self.away_ms)
+            if self.away_ms >= _LONG_AWAY_MS:
+                self._held_until_s = asyncio.get_running_loop().time() + CLUSTER_LEASE_S
         self._away_since_ns = None
 
     async def _retry(self, error: EtcdAway) -> None:

@@ -105,10 +105,11 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             async with self._node.turns.of(tenant.id):
                 self._node.granted.delete((tenant.id, key) for key in request.keys)
                 self._node.store.delete(items, ends.heard)
-                digest = 0
+                self._node.deletions.note((tenant.id, key) for key in request.keys)
                 if (upkeep := self._node.upkeep) is not None:
                     upkeep.waited.cancel((tenant.id, key) for key in request.keys)
-                    digest = upkeep.digest
+                membership = self._node.membership
+                digest = 0 if membership is None else membership.digest
             done = sorted(await ends.all(), key=lambda one: one.tag)
             for one in done:
                 if one.error is not None:
@@ -120,7 +121,9 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 names=request.keys,
                 found=sum(one.found for one in done),
             )
-            return pb.DeleteResponse(found=[one.found for one in done], members_digest=digest)
+            return pb.DeleteResponse(
+                found=[one.found for one in done], members_digest=digest, node=self._node.store.name
+            )
         raise AssertionError
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802

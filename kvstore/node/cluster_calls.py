@@ -59,12 +59,13 @@ def _told(
     if now.revision > known.revision:
         told.members_digest, told.placed_as = membership.digest, placed_as
         told.revision = now.revision
-        for one in now.members:
-            told.members.add(
-                name=one.name,
-                node=one.node,
-                weight=one.weight,
-                version=one.version,
-                draining=one.state == DRAINING,
-            )
+        for rows, some in ((told.members, now.members), (told.absent, now.absent)):
+            for one in some:
+                rows.add(
+                    name=one.name,
+                    node=one.node,
+                    weight=one.weight,
+                    version=one.version,
+                    draining=one.state == DRAINING,
+                )
     return told

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Gate"]
 
-_OF_NODES: Final = {"offer", "copy", "drain"}  # calls that nodes of the cluster make, who make no others
+_OF_NODES: Final = {
+    "offer",
+    "copy",
+    "drain",
+    "forget",
+}  # calls that nodes of the cluster make, who make no others
 
 _Context: TypeAlias = "ServicerContext[Any, Any]"
 

@@ -152,10 +152,16 @@ def _of_node(node: Node, version: str) -> list[Metric]:
 def _of_cluster(membership: Membership | None) -> list[Metric]:
     """All of them 0 on a node that is in no cluster."""
     members = 0 if membership is None else len(membership.map.members)
+    absent = 0 if membership is None else len(membership.map.absent)
     is_member = membership is not None and not membership.outside
     away_ms = 0 if membership is None else membership.away_ms
     return [
         _gauge("kvstore_cluster_members", "Nodes on the map of the cluster, as this one has it.", members),
+        _gauge(
+            "kvstore_cluster_absent_nodes",
+            "Nodes that were members and may come back; no deletion is acknowledged without them.",
+            absent,
+        ),
         _gauge("kvstore_cluster_member", "1 if this node is one of them.", float(is_member)),
         _gauge(
             "kvstore_cluster_etcd_away_seconds",

@@ -34,6 +34,7 @@ from kvstore.limits import (
 )
 from kvstore.node.asked import already_stored
 from kvstore.node.connection import Connection, check_count, refuse_expired
+from kvstore.node.deletions import Deletions
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fair import Places
@@ -154,6 +155,7 @@ class Node:
             store, self.hot, self.granted, clock, self.counters, self.timings, tenants_known
         )
         self.pins = Pins(store, clock)
+        self.deletions = Deletions(clock)
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)

@@ -250,10 +250,12 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
 
 
 async def _leave_cluster(node: Node) -> None:
+    has_drained = False
     if node.upkeep is not None:
+        has_drained = node.upkeep.has_drained
         await node.upkeep.close()
     if node.membership is not None:
-        await node.membership.close()
+        await node.membership.close(for_good=has_drained)
 
 
 def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcli.version import package_version
-from kvstore.errors import ProtocolError
+from kvstore.errors import Expired, ProtocolError
 from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
 from kvstore.node.asked import fetch, lease_told, reserve
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.node.landing import Lease
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
-    from kvstore.storage.items import DriveState
+    from kvstore.storage.items import DriveState, PutItem
     from nic_offload.sender import Area
 
 __all__ = ["KvStoreService"]
@@ -231,6 +231,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             tenant = self._gate.enter("put", context, start.tenant)
             spans, began_ns = self._node.spans, self._node.clock.monotonic_ns()
             parent = None if spans is None else spans.parent_of(context)
+
+            def before_kept(item: PutItem) -> None:
+                if start.is_copy and self._node.deletions.may_be_since(item[:2], start.read_ms_ago):
+                    raise Expired("The block may have been deleted since this copy of it was read.")
+
             async with self._node.turns.moving(tenant.id):
                 durability = await self._node.inline.put(
                     context.peer(),
@@ -241,6 +246,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     durability_of(start.durability),
                     start.expires_unix_ms,
                     (message.chunk async for message in request_iterator),
+                    before_kept,
                 )
             if spans is not None and parent is not None:
                 spans.inline_put(parent, began_ns, 1, start.name.length, durability)

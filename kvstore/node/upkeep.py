@@ -140,9 +140,9 @@ class Upkeep:
         await self._peers.close()
 
     @property
-    def digest(self) -> int:
-        """Of the map as it is now, for whoever deletes blocks."""
-        return self._membership.digest
+    def has_drained(self) -> bool:
+        """Whether the node is draining, and each of its blocks is on its owners."""
+        return self._is_draining() and self.looked == self._membership.digest and not self.found.one_copy
 
     async def _run(self) -> None:
         wait_ms = UPKEEP_RETRY_MS // 2

@@ -227,3 +227,15 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                 copied_blocks=upkeep.copied_blocks,
             )
         raise AssertionError
+
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:  # noqa: N802
+        """Have the cluster forget a node that will not come back."""
+        async with refusals(context, self._node.counters):
+            self._gate.enter_operator("forget", context)
+            membership = self._node.membership
+            if membership is None:
+                raise ProtocolError("The node is in no cluster.")
+            names = await membership.forget(request.node)
+            self._gate.audit.note("forget", tenant="", peer=context.peer(), names=" ".join(names))
+            return pb.ForgetResponse(names=names)
+        raise AssertionError

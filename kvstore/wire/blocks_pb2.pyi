@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
+# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -87,12 +87,14 @@ class DeleteRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ...) -> None: ...
 
 class DeleteResponse(_message.Message):
-    __slots__ = ("found", "members_digest")
+    __slots__ = ("found", "members_digest", "node")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     found: _containers.RepeatedScalarFieldContainer[bool]
     members_digest: int
-    def __init__(self, found: _Optional[_Iterable[bool]] = ..., members_digest: _Optional[int] = ...) -> None: ...
+    node: str
+    def __init__(self, found: _Optional[_Iterable[bool]] = ..., members_digest: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("tenant", "keys")

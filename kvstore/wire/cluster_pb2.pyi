@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
+# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -14,7 +14,7 @@ class MapRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class MapResponse(_message.Message):
-    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "upkeep")
+    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "absent", "upkeep")
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class MapResponse(_message.Message):
     OUTSIDE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PLACED_AS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     UPKEEP_FIELD_NUMBER: _ClassVar[int]
     clustered: bool
     revision: int
@@ -30,8 +31,9 @@ class MapResponse(_message.Message):
     outside: str
     members_digest: int
     placed_as: str
+    absent: _containers.RepeatedCompositeFieldContainer[ClusterMember]
     upkeep: UpkeepState
-    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
+    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
 
 class UpkeepState(_message.Message):
     __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
+# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -65,11 +65,19 @@ class EtcdCompare(_message.Message):
     target: int
     def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., result: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
+class EtcdDeleteRangeRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
 class EtcdRequestOp(_message.Message):
-    __slots__ = ("request_put",)
+    __slots__ = ("request_put", "request_delete_range")
     REQUEST_PUT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_DELETE_RANGE_FIELD_NUMBER: _ClassVar[int]
     request_put: EtcdPutRequest
-    def __init__(self, request_put: _Optional[_Union[EtcdPutRequest, _Mapping]] = ...) -> None: ...
+    request_delete_range: EtcdDeleteRangeRequest
+    def __init__(self, request_put: _Optional[_Union[EtcdPutRequest, _Mapping]] = ..., request_delete_range: _Optional[_Union[EtcdDeleteRangeRequest, _Mapping]] = ...) -> None: ...
 
 class EtcdTxnRequest(_message.Message):
     __slots__ = ("compare", "success")

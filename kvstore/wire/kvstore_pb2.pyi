@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
+# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -322,16 +322,20 @@ class PutRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PutStart, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class PutStart(_message.Message):
-    __slots__ = ("tenant", "name", "durability", "expires_unix_ms")
+    __slots__ = ("tenant", "name", "durability", "expires_unix_ms", "is_copy", "read_ms_ago")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_COPY_FIELD_NUMBER: _ClassVar[int]
+    READ_MS_AGO_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     name: BlockName
     durability: Durability
     expires_unix_ms: int
-    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[_Union[BlockName, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
+    is_copy: bool
+    read_ms_ago: int
+    def __init__(self, tenant: _Optional[str] = ..., name: _Optional[_Union[BlockName, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., expires_unix_ms: _Optional[int] = ..., is_copy: bool = ..., read_ms_ago: _Optional[int] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("durability",)

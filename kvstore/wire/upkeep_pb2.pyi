@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 1ec8bf4667ba126a6ead0c2d2793fc3e
+# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -23,6 +23,18 @@ OFFERED_STORED_SURELY: Offered
 OFFERED_MISSING: Offered
 OFFERED_WANTED: Offered
 OFFERED_FULL: Offered
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class ForgetResponse(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("undo",)

@@ -91,7 +91,7 @@ class FakeEtcd:
         self.leases[lease] = (asyncio.get_running_loop().time() + ttl_s, ttl_s)
         return True
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool) -> int:
+    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes) -> int:
         if lease not in self.leases:
             raise EtcdAway("etcd: requested lease not found")
         if only_new and key in self.values:
@@ -100,6 +100,8 @@ class FakeEtcd:
             self.joined[key] = lease
         self.revision += 1
         self.values[key] = (value, lease)
+        if lasting:
+            self.values[lasting] = (value, 0)
         await self.tell()
         return self.revision
 
@@ -121,6 +123,10 @@ class FakeEtcd:
             now_s = asyncio.get_running_loop().time()
             await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])
             await asyncio.sleep(0.1)
+
+    def known(self) -> set[str]:
+        """Names of nodes that have a record, be it of a member or of one that is absent."""
+        return {key.rpartition(b"/")[2].decode() for key in self.values}
 
     def listed(self) -> Listed:
         return Listed(self.revision, dict(self.values))
@@ -157,11 +163,23 @@ class FakeClient:
         await self._reach()
         await self._etcd.drop([lease])
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool = False) -> int:
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+    ) -> int:
         await self._reach()
-        revision = await self._etcd.put(key, value, lease, only_new=only_new)
+        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting)
         await self._reach()
         return revision
+
+    async def remove(self, key: bytes, unless: bytes) -> bool:
+        await self._reach()
+        if unless in self._etcd.values:
+            return False
+        if self._etcd.values.pop(key, None) is not None:
+            self._etcd.revision += 1
+            await self._etcd.tell()
+        await self._reach()
+        return True
 
     async def follow(self, _prefix: bytes) -> AsyncGenerator[Listed, None]:
         while True:

@@ -68,6 +68,24 @@ def test_what_is_put_is_listed_and_followed_and_goes_with_its_lease(etcd: RealEt
     run(doing())
 
 
+def test_a_record_is_removed_unless_another_is_there(etcd: RealEtcd) -> None:
+    async def doing() -> None:
+        ours = Etcd(EtcdReach(etcd.endpoints, "test"))
+        lease = await ours.grant(30)
+        at, known = FOLDER + b"c", b"/triggerkv/test/known/c"
+        await ours.put(at, b"one", lease, lasting=known)
+        assert (await ours.listed(b"/triggerkv/test/known/")).values == {known: (b"one", 0)}
+        assert not await ours.remove(known, unless=at)
+        await ours.revoke(lease)
+        assert (await ours.listed(b"/triggerkv/test/")).values == {known: (b"one", 0)}
+        assert await ours.remove(known, unless=at)
+        assert (await ours.listed(b"/triggerkv/test/")).values == {}
+        assert await ours.remove(known, unless=at), "it is not there"
+        await ours.close()
+
+    run(doing())
+
+
 def test_a_list_is_whole_though_its_watch_has_died_unseen(
     etcd: RealEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

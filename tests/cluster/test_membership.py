@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.cluster.etcd import Listed
+from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.map import Map, Member
 from kvstore.cluster.membership import Membership
 from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 SEEDS = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "150"))
 STEPS = 25
-SETTLED_S = 20.0  # a lease, a call's deadline, a pause, and the same again
+SETTLED_S = 30.0  # a lease, a call's deadline, a pause, the same again, and a map that is held back
 
 
 class Process:
@@ -38,10 +39,10 @@ class Process:
         while True:
             self.revisions.append((await self.membership.later_than(self.revisions[-1], 5)).revision)
 
-    async def end(self, *, kindly: bool) -> None:
+    async def end(self, *, kindly: bool, for_good: bool = False) -> None:
         self._looking.cancel()
         if kindly:
-            await self.membership.close()
+            await self.membership.close(for_good=for_good)
         else:
             for task in self.membership._tasks:
                 task.cancel()
@@ -57,6 +58,7 @@ class World:
         self.etcd = FakeEtcd()
         self.processes: list[Process] = []  # that are alive, in the order in which they began
         self.copied: set[str] = set()
+        self.may_come_back: set[str] = set()  # that were members, have ended and were not forgotten since
         self._ports = 1000
 
     def begin(self, name: str) -> None:
@@ -68,7 +70,19 @@ class World:
     async def end(self, *, kindly: bool) -> None:
         one = self.rng.choice(self.processes)
         self.processes.remove(one)
-        await one.end(kindly=kindly)
+        for_good = kindly and self.rng.random() < 0.3
+        if for_good:  # of whatever life the folder is
+            self.may_come_back.discard(one.member.name)
+        elif one.member.name in self.etcd.known():  # else it was forgotten meanwhile
+            self.may_come_back.add(one.member.name)
+        await one.end(kindly=kindly, for_good=for_good)
+
+    async def forget(self, one: Process) -> None:
+        """Have it forget whoever it has as absent."""
+        for absent in one.told.absent:
+            with suppress(EtcdAway):
+                self.may_come_back.discard(absent.name)  # also if only the answer is lost
+                await one.membership.forget(absent.name)
 
     def cut_off(self, *some: Process) -> None:
         """All of them, or let them through again."""
@@ -85,6 +99,8 @@ class World:
             one = rng.choice(self.processes)
             doing += [lambda: self.cut_off(one)] * 2
             doing += [lambda: self.cut_off(*self.processes)]
+        if self.processes and rng.random() < 0.1:
+            await self.forget(rng.choice(self.processes))
         chosen = rng.randrange(len(doing) + 2)
         if chosen < len(doing):
             doing[chosen]()
@@ -109,6 +125,10 @@ class World:
             came_last = joined in self.etcd.leases and joined in one.membership.leases
             if came_last or name not in self.copied:
                 assert of_name == [one.member]
+        for one in self.processes:
+            known = {*one.told.names, *(other.name for other in one.told.absent)}
+            assert known == self.etcd.known()
+            assert known >= self.may_come_back - self.copied, "who has been a member is one, or is absent"
         on_it = [one for one in self.processes if one.member in one.told.members]
         for one in self.processes:
             assert (one.membership.outside == "") == (one in on_it), one.membership.outside
@@ -128,7 +148,7 @@ def test_whatever_happened_all_tell_the_same_map_a_moment_later(tenth: int) -> N
         for one in world.processes:
             await one.end(kindly=True)
         await asyncio.sleep(1)
-        assert world.etcd.values == {}, "who leaves leaves nothing"
+        assert not [key for key in world.etcd.values if b"/nodes/" in key], "who leaves is no member"
         leases.cancel()
 
     for seed in range(tenth, SEEDS, 10):
@@ -197,5 +217,133 @@ def test_an_older_list_is_not_taken() -> None:
         assert now.members == (one.member,)
         one.membership._take(Listed(now.revision - 1, {}))
         assert one.told is now
+
+    run(history())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_members_whose_leases_end_all_at_once_are_not_missed_and_those_that_are_gone_are(seed: int) -> None:
+    """So it is when a member of etcd that led goes on after a stop."""
+
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
+        await asyncio.sleep(10)
+        if seed % 2:  # it was away, and all are back since
+            for away in (True, False):
+                for one in some:
+                    one.way.is_away = away
+                await asyncio.sleep(20 + rng.random() * 40)
+        for lease in rng.sample(sorted(etcd.leases), 4):
+            await etcd.drop([lease])
+            await asyncio.sleep(rng.random() * 0.1)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            assert all(len(one.told.members) >= 3 for one in some)
+        assert all(len(one.told.members) == 4 for one in some)
+        for one in some[2:]:
+            await one.end(kindly=False)
+        await asyncio.sleep(20)
+        assert all(one.told.names == {"a", "b"} for one in some[:2])
+        leases.cancel()
+
+    run(history())
+
+
+def test_who_left_is_told_as_absent_until_it_is_back_or_forgotten_or_had_nothing_left() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(1)
+        one, other, third = (Process(etcd, rng, name, port) for port, name in enumerate("abc", 1))
+        await asyncio.sleep(2)
+        digests = {one.membership.digest}
+        assert not one.told.absent
+        await other.end(kindly=True)
+        await asyncio.sleep(1)
+        assert one.told.names == {"a", "c"}
+        assert list(one.told.absent) == [other.member]
+        digests.add(one.membership.digest)
+        assert await one.membership.forget("c") == [], "it is there"
+        back = Process(etcd, rng, "b", 9)
+        await asyncio.sleep(2)
+        assert one.told.names == {"a", "b", "c"}
+        assert not one.told.absent
+        digests.add(one.membership.digest)
+        await back.end(kindly=False)
+        await asyncio.sleep(10)
+        assert list(one.told.absent) == [back.member], "at its last address"
+        before = one.membership.digest
+        assert await one.membership.forget("b") == ["b"]
+        await asyncio.sleep(1)
+        assert not one.told.absent
+        assert one.membership.digest != before, "who has come and gone counts"
+        assert len(digests) == 3
+        third._looking.cancel()
+        await third.membership.close(for_good=True)
+        await asyncio.sleep(1)
+        assert one.told.names == {"a"}
+        assert not one.told.absent
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_lease_outlives_an_etcd_that_is_silent_for_a_moment(seed: int) -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        one = Process(etcd, rng, "a", 1)
+        await asyncio.sleep(1 + rng.random() * 3)
+        lease = one.membership.lease
+        assert lease
+        for _ in range(5):
+            one.way.is_away = True
+            await asyncio.sleep(rng.random() * 2)
+            one.way.is_away = False
+            await asyncio.sleep(5)
+            assert one.membership.lease == lease
+            assert one.told.members == (one.member,)
+        assert len(etcd.leases) == 1, "and it asked for no other"
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_when_etcd_comes_back_no_member_is_missed_that_is_there(seed: int) -> None:
+    """All leases have ended by then, and the members join one by one."""
+
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(seed)
+        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
+        await asyncio.sleep(1)
+        lost, *others = some
+        before = others[0].told.members
+        assert len(before) == 4
+        for one in some:
+            one.way.is_away = True
+        await asyncio.sleep(10 + rng.random() * 60)
+        assert not [key for key in etcd.values if b"/nodes/" in key]
+        await lost.end(kindly=False)
+        late = Process(etcd, rng, "e", 9)
+        late.way.is_away = True
+        await asyncio.sleep(5)
+        for one in (*others, late):
+            one.way.is_away = False
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            assert all(one.told.names >= frozenset("bcd") for one in others)
+            assert not late.told.members or late.told.names >= frozenset("bcd"), "nor by who has just begun"
+        assert {one.told.names for one in (*others, late)} == {frozenset("bcde")}, (
+            "and who is gone is missed in the end"
+        )
+        leases.cancel()
 
     run(history())

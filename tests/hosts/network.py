@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,9 +97,13 @@ class Process:
         assert said, f"nothing came within {within_s} s\n{self.log.read_text()[-3000:]}"
         return said.rstrip("\n")
 
-    def wait(self) -> int:
+    def wait(self, within_s: float = _RUN_S) -> int:
         """Its exit status, once it has ended by itself."""
-        return self._process.wait(_RUN_S)
+        return self._process.wait(within_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop it, or have it go on."""
+        self._process.send_signal(number)
 
     def end(self, *, kill: bool = False) -> int:
         """End it, by its id."""

@@ -1,0 +1,62 @@
+"""Which blocks were deleted a short time ago: a copy that was read before is not taken.
+
+A client that finds a block on its second owner puts it back to the first. Between its get and this put the block may
+have been deleted, on both.
+
+What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; also if it
+was read before the node began, or before a deletion that is not remembered any more; no more than
+`DELETIONS_KEPT_MAX` are kept.
+What it doesn't do: refuse a put that is no copy: whoever puts anew what was deleted means it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.limits import COPY_LATE_MS, DELETIONS_KEPT_MAX, REPAIR_CALL_MS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.clock import Clock
+    from kvstore.storage.index import Name
+
+__all__ = ["Deletions"]
+
+_MS = 1_000_000
+
+
+class Deletions:
+    """Of one node, since it began."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began_ns = clock.monotonic_ns()
+        self._at_ns: dict[Name, int] = {}  # the oldest first
+        self._forgotten_ns = 0  # the latest of those that are not kept any more
+
+    def __len__(self) -> int:
+        return len(self._at_ns)
+
+    def note(self, names: Iterable[Name]) -> None:
+        """Blocks are being deleted."""
+        now_ns = self._clock.monotonic_ns()
+        for name in names:
+            self._at_ns.pop(name, None)
+            self._at_ns[name] = now_ns
+        while len(self._at_ns) > DELETIONS_KEPT_MAX:
+            self._forgotten_ns = self._at_ns.pop(next(iter(self._at_ns)))
+
+    def may_be_since(self, name: Name, read_ms_ago: int) -> bool:
+        """Whether a block may have been deleted since a copy of it was read, so long before it was sent here.
+
+        How long it was under way nobody knows: to a node that lives no longer than the call may take that brings it,
+        and to another one no longer than a connection lasts that says nothing.
+        """
+        read_ns = self._clock.monotonic_ns() - read_ms_ago * _MS
+        since_ns = read_ns - COPY_LATE_MS * _MS
+        return (
+            read_ns - REPAIR_CALL_MS * _MS <= self._began_ns
+            or 0 < since_ns <= self._forgotten_ns
+            or since_ns <= self._at_ns.get(name, since_ns - 1)
+        )

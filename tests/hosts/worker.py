@@ -1,0 +1,201 @@
+"""A client of a cluster on a host of its own: it puts, gets and deletes, and writes down each call.
+
+What always holds: a block's bytes are told by its name and version, so any worker knows what it may find; a line of the
+history stands before the next call begins; each value is put once, and a key is put anew only after its deletion was
+acknowledged.
+What it doesn't do: judge. A call that failed may have happened: only a get that failed says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvstore.client import ClusterBlock, ClusterClient, Hit
+from kvstore.errors import KvError
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from tests.cluster.history import End, Kind
+
+BYTES, BATCH, WAIT_S, VERSIONS = 4096, 4, 6.0, 3
+FILLER_BLOCKS = 140  # of 1 MiB, on a drive of 128 MiB
+SAYS_NOTHING = {MissReason.NODE_AWAY, MissReason.BUSY}
+
+
+def bytes_of(name: str, version: int) -> bytes:
+    return random.Random(f"{name} {version}").randbytes(BYTES)
+
+
+def value_of(name: str, data: bytes) -> str:
+    """Which version of a block these bytes are."""
+    for version in range(VERSIONS):
+        if data == bytes_of(name, version):
+            return str(version)
+    return f"other bytes: {data[:8].hex()}..."
+
+
+class Worker:
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._number, self._workers, self._prefix = told["number"], told["workers"], told["prefix"]
+        self._dice = random.Random(f"{told['seed']} {self._number}")
+        self._history = Path(told["history"]).open("a")  # noqa: SIM115 - until the process ends
+        self._client = ClusterClient(
+            told["nodes"],
+            replicas=2,
+            slots=16,
+            block_bytes_max=1 << 20,
+            call_timeout_ms=4_000,
+            **told["more"],
+        )
+        self._memory = mmap.mmap(-1, 2 * BATCH * BYTES)
+        self._kv = self._client.register(self._memory)
+        self._next = 0
+        self._stored: dict[str, int] = {}  # by name: the version that is acknowledged
+        self._deleted: dict[str, int] = {}
+
+    def _note(self, kind: Kind, name: str, value: str | None, began_s: float, end: End) -> None:
+        row = [self._number, kind.value, name, value, began_s, time.monotonic(), end.value]
+        print(json.dumps(row), file=self._history, flush=True)
+
+    def _name(self, number: int, worker: int | None = None) -> str:
+        return f"{self._prefix}.{self._number if worker is None else worker}.{number}"
+
+    def _block(self, name: str, place: int) -> ClusterBlock:
+        return ClusterBlock(block_key(name.encode()), self._kv, place * BYTES, BYTES)
+
+    def step(self) -> None:
+        """One call, of many blocks perhaps."""
+        chosen = self._dice.random()
+        if chosen < 0.3 or not self._stored:
+            names = [self._name(self._next + at) for at in range(BATCH)]
+            self._next += BATCH
+            self._put(dict.fromkeys(names, 0))
+        elif chosen < 0.4:
+            self._delete(self._dice.sample(sorted(self._stored), min(2, len(self._stored))))
+        elif chosen < 0.45 and self._deleted:
+            name = self._dice.choice(sorted(self._deleted))
+            version = self._deleted.pop(name) + 1
+            if version < VERSIONS:
+                self._put({name: version})
+        else:
+            names = [
+                self._name(self._dice.randrange(max(1, self._next)), self._dice.randrange(self._workers))
+                for _ in range(BATCH)
+            ]
+            self._get(sorted(set(names)))
+
+    def _put(self, versions: dict[str, int]) -> None:
+        began_s = time.monotonic()
+        errors: list[KvError | None]
+        if self._dice.random() < 0.5:
+            blocks = []
+            for place, (name, version) in enumerate(versions.items()):
+                self._memory[place * BYTES : (place + 1) * BYTES] = bytes_of(name, version)
+                blocks.append(self._block(name, place))
+            try:
+                errors = [one.error for one in self._client.put(blocks, timeout_s=WAIT_S)]
+            except KvError as error:
+                errors = [error] * len(blocks)
+        else:
+            pages = [
+                (block_key(name.encode()), bytes_of(name, version)) for name, version in versions.items()
+            ]
+            errors = [one.error for one in self._client.put_many_inline(pages, timeout_s=WAIT_S)]
+        for (name, version), failed in zip(versions.items(), errors, strict=True):
+            self._note(Kind.PUT, name, str(version), began_s, End.UNKNOWN if failed else End.DONE)
+            if failed is None:
+                self._stored[name] = version
+
+    def _delete(self, names: list[str]) -> None:
+        began_s, end = time.monotonic(), End.DONE
+        versions = {name: self._stored.pop(name) for name in names}
+        try:
+            self._client.delete([block_key(name.encode()) for name in names])
+        except KvError:
+            end = End.UNKNOWN
+        for name in names:
+            self._note(Kind.DELETE, name, None, began_s, end)
+            if end is End.DONE:
+                self._deleted[name] = versions[name]
+
+    def _get(self, names: list[str]) -> int:
+        """How many of them say nothing."""
+        began_s, nothing = time.monotonic(), 0
+        found: list[bytes | Miss]
+        if self._dice.random() < 0.5:
+            self._memory[BATCH * BYTES :] = bytes(BATCH * BYTES)
+            blocks = [self._block(name, BATCH + place) for place, name in enumerate(names)]
+            outcomes = self._client.get(blocks, timeout_s=WAIT_S)
+            found = [
+                self._memory[block.offset : block.offset + BYTES] if isinstance(outcome, Hit) else outcome
+                for block, outcome in zip(blocks, outcomes, strict=True)
+            ]
+        else:
+            wanted = [(block_key(name.encode()), BYTES) for name in names]
+            found = list(self._client.get_many_inline(wanted, timeout_s=WAIT_S))
+        for name, one in zip(names, found, strict=True):
+            if not isinstance(one, Miss):
+                self._note(Kind.GET, name, value_of(name, one), began_s, End.DONE)
+            elif one.reason in SAYS_NOTHING:
+                nothing += 1
+                self._note(Kind.GET, name, str(one), began_s, End.FAILED)
+            else:
+                self._note(Kind.GET, name, None, began_s, End.DONE)
+        return nothing
+
+    def members(self) -> int:
+        """How many are on its map and answer it; none while some are absent."""
+        now, there = self._client.nodes.map, 0
+        if now.absent:
+            return 0
+        for one in now.members:
+            try:
+                self._client.nodes.at(one.node).exists([block_key(b"none")])
+            except KvError:
+                continue
+            there += 1
+        return there
+
+    def fill(self, node: str) -> str:
+        """Put to one node more than its drive has room for."""
+        data = bytes(1 << 20)
+        pages = ((block_key(b"filler", at.to_bytes(4)), data) for at in range(FILLER_BLOCKS))
+        results = self._client.nodes.at(node).put_many_inline(pages, timeout_s=60)
+        errors = {str(one.error) for one in results} - {"None"}
+        return ", ".join(errors) or "full"
+
+    def read_all(self) -> int:
+        """Get all that is stored or was deleted; how many gets said nothing."""
+        names = [*self._stored, *self._deleted]
+        return sum(self._get(names[at : at + BATCH]) for at in range(0, len(names), BATCH))
+
+
+def main() -> None:
+    """Work; a line that is told asks for something meanwhile, `pause` and `go on` stop and go on with it."""
+    worker = Worker(json.loads(sys.argv[1]))
+    print(json.dumps("here"), flush=True)  # noqa: T201 - the test reads it
+    works = True
+    while True:
+        told, _, _ = select.select([sys.stdin], [], [], 0.05 if works else 60)
+        if told:
+            word = sys.stdin.readline().strip()
+            if not word:
+                return
+            if word in {"pause", "go on"}:
+                works = word == "go on"
+                print(json.dumps(word), flush=True)  # noqa: T201
+            else:
+                name, *more = word.split()
+                print(json.dumps(getattr(worker, name)(*more)), flush=True)  # noqa: T201
+        elif works:
+            worker.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a node remembers of deletions, and which copies it refuses for it."""
+
+from __future__ import annotations
+
+from kvstore.clock import SystemClock
+from kvstore.limits import COPY_LATE_MS, DELETIONS_KEPT_MAX, REPAIR_CALL_MS
+from kvstore.node.deletions import Deletions
+
+NAME, OTHER = (b"tenant", b"key"), (b"tenant", b"other")
+HOUR_MS = 3_600_000
+
+
+class Clock(SystemClock):
+    now_ms = HOUR_MS
+
+    def monotonic_ns(self) -> int:
+        return self.now_ms * 1_000_000
+
+
+def test_a_copy_that_was_read_before_a_deletion_is_refused_and_one_from_long_after_is_not() -> None:
+    clock = Clock()
+    deletions = Deletions(clock)
+    clock.now_ms += HOUR_MS
+    deletions.note([NAME])
+    assert deletions.may_be_since(NAME, 1)
+    assert not deletions.may_be_since(OTHER, 1)
+    clock.now_ms += COPY_LATE_MS - 1
+    assert deletions.may_be_since(NAME, 1), "it may have been under way for so long"
+    clock.now_ms += 1000
+    assert not deletions.may_be_since(NAME, 1)
+    assert deletions.may_be_since(NAME, 1000), "it was read earlier"
+
+
+def test_a_copy_that_was_read_before_the_node_began_is_refused() -> None:
+    clock = Clock()
+    deletions = Deletions(clock)
+    assert deletions.may_be_since(NAME, 1)
+    clock.now_ms += REPAIR_CALL_MS + 2
+    assert not deletions.may_be_since(NAME, 1)
+    assert deletions.may_be_since(NAME, 3)
+
+
+def test_what_is_remembered_is_bounded_and_what_is_forgotten_counts_for_all() -> None:
+    clock = Clock()
+    deletions = Deletions(clock)
+    clock.now_ms += HOUR_MS
+    deletions.note([NAME])
+    deletions.note((b"tenant", number.to_bytes(4)) for number in range(DELETIONS_KEPT_MAX))
+    assert len(deletions) == DELETIONS_KEPT_MAX
+    assert deletions.may_be_since(NAME, 1)
+    assert deletions.may_be_since(OTHER, 1), "nobody knows any more"
+    clock.now_ms += COPY_LATE_MS + 2
+    assert not deletions.may_be_since(NAME, 1)
+    deletions.note([NAME])
+    deletions.note([OTHER])
+    deletions.note([NAME])
+    assert deletions.may_be_since(NAME, 1)
