@@ -46,6 +46,7 @@ from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.readiness import Readiness
+from kvstore.node.sharing import Sharing
 from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
 from kvstore.node.traced import End
@@ -101,8 +102,13 @@ class Node:
         spans: NodeSpans | None = None,
         address: FabricAddress | None = None,
         tenants_known: Callable[[], int] = lambda: 1,
+        *,
+        shares_memory: bool = False,
     ) -> None:
-        """`tenants_known` tells how many share what there is."""
+        """`tenants_known` tells how many share what there is.
+
+        `shares_memory`: whoever attaches from this machine may map the hot memory, and read all of it.
+        """
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
         self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
@@ -114,6 +120,7 @@ class Node:
         self.hot = HotMemory(
             fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump), tenants_known
         )
+        self.sharing = Sharing(self.hot) if shares_memory else None
         self.clock = clock
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, Connection] = {}
@@ -325,6 +332,8 @@ class Node:
         if connection.closed:
             return
         connection.close()
+        if self.sharing is not None:
+            self.sharing.withdraw(connection)
         self.take_note()
         del self._connections[connection.number]
         self.granted.close(connection)
@@ -589,6 +598,8 @@ class Node:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
         self._filler.shutdown(wait=False, cancel_futures=True)
+        if self.sharing is not None:
+            self.sharing.close()
         self._timer.cancel()
         self.lookups.close()
         self._loop.remove_reader(self.fabric.fileno())

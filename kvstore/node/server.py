@@ -397,7 +397,17 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         spans = None if collector is None else collector.spans
         lookup_log = LookupLog(config.data / "lookups")
         tenants = Tenants(store.salt, clock)
-        node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
+        node = Node(
+            store,
+            fabric,
+            clock,
+            config.hot_bytes,
+            lookup_log,
+            spans,
+            address,
+            tenants.known,
+            shares_memory=config.tenants is None,
+        )
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed

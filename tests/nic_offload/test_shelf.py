@@ -80,6 +80,8 @@ class Rig:
             (pair.back.word_target(0), pair.back.key, PAGE // 8),
             (SERVED, BROKEN),
             bytes_max,
+            (pair.far.word(CALL_WORD).address, 0),
+            shares=False,
         )
         self.desk.answers(answers=True)
         self.blocks: dict[int, bytes] = {}
