@@ -62,7 +62,7 @@ class Caller:
         first_generation: int,
         ack_words: Sequence[int],
     ) -> None:
-        """`area` says where the node's places are, and their key; `words`, `calls` and `answers` are addresses of ours."""
+        """`area` says where the node's places are, and their key; `words`, `calls`, `answers` are addresses of ours."""
         setup = ffi.new(
             "struct tk_caller_setup *",
             {

@@ -31,6 +31,7 @@ OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
 SERVED, BROKEN, DONE = 0x7F, 0x85, 1
 CALL_AT = 512 << 10  # the node's place, and where the client packs it: blocks lie before
 CALL_WORD, ANSWER_WORD = 0, 500
+ANSWERS_AT = 640 << 10  # where the client reads answers of a node that tells it where blocks are
 FIRST = 1 << 40
 TAG, DESK = 7, 77
 
@@ -69,7 +70,7 @@ def key_of(number: int) -> bytes:
 class Rig:
     """The far side is the node: blocks at its memory's start, a place for calls behind them, a shelf and a desk."""
 
-    def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30) -> None:
+    def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30, shares: bool = False) -> None:
         self.pair = pair
         self.shelf = Shelf(pair.far.fabric, pair.far.region)
         self.desk: Desk = self.shelf.open_desk(
@@ -80,8 +81,8 @@ class Rig:
             (pair.back.word_target(0), pair.back.key, PAGE // 8),
             (SERVED, BROKEN),
             bytes_max,
-            (pair.far.word(CALL_WORD).address, 0),
-            shares=False,
+            (pair.far.word(CALL_WORD).address, pair.back.base + ANSWERS_AT),
+            shares=shares,
         )
         self.desk.answers(answers=True)
         self.blocks: dict[int, bytes] = {}

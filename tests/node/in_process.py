@@ -45,8 +45,9 @@ class NodeInProcess:
         options: Sequence[tuple[str, int]] = (),
         host: str = "127.0.0.1",
         drives: int = 1,
+        shares_memory: bool = False,
     ) -> None:
-        self._options, self._host = tuple(options), host
+        self._options, self._host, self._shares = tuple(options), host, shares_memory
         self._data, self._capacity_bytes, self._hot_bytes = data, capacity_bytes, hot_bytes
         self._specs = (
             [DriveSpec(data.parent / f"{data.name}-{number}.kv", capacity_bytes) for number in range(drives)]
@@ -73,7 +74,13 @@ class NodeInProcess:
         ):
             spans = None if self._provider is None else NodeSpans(self._provider, clock)
             self.node = Node(
-                store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
+                store,
+                fabric,
+                clock,
+                self._hot_bytes,
+                spans=spans,
+                address=FabricAddress(self._host),
+                shares_memory=self._shares,
             )
             server = grpc.aio.server(options=self._options)
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
