@@ -180,9 +180,10 @@ uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes
 	uint32_t copied = work->summed - before;
 	if (work->summed < block->length)
 		return copied;
+	uint32_t code = code_of(fetch, block, work);
 	queue_remove(&fabric->summing, work);
-	group_copies(work->ack.group, work->ack.row, 0);
-	group_acked(fabric, &work->ack, code_of(fetch, block, work));
+	shared_over(work); /* before its caller hears of it, who may want the place */
+	group_acked(fabric, &work->ack, code);
 	release(fabric, work);
 	return copied;
 }

@@ -46,7 +46,6 @@ from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.readiness import Readiness
-from kvstore.node.sharing import Sharing
 from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
 from kvstore.node.traced import End
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
+    from kvstore.node.sharing import Sharing
     from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
@@ -102,25 +102,20 @@ class Node:
         spans: NodeSpans | None = None,
         address: FabricAddress | None = None,
         tenants_known: Callable[[], int] = lambda: 1,
-        *,
-        shares_memory: bool = False,
     ) -> None:
-        """`tenants_known` tells how many share what there is.
-
-        `shares_memory`: whoever attaches from this machine may map the hot memory, and read all of it.
-        """
+        """`tenants_known` tells how many share what there is."""
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
         self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
+        self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
         self.spans = spans
         self.store = store
         self.fabric = fabric
         self.hot = HotMemory(
             fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump), tenants_known
         )
-        self.sharing = Sharing(self.hot) if shares_memory else None
         self.clock = clock
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, Connection] = {}
@@ -401,9 +396,7 @@ class Node:
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
-        if (
-            expires_unix_ms and durability is Durability.LANDED
-        ):  # what lands later would be acknowledged, and be over
+        if expires_unix_ms and durability is Durability.LANDED:  # no lease outlives its block
             lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
         self._let_land(connection, len(wanted))
         now_ns = self.clock.monotonic_ns()

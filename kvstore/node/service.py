@@ -288,6 +288,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 free_bytes=store.free_bytes,
                 read_only=not store.takes_puts,
                 connections=len(self._node),
+                mapped=0 if self._node.sharing is None else len(self._node.sharing),
                 corrupt_found=store.quarantined,
                 index_rebuilt=store.rebuilt,
                 drives=map(_drive_message, self._node.store.drive_states()),

@@ -40,12 +40,17 @@ class Sharing:
         self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._passes: dict[bytes, Connection] = {}
+        self._mapped: set[Connection] = set()
         self._callers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._name = f"triggerkv-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
         self._listener.listen(SHARE_CALLERS_MAX)
         self._loop.add_reader(self._listener, self._accept)
+
+    def __len__(self) -> int:
+        """How many connections have the memory mapped."""
+        return len(self._mapped)
 
     def offer(self, connection: Connection) -> pb.SharedMemory:
         """What a client is told that may map the memory."""
@@ -57,6 +62,7 @@ class Sharing:
         """The connection is closed."""
         for one in [one for one, whose in self._passes.items() if whose is connection]:
             del self._passes[one]
+        self._mapped.discard(connection)
 
     def _accept(self) -> None:
         with suppress(OSError):  # it has left, or we have no descriptor for it
@@ -74,6 +80,7 @@ class Sharing:
             connection = self._passes.pop(shown, None)
             if connection is not None:
                 socket.send_fds(caller, [b"\0"], [self._memory.fd])
+                self._mapped.add(connection)
                 log.info("maps the hot memory", extra=connection.about())
         except OSError:
             pass  # it has left, and reads over the fabric, or not at all

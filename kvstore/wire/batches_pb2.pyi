@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c06d85e3907064d9f9fe3760a620b53d
+# Generated from proto sources with BLAKE2b c2e0cac481854a96c2744d5514d3c6fc
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c06d85e3907064d9f9fe3760a620b53d
+# Generated from proto sources with BLAKE2b c2e0cac481854a96c2744d5514d3c6fc
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

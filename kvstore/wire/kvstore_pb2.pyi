@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b c06d85e3907064d9f9fe3760a620b53d
+# Generated from proto sources with BLAKE2b c2e0cac481854a96c2744d5514d3c6fc
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -382,7 +382,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives")
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives", "mapped")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +394,7 @@ class StatusResponse(_message.Message):
     CORRUPT_FOUND_FIELD_NUMBER: _ClassVar[int]
     INDEX_REBUILT_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     provider: str
@@ -405,7 +406,8 @@ class StatusResponse(_message.Message):
     corrupt_found: int
     index_rebuilt: bool
     drives: _containers.RepeatedCompositeFieldContainer[DriveStatus]
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ...) -> None: ...
+    mapped: int
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., mapped: _Optional[int] = ...) -> None: ...
 
 class DriveStatus(_message.Message):
     __slots__ = ("number", "blocks", "capacity_bytes", "free_bytes", "takes_puts", "failure")

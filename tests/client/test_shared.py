@@ -76,6 +76,7 @@ def test_what_landed_is_got_out_of_the_nodes_memory(rig: Rig) -> None:
     assert get(rig, blocks) == [Hit(block.key) for block in blocks]
     assert all(map(rig.is_exact, blocks))
     assert shared_blocks(rig) == len(blocks)
+    assert rig.client.status().mapped == 1
 
 
 def test_what_only_the_drive_has_comes_over_the_fabric_and_from_memory_the_next_time(

@@ -193,7 +193,9 @@ def test_the_place_is_used_again_only_after_the_last_copy(client: Client) -> Non
         client.answer(client.rows(blocks))
         while client.caller.free_places < PLACES:
             pass
-        assert all(row.over for row in group.rows())
+        assert client.is_exact(blocks)
+        assert group.wait(5, 20)
+        client.pair.near.fill(TARGETS, bytes(TARGET_BYTES))
 
 
 def test_another_checksum_is_corrupt_and_then_the_fabric_is_asked(client: Client) -> None:

@@ -15,6 +15,7 @@ from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.server import add_services
+from kvstore.node.sharing import Sharing
 from kvstore.node.spans import NodeSpans
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
@@ -74,14 +75,10 @@ class NodeInProcess:
         ):
             spans = None if self._provider is None else NodeSpans(self._provider, clock)
             self.node = Node(
-                store,
-                fabric,
-                clock,
-                self._hot_bytes,
-                spans=spans,
-                address=FabricAddress(self._host),
-                shares_memory=self._shares,
+                store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
             )
+            if self._shares:
+                self.node.sharing = Sharing(self.node.hot)
             server = grpc.aio.server(options=self._options)
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)
