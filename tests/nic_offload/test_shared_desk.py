@@ -11,7 +11,7 @@ import pytest
 
 from nic_offload.checksum import crc32c
 from tests.nic_offload.rig import Pair, wait_until
-from tests.nic_offload.test_shelf import ANSWER_WORD, ANSWERS_AT, DESK, FIRST, Rig, Row, Wanted, two
+from tests.nic_offload.test_shelf import ANSWER_WORD, ANSWERS_AT, DESK, FIRST, Rig, Wanted, two
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,9 +107,11 @@ def test_a_desk_that_is_closed_keeps_nothing(rig: Rig) -> None:
 def test_what_is_kept_counts_as_under_way(pair: Pair) -> None:
     rig = Rig(pair, bytes_max=5001, shares=True)
     rows = two(rig)
+    rig.watch(FIRST, 1)
     for number in range(3):
         rig.call(Wanted(rows, FIRST + number, flags=SHARES))
         told(rig, FIRST + number)
-    rig.store(3, 16384, 5002)
-    rig.call(Wanted((Row(3, 5002, 3),), FIRST + 3, flags=SHARES))
-    assert rig.pair.far.final(7).value == FIRST + 3
+    rig.call(Wanted(rows[1:], flags=SHARES), place=1)
+    assert rig.pair.far.final(7).value == FIRST, (
+        "the application's: all that may be is kept for the other call"
+    )
