@@ -276,13 +276,14 @@ def test_a_pass_is_good_once_and_gives_memory_that_only_the_node_can_change(
 
 
 def test_no_other_pass_is_good_nor_one_of_a_connection_that_is_closed(
-    offer: tuple[pb.SharedMemory, Rig],
+    offer: tuple[pb.SharedMemory, Rig], inner: NodeInProcess
 ) -> None:
     told, rig = offer
     assert ask(told.socket, secrets.token_bytes(SHARE_PASS_BYTES)) is None
     assert ask(told.socket, told.pass_once[:-1]) is None
     rig.client.close()
-    wait_until(lambda: ask(told.socket, told.pass_once) is None, "the pass is void")
+    wait_until(lambda: inner.call(len) == 0, "the connection is closed")
+    assert ask(told.socket, told.pass_once) is None
 
 
 def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, Rig]) -> None:
