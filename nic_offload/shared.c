@@ -123,6 +123,14 @@ static int is_answer(const struct work *watch, struct tk_region *region, uint64_
 	return tk_crc32c(there + sizeof head.crc32c, head.length - sizeof head.crc32c, 0) == head.crc32c;
 }
 
+/* One whose watch is over was given up, and its caller waits for a word that nothing more of it comes. The node puts none. */
+static void give_up(struct tk_fabric *fabric, const struct work *call, uint32_t row)
+{
+	struct tk_ack_watch watch = call->ack;
+	watch.row = row;
+	group_acked(fabric, &watch, call->fetch->shared->late_code);
+}
+
 /* The answer to a call says where its blocks are: begin to copy those that are still wanted. Returns 0 if it doesn't. */
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address)
 {
@@ -132,8 +140,10 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 	fetch->is_answered = 1;
 	for (uint32_t i = 0; i < fetch->blocks; i++) {
 		struct work *block = fetch->block[i].watch;
-		if (!block || block->state != WORK_WAITING)
+		if (!block) {
+			give_up(fabric, watch, i);
 			continue;
+		}
 		watch_remove(&fabric->acks, block);
 		group_copies(block->ack.group, block->ack.row, 1);
 		block->state = WORK_SUMMING;

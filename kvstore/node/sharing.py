@@ -92,7 +92,9 @@ class Sharing:
         caller.close()
 
     def close(self) -> None:
-        """Nobody maps it any more; those that do keep it until they close it."""
+        """Nobody maps it any more; those that do keep it until they close it. Safe to call again."""
+        if self._listener.fileno() < 0:
+            return
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for caller in list(self._callers):

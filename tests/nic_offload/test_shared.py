@@ -279,7 +279,8 @@ def test_blocks_that_were_given_up_are_not_copied(client: Client) -> None:
     others = client.get(blocks, tag=2 * TAG)  # whose watches are in the memory of those that are over
     wait_until(lambda: landed(client.pair, 1) == GENERATION, "the second call")
     client.answer(client.rows(blocks))
-    wait_until(lambda: group.row(2).over == 1, "the call")
+    assert group.wait(3, 20)
+    assert client.codes(group, 2) == [LATE, LATE], "what the node would have confirmed by words"
     assert client.untouched(blocks)
     assert client.caller.free_places == PLACES - 1
     assert [row.over for row in others.rows()] == [0, 0, 0]
