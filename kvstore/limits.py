@@ -177,6 +177,9 @@ __all__ = [
     "SESSION_TURNS_MAX",
     "SESSION_TURN_TOKENS_MAX",
     "SHARES",
+    "SHARE_CALLERS_MAX",
+    "SHARE_CALL_MS",
+    "SHARE_PASS_BYTES",
     "SLABS_KEPT",
     "SLAB_BYTES",
     "SLOTS_PER_CLIENT_MAX",
@@ -275,6 +278,9 @@ DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
 HEAP_GROWN_BYTES_MAX = 32 << 20  # between two looks, until a node looks for what nobody uses any more
 HEAP_FREE_BYTES_MAX = 16 << 20  # that a node's malloc keeps for long
 HEAP_LOOK_MS = 5_000
+SHARE_CALL_MS = 1_000  # to show a pass for the hot memory, and to be given it
+SHARE_CALLERS_MAX = 64  # who are listened to for that at a time
+SHARE_PASS_BYTES = 16
 DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in
 DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2

@@ -49,6 +49,7 @@ _PARTS = (
     "rest",
     "seal",
     "sender",
+    "shared",
     "shelf",
     "siphash",
     "streams",

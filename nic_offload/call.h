@@ -9,7 +9,11 @@
 #define CALL_FETCH 1
 #define CALL_FETCH_PARTS 3
 #define CALL_TELLS 1 /* flag: there is something in the metadata that is to be heard before the answer */
+#define CALL_SHARES 2 /* flag: its caller has the node's memory mapped, and may be told where in it the blocks are */
 #define CALL_DONE 1  /* code of an answer that has nothing more to say */
+#define CALL_WHERE 3 /* code of one that says where the blocks are */
+#define ANSWER_BYTES 36864
+#define ANSWER_WHERE 3 /* kind of its bytes */
 #define CALL_ALIGN 8
 #define ACK_CODE_BITS 8
 #define ACK_GENERATION_MAX ((UINT64_C(1) << 56) - 1)
@@ -36,6 +40,18 @@ struct call_part_row {
 	uint32_t skip, part;
 };
 
+struct answer_head {
+	uint32_t crc32c, length;
+	uint64_t generation;
+	uint8_t kind, zeros[7];
+};
+
+/* One block's place in the node's shared memory. */
+struct where_row {
+	uint64_t offset;
+	uint32_t crc32c, zero;
+};
+
 /* Of one block in a fetch; 0: it is another call. */
 static inline size_t call_row_bytes(uint8_t kind)
 {
@@ -46,5 +62,9 @@ static inline size_t call_row_bytes(uint8_t kind)
 
 _Static_assert(sizeof(struct call_part_row) == 72, "as fabric_call.py packs them");
 _Static_assert(sizeof(struct call_head) == 64 && sizeof(struct call_fetch_row) == 64, "as fabric_call.py packs them");
+
+_Static_assert(sizeof(struct answer_head) == 24, "as fabric_call.py packs it");
+_Static_assert(sizeof(struct answer_head) + TK_CALL_BLOCKS * sizeof(struct where_row) + TK_TAG_BYTES <= ANSWER_BYTES,
+	       "the largest answer fits");
 
 #endif

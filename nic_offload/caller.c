@@ -52,6 +52,10 @@ struct tk_caller {
 	/* The progress thread's own. */
 	struct tk_caller *next;
 	struct queue unplaced;
+
+	struct tk_shared shared; /* of a length of 0: the node's memory is not mapped here */
+	int shares;		 /* atomic: blocks may be read from there */
+	uint64_t shared_blocks;	 /* atomic: so many were */
 };
 
 static int add_caller(struct tk_fabric *fabric, void *argument)
@@ -82,7 +86,9 @@ int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out)
 {
 	const struct tk_region *region = setup->region;
 	if (!setup->endpoint || !region || setup->calls % 8 || setup->calls < region->address ||
-	    setup->calls + (uint64_t)TK_CALL_PLACES * TK_CALL_BYTES > region->address + region->length)
+	    setup->calls + (uint64_t)TK_CALL_PLACES * TK_CALL_BYTES > region->address + region->length ||
+	    setup->answers % 8 || setup->answers < region->address ||
+	    setup->answers + (uint64_t)TK_CALL_PLACES * ANSWER_BYTES > region->address + region->length)
 		return -EINVAL;
 	struct tk_caller *caller = calloc(1, sizeof *caller);
 	if (!caller)
@@ -108,6 +114,25 @@ int tk_caller_close(struct tk_caller *caller)
 	if (status != TK_STUCK)
 		free_caller(caller);
 	return status;
+}
+
+void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared)
+{
+	caller->shared = *shared;
+	__atomic_store_n(&caller->shares, shared->length > 0, __ATOMIC_RELEASE);
+}
+
+uint64_t tk_caller_shared(const struct tk_caller *caller)
+{
+	return __atomic_load_n(&caller->shared_blocks, __ATOMIC_RELAXED);
+}
+
+void caller_shared(struct tk_caller *caller, int is_good)
+{
+	if (is_good)
+		__atomic_add_fetch(&caller->shared_blocks, 1, __ATOMIC_RELAXED);
+	else
+		__atomic_store_n(&caller->shares, 0, __ATOMIC_RELEASE);
 }
 
 /* Under the lock; after its call was answered. */
@@ -196,7 +221,8 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 }
 
 /* The words in which the node says of each block that it has come, or why not. */
-static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows)
+static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
+			 struct shared_fetch *fetch)
 {
 	for (uint32_t i = 0; i < call->blocks; i++, rows += call_row_bytes(call->kind)) {
 		const struct call_fetch_row *row = (const void *)rows;
@@ -211,7 +237,9 @@ static void watch_blocks(const struct tk_caller *caller, const struct tk_call *c
 			.good_max = UINT8_MAX,
 			.row = i,
 		};
-		enqueue_ack(caller->fabric, &watch);
+		struct work *work = enqueue_ack(caller->fabric, &watch);
+		if (fetch)
+			shared_watches(fetch, work, i);
 	}
 }
 
@@ -224,7 +252,8 @@ static uint64_t goes_out_until(const struct tk_call *call)
 
 /* Behind the watches of its blocks: deadlines that are over at the same time are told of what came last first, so whoever
  * hears that a block did not come has heard that the call never went out. */
-static void queue_call(const struct tk_caller *caller, const struct tk_call *call, struct called *called)
+static void queue_call(const struct tk_caller *caller, const struct tk_call *call, struct called *called,
+		       struct shared_fetch *fetch)
 {
 	const struct tk_caller_setup *setup = &caller->setup;
 	struct tk_operation put = {
@@ -241,6 +270,8 @@ static void queue_call(const struct tk_caller *caller, const struct tk_call *cal
 		.flags = TK_FLAG_PUT | TK_ACKED_PUT,
 	};
 	called->watch = take_free(caller->fabric, WORK_ACK);
+	if (fetch)
+		shared_watches(fetch, called->watch, call->blocks);
 	enqueue_operation(caller->fabric, &put)->called = called;
 }
 
@@ -250,7 +281,7 @@ static int has_room(const struct tk_caller *caller, const struct called *called)
 }
 
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
-		   size_t rows_bytes)
+		   size_t rows_bytes, const uint64_t *locals)
 {
 	struct tk_fabric *fabric = caller->fabric;
 	int status = fabric_refusal(fabric);
@@ -261,17 +292,25 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		return -EINVAL;
 	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes + TK_TAG_BYTES > TK_CALL_BYTES)
 		return -EMSGSIZE;
+	struct shared_fetch *fetch = NULL;
+	int shares = is_fetch && locals && __atomic_load_n(&caller->shares, __ATOMIC_ACQUIRE);
+	if (shares) /* without memory for that it is an ordinary one */
+		fetch = shared_fetch(caller, &caller->shared, call->blocks, rows, call_row_bytes(call->kind), locals);
 	struct called *called = write_call(caller, call, metadata, rows, rows_bytes);
-	if (!called)
+	if (!called) {
+		free(fetch);
 		return -ENOMEM;
+	}
+	if (fetch)
+		((struct call_head *)called->bytes)->flags |= CALL_SHARES;
 	pthread_mutex_lock(&caller->lock);
 	if (has_room(caller, called)) {
 		pthread_mutex_lock(&fabric->inbox_lock);
 		status = reserve_work(fabric, 2 + (is_fetch ? call->blocks : 0));
 		if (!status && is_fetch)
-			watch_blocks(caller, call, rows);
+			watch_blocks(caller, call, rows, fetch);
 		if (!status)
-			queue_call(caller, call, called);
+			queue_call(caller, call, called, fetch);
 		pthread_mutex_unlock(&fabric->inbox_lock);
 	} else {
 		status = -EBUSY;
@@ -281,10 +320,12 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		caller->waiting_bytes += called->length;
 	}
 	pthread_mutex_unlock(&caller->lock);
-	if (status)
+	if (status) {
+		free(fetch);
 		free(called);
-	else
+	} else {
 		fabric_wake(fabric);
+	}
 	return status;
 }
 
@@ -333,6 +374,8 @@ static int watch_answer(struct tk_fabric *fabric, struct work *work, uint32_t nu
 		return -ENOMEM;
 	watch->caller = called->caller;
 	watch->grant = number + 1;
+	if (watch->fetch)
+		shared_asked(watch->fetch, number);
 	group_use(watch->ack.group);
 	adopt(fabric, watch);
 	watch->partner = work;
@@ -405,16 +448,27 @@ int poll_callers(struct tk_fabric *fabric)
 	return busy;
 }
 
-void caller_answered(struct work *watch, uint32_t code)
+void caller_read(struct tk_caller *caller, uint32_t place)
+{
+	pthread_mutex_lock(&caller->lock);
+	free_place(&caller->places[place]);
+	pthread_mutex_unlock(&caller->lock);
+}
+
+uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t code)
 {
 	struct tk_caller *caller = watch->caller;
-	struct place *place = &caller->places[watch->grant - 1];
+	uint32_t number = watch->grant - 1;
+	struct place *place = &caller->places[number];
+	uint64_t answer = caller->setup.answers + (uint64_t)number * ANSWER_BYTES;
 	pthread_mutex_lock(&caller->lock);
 	if (code == CALL_DONE)
 		free_place(place);
 	else
 		place->state = PLACE_ANSWERED;
 	pthread_mutex_unlock(&caller->lock);
+	int is_read = code == CALL_WHERE && watch->fetch && shared_where(fabric, watch, caller->setup.region, answer);
+	return is_read ? CALL_DONE : code;
 }
 
 /* The put's own end. What was never posted leaves its place, and the generation, to the next. */
@@ -428,6 +482,7 @@ void caller_put_over(struct tk_fabric *fabric, struct work *work)
 		pthread_mutex_lock(&caller->lock);
 		waits_no_more(caller, called);
 		pthread_mutex_unlock(&caller->lock);
+		shared_over(called->watch);
 		recycle(fabric, called->watch);
 	} else if (!work->posted_ns && watch) {
 		pthread_mutex_lock(&caller->lock);

@@ -14,6 +14,7 @@ from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Sequence
 
     from nic_offload.fabric import Endpoint, Region
@@ -57,10 +58,11 @@ class Caller:
         area: tuple[int, int],
         words: int,
         calls: int,
+        answers: int,
         first_generation: int,
         ack_words: Sequence[int],
     ) -> None:
-        """`area` says where the node's places are, and their key; `words` and `calls` are addresses in the region."""
+        """`area` says where the node's places are, and their key; `words`, `calls`, `answers` are addresses of ours."""
         setup = ffi.new(
             "struct tk_caller_setup *",
             {
@@ -71,6 +73,7 @@ class Caller:
                 "area_key": area[1],
                 "words": words,
                 "calls": calls,
+                "answers": answers,
                 "first_generation": first_generation,
                 "ack_words": ack_words,
             },
@@ -81,8 +84,32 @@ class Caller:
             raise FabricError.from_code("Opening a caller", code)
         self._handle: Any = out[0]
 
-    def call(self, call: Call, metadata: bytes, rows: bytes) -> int:
-        """Make a call, now or when a place is free; a negative code where it can't be made this way."""
+    def share(self, memory: mmap.mmap, served_code: int, corrupt_code: int, late_code: int) -> None:
+        """The node's memory is mapped here until this is closed: blocks may be read from it.
+
+        The codes are what a group's row says of a block that was; that was not what it should be; that came too late.
+        """
+        mapped = ffi.from_buffer(memory)
+        shared = ffi.new("struct tk_shared *")
+        shared.address, shared.length, shared.hold_ns = (
+            int(ffi.cast("uintptr_t", mapped)),
+            len(memory),
+            lib.TK_HELD_NS,
+        )
+        shared.served_code, shared.corrupt_code, shared.late_code = served_code, corrupt_code, late_code
+        ffi.release(mapped)
+        lib.tk_caller_share(self._handle, shared)
+
+    @property
+    def shared_blocks(self) -> int:
+        """How many blocks were read from the node's memory."""
+        return int(lib.tk_caller_shared(self._handle))
+
+    def call(self, call: Call, metadata: bytes, rows: bytes, locals_: Sequence[int] | None = None) -> int:
+        """Make a call, now or when a place is free; a negative code where it can't be made this way.
+
+        `locals_`: where each block of a fetch is wanted in our own memory, so that it may be read from the node's.
+        """
         packed = _CALL.pack(
             call.tag,
             call.deadline_ns,
@@ -100,7 +127,8 @@ class Caller:
             call.fingerprint,
         )
         whole = ffi.from_buffer("struct tk_call[]", packed)
-        return int(lib.tk_caller_call(self._handle, whole, metadata, rows, len(rows)))
+        wanted = ffi.NULL if locals_ is None else ffi.new("uint64_t[]", locals_)
+        return int(lib.tk_caller_call(self._handle, whole, metadata, rows, len(rows), wanted))
 
     @property
     def free_places(self) -> int:

@@ -365,6 +365,7 @@ void *core_progress(void *argument)
 		busy |= poll_callers(fabric);
 		busy |= post_ready(fabric);
 		busy |= make_checksums(fabric);
+		poll_desks(fabric);
 		busy |= expire(fabric);
 		publish_soon(fabric);
 		give_back_finished(fabric);

@@ -358,6 +358,7 @@ int tk_flush(struct tk_fabric *fabric);
 #define TK_CALL_PLACES 4
 #define TK_CALLS_WAITING 1024	       /* of a caller, for a place, */
 #define TK_CALLS_WAITING_BYTES 8388608 /* and bytes of theirs */
+#define TK_HELD_NS 2000000000 /* a desk keeps so long what it told the place of */
 #define TK_CALL_AREA_HEAD 4096 /* before the places of a node's area are their flags */
 struct tk_shelved {
 	uint8_t owner[TK_OWNER_BYTES];
@@ -374,9 +375,11 @@ struct tk_desk_setup {
 	uint64_t ack_base; /* the peer's acknowledgement words */
 	uint64_t ack_key;
 	uint64_t bytes_max; /* under way at a time */
+	uint64_t flags;	    /* those of the places that calls come in at, our own memory */
+	uint64_t answers;   /* where the peer reads what answers them */
 	uint32_t ack_words;
 	uint32_t served_code, corrupt_code; /* what a word says of a block that came, and of one that was found broken */
-	uint32_t zero;
+	uint32_t shares; /* the peer may be told where blocks are in the shelf's region, which it can map */
 	uint8_t owner[TK_OWNER_BYTES]; /* whose blocks may be asked for here */
 };
 struct tk_served {
@@ -410,9 +413,15 @@ struct tk_caller_setup {
 	struct tk_region *region; /* has `words` and `calls`, our own memory */
 	uint64_t peer;
 	uint64_t area, area_key; /* the node's places */
-	uint64_t words, calls;
+	uint64_t words, calls, answers;
 	uint64_t first_generation;
 	uint32_t ack_words[TK_CALL_PLACES]; /* of the calls themselves */
+};
+/* The node's memory where it is mapped here, to be read, and what a group's row says of a block that was read from there. */
+struct tk_shared {
+	uint64_t address, length;
+	uint64_t hold_ns; /* so long after a call the node keeps what it names */
+	uint32_t served_code, corrupt_code, late_code, zero;
 };
 struct tk_call {
 	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
@@ -426,10 +435,13 @@ struct tk_call {
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
-/* -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
+/* `locals`: where each block of a fetch is wanted in our own memory, which may be read from the node's then; or NULL.
+ * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
  * with -ETIMEDOUT is told, before anything is of its blocks. */
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
-		   size_t rows_bytes);
+		   size_t rows_bytes, const uint64_t *locals);
+void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared); /* before the first call */
+uint64_t tk_caller_shared(const struct tk_caller *caller); /* blocks that were read from the node's memory */
 int tk_caller_free(struct tk_caller *caller); /* how many calls would go out at once */
 /* The place in which the bytes are that answer the call of this tag, and the generation that they have; -ENOENT: there are none. */
 int tk_caller_answer(struct tk_caller *caller, uint64_t tag, uint64_t *generation);

@@ -77,6 +77,8 @@ struct work {
 	struct tk_sender *sender; /* of the watch, as is this: */
 	struct tk_caller *caller;
 	struct called *called; /* of a call's put */
+	struct shared_fetch *fetch; /* of a watch: what may be read from the node's memory, and which of its blocks, */
+	uint32_t fetch_row;	    /* or one more than all: the call itself */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -266,6 +268,7 @@ struct tk_fabric {
 	struct tk_reader *readers;
 	uint32_t reading; /* records that they have */
 	struct watches landings, acks;
+	uint64_t held_until_ns; /* what desks hold for peers: the first time at which some of it is over */
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
 	uint64_t now_ns; /* a little before now: asking for the time costs a round as much as looking at a word */

@@ -29,14 +29,16 @@ struct tk_group {
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the least that one of the waiters wants */
 	int told;	/* TK_OVER was reported, or a waiter knows */
+	uint8_t *copies; /* of each row: its block is being read from the node's memory */
 	struct tk_row rows[];
 };
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out)
 {
-	struct tk_group *group = calloc(1, sizeof *group + count * sizeof(struct tk_row));
+	struct tk_group *group = calloc(1, sizeof *group + count * (sizeof(struct tk_row) + sizeof *group->copies));
 	if (!group)
 		return -ENOMEM;
+	group->copies = (uint8_t *)(group->rows + count);
 	pthread_condattr_t attributes;
 	pthread_condattr_init(&attributes);
 	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -136,7 +138,7 @@ void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uin
 	uint64_t now_ns = tk_now_ns();
 	int over = 0;
 	pthread_mutex_lock(&group->lock);
-	if (!row->over) {
+	if (!row->over && !group->copies[watch->row]) {
 		row->over_ns = now_ns;
 		land_row(group, row, now_ns);
 		row->code = code;
@@ -146,6 +148,13 @@ void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uin
 	pthread_mutex_unlock(&group->lock);
 	if (over)
 		report(fabric, TK_OVER, group->tag, 0, 0, now_ns);
+}
+
+void group_copies(struct tk_group *group, uint32_t row, int copies)
+{
+	pthread_mutex_lock(&group->lock);
+	group->copies[row] = !!copies;
+	pthread_mutex_unlock(&group->lock);
 }
 
 int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code)

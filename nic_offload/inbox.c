@@ -134,11 +134,13 @@ struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operati
 	return work;
 }
 
-void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch)
+struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch)
 {
-	enqueue(fabric, WORK_ACK)->ack = *watch;
+	struct work *work = enqueue(fabric, WORK_ACK);
+	work->ack = *watch;
 	if (watch->group)
 		group_use(watch->group);
+	return work;
 }
 
 int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
+import os
 from typing import TYPE_CHECKING
 
 from nic_offload._core import ffi, lib
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["Runs", "allocate", "copy_runs", "populate", "set_aside"]
+__all__ = ["Runs", "allocate", "allocate_shared", "copy_runs", "hide_from_dumps", "populate", "set_aside"]
+
+_F_SEAL_FUTURE_WRITE = 0x10  # what is mapped to be written stays so, and nothing else is
 
 
 def allocate(length: int) -> mmap.mmap:
@@ -33,14 +37,42 @@ def allocate(length: int) -> mmap.mmap:
     return memory
 
 
+def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
+    """The same, and a descriptor through which other processes can map it, to be read, and change nothing."""
+    try:
+        fd = os.memfd_create("triggerkv-hot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _not_had(length, error) from error
+    try:
+        os.ftruncate(fd, length)
+        memory = mmap.mmap(fd, length)
+    except OSError as error:
+        os.close(fd)
+        raise _not_had(length, error) from error
+    try:
+        populate(memory, 0, length)
+        fcntl.fcntl(
+            fd,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL,
+        )
+    except (FabricError, OSError) as error:
+        memory.close()
+        os.close(fd)
+        raise error if isinstance(error, FabricError) else _not_had(length, error) from error
+    return memory, fd
+
+
+def _not_had(length: int, error: OSError) -> FabricError:
+    return FabricError.from_code(f"Getting {length} bytes of memory", -(error.errno or errno.ENOMEM))
+
+
 def set_aside(length: int) -> mmap.mmap:
     """Addresses for as much memory, none of which is there yet; NoMemory if there are not as many."""
     try:
         return mmap.mmap(-1, length)
     except OSError as error:
-        raise FabricError.from_code(
-            f"Getting {length} bytes of memory", -(error.errno or errno.ENOMEM)
-        ) from error
+        raise _not_had(length, error) from error
 
 
 def populate(memory: mmap.mmap, start: int, length: int) -> None:
@@ -50,6 +82,11 @@ def populate(memory: mmap.mmap, start: int, length: int) -> None:
     ffi.release(view)
     if code:
         raise FabricError.from_code(f"Getting {length} bytes of memory", code)
+
+
+def hide_from_dumps(memory: mmap.mmap) -> None:
+    """Have it in no core dump."""
+    memory.madvise(mmap.MADV_DONTDUMP)
 
 
 def copy_runs(runs: Buffer, sources: Sequence[int], target: int) -> None:

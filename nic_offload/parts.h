@@ -72,13 +72,14 @@ int reserve_work(struct tk_fabric *fabric, uint32_t count);
 struct work *take_free(struct tk_fabric *fabric, enum work_kind kind); /* of what was reserved */
 int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op); /* without the lock */
 struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
-void enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
+struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
 
 /* group.c: what callers wait for; the first two any thread */
 void group_use(struct tk_group *group);
 void group_let_go(struct tk_group *group);
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
+void group_copies(struct tk_group *group, uint32_t row, int copies); /* until it has, no word ends that row */
 
 /* wire.c: what is posted, what has completed */
 int status_of_provider(int error);
@@ -113,6 +114,7 @@ int make_checksums(struct tk_fabric *fabric);
 int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing);
 void miss_at_desk(struct work *work);
 void over_at_desk(struct work *work, int status);
+void poll_desks(struct tk_fabric *fabric);
 
 /* sender.c: puts by grants, the client's side */
 void sender_fire(struct tk_fabric *fabric, struct work *work);
@@ -130,9 +132,21 @@ uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *
 /* caller.c: calls, the client's side */
 void caller_fire(struct tk_fabric *fabric, struct work *work);
 void caller_put_over(struct tk_fabric *fabric, struct work *work);
-void caller_answered(struct work *watch, uint32_t code);
+uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t code); /* what it comes to */
 struct queue *caller_queue(const struct work *work); /* where it waits for a place */
 int poll_callers(struct tk_fabric *fabric);
+
+void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
+void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and was as it should be */
+
+/* shared.c: blocks that are read from the node's memory, the client's side */
+struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
+				  const void *rows, size_t row_bytes, const uint64_t *locals); /* any thread */
+void shared_watches(struct shared_fetch *fetch, struct work *watch, uint32_t row); /* any thread */
+void shared_asked(struct shared_fetch *fetch, uint32_t place);
+int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
+uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
+void shared_over(struct work *watch);
 
 /* pieces.c; the first two any thread */
 void pieces_use(struct tk_pieces *pieces);

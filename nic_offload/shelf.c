@@ -232,6 +232,8 @@ static void free_shelf(struct tk_shelf *shelf)
 		}
 	for (struct tk_desk *desk = shelf->desks, *next; desk; desk = next) {
 		next = desk->next;
+		for (int i = 0; i < TK_CALL_PLACES; i++)
+			free(desk->held[i].blocks);
 		free(desk);
 	}
 	for (struct served *served = shelf->first, *next; served; served = next) {

@@ -23,11 +23,20 @@ struct served {
 	uint64_t rest[]; /* ids, then metadata */
 };
 
+/* Blocks whose peer was told where they are. */
+struct held {
+	struct shelved **blocks;
+	uint32_t count;
+	uint64_t bytes, until_ns;
+};
+
 struct tk_desk {
 	struct tk_desk *next;
 	struct tk_shelf *shelf;
 	struct tk_desk_setup setup;
 	int answers;	     /* atomic */
+	struct held held[TK_CALL_PLACES]; /* by the place of the call; under the shelf's lock */
+	uint64_t held_bytes;
 	uint64_t under_way_bytes; /* the progress thread's own */
 };
 

@@ -115,13 +115,21 @@ class Shelf:
         acks: tuple[int, int, int],
         codes: tuple[int, int],
         bytes_max: int,
+        places: tuple[int, int],
+        *,
+        shares: bool,
     ) -> Desk:
-        """Open a desk for one peer. `acks` are base, key and number of its words; `codes` mean served, and broken."""
+        """Open a desk for one peer. `acks` are base, key and number of its words; `codes` mean served, and broken.
+
+        `places` are the address of the first flag of its calls, and where it reads answers. A peer of one that
+        `shares` is told where blocks are, if it asks for that, and has the region mapped.
+        """
         setup = ffi.new("struct tk_desk_setup *")
         setup.endpoint, setup.peer, setup.tag = endpoint.handle, peer, tag
         setup.ack_base, setup.ack_key, setup.ack_words = acks
         setup.served_code, setup.corrupt_code = codes
-        setup.bytes_max = bytes_max
+        setup.bytes_max, setup.shares = bytes_max, shares
+        setup.flags, setup.answers = places
         ffi.memmove(setup.owner, owner, len(owner))
         out = ffi.new("struct tk_desk **")
         code = lib.tk_desk_open(self.handle, setup, out)

@@ -89,7 +89,7 @@ int poll_acks(struct tk_fabric *fabric)
 		}
 		work->code = code;
 		if (work->caller) /* before its own caller hears of it, who may want the place */
-			caller_answered(work, code);
+			code = caller_answered(fabric, work, code);
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);
 		else
@@ -153,7 +153,12 @@ int make_checksums(struct tk_fabric *fabric)
 		uint64_t bytes = landing ? work->landing.payload : work->op.local;
 		uint32_t length = landing ? work->landing.length : work->op.length;
 		uint32_t piece = length - work->summed < budget ? length - work->summed : budget;
-		if (!landing && work->op.pieces) {
+		if (work->kind == WORK_ACK) {
+			piece = shared_copy(fabric, work, budget);
+			budget -= piece < budget ? piece : budget;
+			busy = 1;
+			continue;
+		} else if (!landing && work->op.pieces) {
 			piece = gather_some(work, piece);
 		} else {
 			work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);

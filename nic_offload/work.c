@@ -218,10 +218,12 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		fabric->all = work->after;
 	if (work->after)
 		work->after->before = work->before;
-	if (work->kind == WORK_ACK && work->ack.group)
-		group_let_go(work->ack.group);
-	if (work->kind == WORK_ACK)
+	if (work->kind == WORK_ACK) {
 		unpair(work);
+		shared_over(work);
+		if (work->ack.group)
+			group_let_go(work->ack.group);
+	}
 	if (work->kind != WORK_OPERATION)
 		return;
 	if (work->op.group)

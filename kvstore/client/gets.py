@@ -164,6 +164,10 @@ class Get:
             ]
         )
 
+    def wanted_at(self) -> list[int]:
+        """Where each block is wanted in our own memory."""
+        return [block.region.address + block.offset for block in self._blocks]
+
     def _named(self) -> Iterable[tuple[Block, Region]]:
         """The blocks, and what the node's side calls their memory."""
         return [(block, block.region.through(self._link.endpoint)) for block in self._blocks]

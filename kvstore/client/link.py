@@ -18,10 +18,13 @@ import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
 from kvstore.client.failures import Failures
+from kvstore.client.shared import map_shared
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_GRACE_MS, ACK_WORDS, GRANTED_PUTS, GRANTED_SLOTS
+from kvstore.miss import MissReason
 from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.seal import Seal
 from kvstore.wire.status import error_from_rpc, words_of
 from nic_offload.memory import set_aside
@@ -152,6 +155,7 @@ class Link:
         self.calls: FabricCalls | None = None  # a node of an earlier version takes none
         self.sender: Sender | None = None  # None: every put has to ask for its slot
         self._gathered: tuple[Region, mmap.mmap] | None = None
+        self.shared: mmap.mmap | None = None  # the node's hot memory, if it is on this machine and shares it
         self._block_bytes_max = block_bytes_max
         self.is_sure = True  # that nothing comes in any more, once it is lost
         with contextlib.ExitStack() as undo:
@@ -201,6 +205,7 @@ class Link:
             answers_base=self._acks.base + _WORDS_BYTES + _HEADS_BYTES,
             puts_by_grants=True,
             seals=True,
+            shares=True,
         )
         self._responses = self.stub.Attach(self._requests(request))
         answer = self._first_answer(self._responses, timeout_s)
@@ -215,6 +220,10 @@ class Link:
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES
             self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, start)
+            self.shared = map_shared(answer.shared) if answer.HasField("shared") else None
+            if self.shared is not None:
+                corrupt, late = code_of_miss(MissReason.CORRUPT), code_of_miss(MissReason.NODE_AWAY)
+                self.calls.caller.share(self.shared, AckCode.SERVED, corrupt, late)
         if answer.HasField("puts"):
             self.sender = self._open_sender(answer.puts)
 
@@ -354,6 +363,8 @@ class Link:
         self.endpoint.close()
         if self.calls is not None:
             self.calls.caller.close()
+        if self.shared is not None:
+            self.shared.close()
         if self.sender is not None:
             self.sender.close()
         if self._gathered is not None:

@@ -66,7 +66,7 @@ _ANSWERS = 2 * CALL_PLACES  # more than calls, because the fabric may be busy wi
 class CallArea:
     """Of one connection: where its client puts calls, and where answers go from."""
 
-    def __init__(self, connection: Connection, answers_base: int, memory: HotMemory) -> None:
+    def __init__(self, connection: Connection, answers_base: int, memory: HotMemory, *, shares: bool) -> None:
         self.connection = connection
         self.answers_base = answers_base  # in the client's memory
         self.first_generation = secrets.randbits(48) + 1
@@ -85,6 +85,8 @@ class CallArea:
             (acks.base, acks.key, acks.words),
             (AckCode.SERVED, code_of_miss(MissReason.CORRUPT)),
             memory.size_bytes // SHARES,
+            (self._region.address + flag_offset(0), answers_base),
+            shares=shares,
         )
 
     @property
@@ -169,7 +171,9 @@ class FabricCalls:
 
     def open(self, connection: Connection, answers_base: int) -> CallArea:
         """Take calls of a connection from now on."""
-        area = self._areas[connection] = CallArea(connection, answers_base, self._node.hot)
+        node = self._node
+        area = CallArea(connection, answers_base, node.hot, shares=node.sharing is not None)
+        self._areas[connection] = area
         self._watch(area, [(place, area.first_generation) for place in range(CALL_PLACES)])
         self.limits_changed()
         return area

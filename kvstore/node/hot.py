@@ -23,6 +23,7 @@ would cost the node a core.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -31,7 +32,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.extents import Extents
-from nic_offload.memory import allocate
+from nic_offload.memory import allocate_shared
 from nic_offload.shelf import Shelf, Shelved
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ class HotMemory:
         tenants: Callable[[], int],
     ) -> None:
         self.size_bytes = size_bytes
-        self._memory = allocate(size_bytes)
+        self._memory, self.fd = allocate_shared(size_bytes)
         self.region = fabric.register(self._memory, remote_write=False)
         self.shelf = Shelf(fabric, self.region)
         self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants)
@@ -370,3 +371,4 @@ class HotMemory:
         """Give the memory back; the fabric is closed already."""
         self.view.release()
         self._memory.close()
+        os.close(self.fd)

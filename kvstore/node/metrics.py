@@ -260,6 +260,11 @@ def _of_bounds(node: Node) -> list[Metric]:
     return [
         _gauges("kvstore_waiting", "What was accepted and is not done, by kind.", "what", waiting),
         _gauge("kvstore_connections", "Clients attached.", len(node)),
+        _gauge(
+            "kvstore_connections_mapped",
+            "Clients on this machine that read blocks in the node's hot memory themselves.",
+            0 if node.sharing is None else len(node.sharing),
+        ),
         _gauge("kvstore_connections_limit", "Clients that may be.", node.places.capacity),
         _gauge("kvstore_leases", "Slots leased, or with blocks that are not on the drive yet.", node.leases),
         _gauge("kvstore_pins", "Pins that last.", node.pins.count),

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
+    from kvstore.node.sharing import Sharing
     from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
@@ -109,6 +110,7 @@ class Node:
         self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
+        self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
         self.spans = spans
         self.store = store
         self.fabric = fabric
@@ -327,6 +329,8 @@ class Node:
         if connection.closed:
             return
         connection.close()
+        if self.sharing is not None:
+            self.sharing.withdraw(connection)
         self.take_note()
         del self._connections[connection.number]
         self.granted.close(connection)
@@ -394,9 +398,7 @@ class Node:
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
-        if (
-            expires_unix_ms and durability is Durability.LANDED
-        ):  # what lands later would be acknowledged, and be over
+        if expires_unix_ms and durability is Durability.LANDED:  # no lease outlives its block
             lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
         self._let_land(connection, len(wanted))
         now_ns = self.clock.monotonic_ns()

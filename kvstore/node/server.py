@@ -45,6 +45,7 @@ from kvstore.node.observing import ObservingService
 from kvstore.node.readiness import reach_itself
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
+from kvstore.node.sharing import Sharing
 from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
@@ -400,10 +401,14 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         lookup_log = LookupLog(config.data / "lookups")
         tenants = Tenants(store.salt, clock)
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
+        if config.tenants is None:
+            node.sharing = Sharing(node.hot)
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed
             await node.close()
+            if node.sharing is not None:
+                node.sharing.close()
             if collector is not None:
                 await loop.run_in_executor(None, collector.close)
 

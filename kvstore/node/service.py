@@ -98,6 +98,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     calls = self._node.fabric_calls.open(connection, request.answers_base)
                     answer.calls.base, answer.calls.key = calls.base, calls.key
                     answer.calls.first_generation = calls.first_generation
+                if self._node.sharing is not None and request.shares:
+                    answer.shared.CopyFrom(self._node.sharing.offer(connection))
                 puts = self._node.granted.open(connection) if request.puts_by_grants else None
                 if puts is not None:
                     answer.puts.CopyFrom(_put_area_message(puts.told))
@@ -292,6 +294,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 free_bytes=store.free_bytes,
                 read_only=not store.takes_puts,
                 connections=len(self._node),
+                mapped=0 if self._node.sharing is None else len(self._node.sharing),
                 corrupt_found=store.quarantined,
                 index_rebuilt=store.rebuilt,
                 drives=map(_drive_message, self._node.store.drive_states()),

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
+# Generated from proto sources with BLAKE2b 8c6ea2f5eb71b4408ec19851d2eca49e
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

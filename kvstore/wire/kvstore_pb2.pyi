@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b8939d9e96a3c1e6bcb1dbad19f2d99c
+# Generated from proto sources with BLAKE2b 8c6ea2f5eb71b4408ec19851d2eca49e
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -86,7 +86,7 @@ ERROR_CODE_FABRIC_ERROR: ErrorCode
 ERROR_CODE_NO_MEMORY: ErrorCode
 
 class AttachRequest(_message.Message):
-    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals")
+    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class AttachRequest(_message.Message):
     ANSWERS_BASE_FIELD_NUMBER: _ClassVar[int]
     PUTS_BY_GRANTS_FIELD_NUMBER: _ClassVar[int]
     SEALS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     provider: str
     fabric_address: bytes
@@ -109,10 +110,11 @@ class AttachRequest(_message.Message):
     answers_base: int
     puts_by_grants: bool
     seals: bool
-    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ...) -> None: ...
+    shares: bool
+    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal")
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared")
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +124,7 @@ class AttachResponse(_message.Message):
     PUTS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     connection: int
     node: str
     fabric_address: bytes
@@ -131,7 +134,18 @@ class AttachResponse(_message.Message):
     puts: PutArea
     parts: bool
     seal: bytes
-    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ...) -> None: ...
+    shared: SharedMemory
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("socket", "pass_once", "size_bytes")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    PASS_ONCE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    pass_once: bytes
+    size_bytes: int
+    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class PutArea(_message.Message):
     __slots__ = ("flags", "slots", "slot_bytes", "key", "count", "first_generation")
@@ -372,7 +386,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives")
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives", "mapped")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +398,7 @@ class StatusResponse(_message.Message):
     CORRUPT_FOUND_FIELD_NUMBER: _ClassVar[int]
     INDEX_REBUILT_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     provider: str
@@ -395,7 +410,8 @@ class StatusResponse(_message.Message):
     corrupt_found: int
     index_rebuilt: bool
     drives: _containers.RepeatedCompositeFieldContainer[DriveStatus]
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ...) -> None: ...
+    mapped: int
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., mapped: _Optional[int] = ...) -> None: ...
 
 class DriveStatus(_message.Message):
     __slots__ = ("number", "blocks", "capacity_bytes", "free_bytes", "takes_puts", "failure")

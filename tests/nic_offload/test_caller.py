@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WORDS = PAGE  # where our words are in the near side's memory; the calls lie behind them
 CALLS = 2 * PAGE
+ANSWERS = CALLS + PLACES * wire.CALL_BYTES
 TAG = 1 << 16
 GENERATION = 41
 FINGERPRINT = bytes(range(16))
@@ -34,7 +35,7 @@ ACK_WORDS = [20, 21, 22, 23]
 BYTES = 2
 
 
-LENGTH = -(-wire.AREA_BYTES // PAGE) * PAGE + 2 * PAGE
+LENGTH = ANSWERS + PLACES * wire.ANSWER_BYTES
 DONE = wire.AnswerCode.DONE
 
 
@@ -49,7 +50,7 @@ def caller_to(near: Side, there: Way) -> Caller:
     address = near.region.address
     return Caller(
         near.endpoint, near.region, there.peer, (there.base, there.key), address + WORDS, address + CALLS,
-        GENERATION, ACK_WORDS,
+        address + ANSWERS, GENERATION, ACK_WORDS,
     )  # fmt: skip
 
 

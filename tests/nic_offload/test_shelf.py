@@ -31,6 +31,8 @@ OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
 SERVED, BROKEN, DONE = 0x7F, 0x85, 1
 CALL_AT = 512 << 10  # the node's place, and where the client packs it: blocks lie before
 CALL_WORD, ANSWER_WORD = 0, 500
+PLACE_BYTES = 16 << 10
+ANSWERS_AT = 640 << 10  # where the client reads answers of a node that tells it where blocks are
 FIRST = 1 << 40
 TAG, DESK = 7, 77
 
@@ -69,7 +71,7 @@ def key_of(number: int) -> bytes:
 class Rig:
     """The far side is the node: blocks at its memory's start, a place for calls behind them, a shelf and a desk."""
 
-    def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30) -> None:
+    def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30, shares: bool = False) -> None:
         self.pair = pair
         self.shelf = Shelf(pair.far.fabric, pair.far.region)
         self.desk: Desk = self.shelf.open_desk(
@@ -80,20 +82,22 @@ class Rig:
             (pair.back.word_target(0), pair.back.key, PAGE // 8),
             (SERVED, BROKEN),
             bytes_max,
+            (pair.far.word(CALL_WORD).address, pair.back.base + ANSWERS_AT),
+            shares=shares,
         )
         self.desk.answers(answers=True)
         self.blocks: dict[int, bytes] = {}
         self.puts = 100
         self.watch(FIRST)
 
-    def watch(self, generation: int) -> None:
+    def watch(self, generation: int, place: int = 0) -> None:
         far = self.pair.far
         landing = Landing(
             tag=TAG,
             endpoint=far.endpoint,
-            word=far.word(CALL_WORD).address,
+            word=far.word(CALL_WORD + place).address,
             generation=generation,
-            payload=far.region.address + CALL_AT,
+            payload=far.region.address + CALL_AT + place * PLACE_BYTES,
             peer=self.pair.back.peer,
             ack_target=0,
             ack_key=0,
@@ -122,7 +126,7 @@ class Rig:
         self.shelf.put([shelved])
         return shelved
 
-    def call(self, wanted: Wanted, *, flag: int | None = None) -> None:
+    def call(self, wanted: Wanted, *, flag: int | None = None, place: int = 0) -> None:
         """Put a call into the node's place; `Row.number` times 4096 is where a block goes to."""
         back = self.pair.there
         rows = b"".join(
@@ -165,8 +169,8 @@ class Rig:
                 self.puts,
                 len(data),
                 source=CALL_AT,
-                target=CALL_AT,
-                flag=(CALL_WORD, wanted.generation if flag is None else flag),
+                target=CALL_AT + place * PLACE_BYTES,
+                flag=(CALL_WORD + place, wanted.generation if flag is None else flag),
             )
         )
 

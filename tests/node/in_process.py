@@ -15,6 +15,7 @@ from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
 from kvstore.node.node import Node
 from kvstore.node.server import add_services
+from kvstore.node.sharing import Sharing
 from kvstore.node.spans import NodeSpans
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
@@ -45,8 +46,9 @@ class NodeInProcess:
         options: Sequence[tuple[str, int]] = (),
         host: str = "127.0.0.1",
         drives: int = 1,
+        shares_memory: bool = False,
     ) -> None:
-        self._options, self._host = tuple(options), host
+        self._options, self._host, self._shares = tuple(options), host, shares_memory
         self._data, self._capacity_bytes, self._hot_bytes = data, capacity_bytes, hot_bytes
         self._specs = (
             [DriveSpec(data.parent / f"{data.name}-{number}.kv", capacity_bytes) for number in range(drives)]
@@ -75,6 +77,8 @@ class NodeInProcess:
             self.node = Node(
                 store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
             )
+            if self._shares:
+                self.node.sharing = Sharing(self.node.hot)
             server = grpc.aio.server(options=self._options)
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)
@@ -83,6 +87,8 @@ class NodeInProcess:
             self._ready.set()
             await self._stop.wait()
             await self.node.close()
+            if self.node.sharing is not None:
+                self.node.sharing.close()
             await server.stop(1.0)
 
     def call(self, what: Callable[[Node], Any]) -> Any:

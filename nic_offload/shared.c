@@ -1,0 +1,199 @@
+/*
+ * Blocks of a node on the same machine, which a client reads from the node's memory, where it is mapped.
+ *
+ * The client asks for blocks as ever, and adds that it would rather hear where they are. A node whose desk finds them all
+ * on the shelf answers with their places and checksums (desk.c), and keeps them there until the place of the call is used
+ * again, or for `hold_ns`. Each block is then copied from there to where it is wanted, a bounded piece a round, and its
+ * checksum is made from the copy. A node that has to do anything else for a call answers it as any other.
+ *
+ * What always holds: a row of the group ends once its block's bytes are all there, and are those that the node named,
+ * or as a miss; nothing is written for a row that is over; a copy that took so long that the node may have used the memory for
+ * something else is a miss, whatever its checksum; after one wrong checksum this client reads over the fabric, where the
+ * node looks at its memory itself. The place of a call is used again after the last copy.
+ *
+ * What it doesn't do: write to the node's memory, which is mapped to be read.
+ */
+#define _GNU_SOURCE
+#include "call.h"
+#include "parts.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
+
+struct shared_block {
+	struct work *watch; /* for the word that ends it another way; NULL: it is over */
+	uint64_t from, to;
+	uint32_t length, skip, part; /* a `part` of 0: all */
+	uint32_t crc32c;
+};
+
+/* A fetch that may be answered so. It ends with the last of its watches. */
+struct shared_fetch {
+	struct tk_caller *caller;
+	const struct tk_shared *shared;
+	uint64_t asked_ns;
+	uint32_t blocks, place, watches;
+	int is_answered; /* by the blocks' places, and so the call's place is in use until the end */
+	struct shared_block block[];
+};
+
+struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
+				  const void *rows, size_t row_bytes, const uint64_t *locals)
+{
+	struct shared_fetch *fetch = calloc(1, sizeof *fetch + blocks * sizeof *fetch->block);
+	if (!fetch)
+		return NULL;
+	fetch->caller = caller;
+	fetch->shared = shared;
+	fetch->blocks = blocks;
+	for (uint32_t i = 0; i < blocks; i++) {
+		struct call_part_row row = {.part = 0};
+		memcpy(&row, (const char *)rows + i * row_bytes, row_bytes);
+		fetch->block[i] = (struct shared_block){
+			.to = locals[i], .length = row.row.length, .skip = row.skip, .part = row.part};
+	}
+	return fetch;
+}
+
+void shared_watches(struct shared_fetch *fetch, struct work *watch, uint32_t row)
+{
+	watch->fetch = fetch;
+	watch->fetch_row = row;
+	fetch->watches++;
+	if (row < fetch->blocks)
+		fetch->block[row].watch = watch;
+}
+
+void shared_asked(struct shared_fetch *fetch, uint32_t place)
+{
+	fetch->place = place;
+	fetch->asked_ns = tk_now_ns();
+}
+
+/* A watch is over. */
+void shared_over(struct work *watch)
+{
+	struct shared_fetch *fetch = watch->fetch;
+	if (!fetch)
+		return;
+	watch->fetch = NULL;
+	if (watch->fetch_row < fetch->blocks) {
+		fetch->block[watch->fetch_row].watch = NULL;
+		group_copies(watch->ack.group, watch->ack.row, 0);
+	}
+	if (--fetch->watches)
+		return;
+	if (fetch->is_answered)
+		caller_read(fetch->caller, fetch->place);
+	free(fetch);
+}
+
+/* Reads the rows of an answer, each once: the node can still write there. */
+static int read_rows(struct shared_fetch *fetch, const char *rows)
+{
+	const struct tk_shared *shared = fetch->shared;
+	for (uint32_t i = 0; i < fetch->blocks; i++) {
+		struct shared_block *block = &fetch->block[i];
+		struct where_row row;
+		memcpy(&row, rows + i * sizeof row, sizeof row);
+		if (block->length > shared->length || row.offset > shared->length - block->length ||
+		    (block->part && (block->part > block->length || block->skip > block->length - block->part)))
+			return 0;
+		block->from = shared->address + row.offset;
+		block->crc32c = row.crc32c;
+	}
+	return 1;
+}
+
+static int is_answer(const struct work *watch, struct tk_region *region, uint64_t address)
+{
+	const char *there = (const char *)(uintptr_t)address;
+	struct answer_head head;
+	uint32_t more = tag_bytes(watch->ack.endpoint);
+	uint64_t tag = 0;
+	memcpy(&head, there, sizeof head);
+	if (head.length != sizeof head + watch->fetch->blocks * sizeof(struct where_row) || head.kind != ANSWER_WHERE ||
+	    head.generation != watch->ack.generation)
+		return 0;
+	memcpy(&tag, there + head.length, more);
+	if (more && !tk_endpoint_believes(watch->ack.endpoint, region, address, head.generation, there, head.length, tag))
+		return 0;
+	return tk_crc32c(there + sizeof head.crc32c, head.length - sizeof head.crc32c, 0) == head.crc32c;
+}
+
+/* One whose watch is over was given up, and its caller waits for a word that nothing more of it comes. The node puts none. */
+static void give_up(struct tk_fabric *fabric, const struct work *call, uint32_t row)
+{
+	struct tk_ack_watch watch = call->ack;
+	watch.row = row;
+	group_acked(fabric, &watch, call->fetch->shared->late_code);
+}
+
+/* The answer to a call says where its blocks are: begin to copy those that are still wanted. Returns 0 if it doesn't. */
+int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address)
+{
+	struct shared_fetch *fetch = watch->fetch;
+	if (!is_answer(watch, region, address) || !read_rows(fetch, (const char *)(uintptr_t)address + sizeof(struct answer_head)))
+		return 0;
+	fetch->is_answered = 1;
+	for (uint32_t i = 0; i < fetch->blocks; i++) {
+		struct work *block = fetch->block[i].watch;
+		if (!block) {
+			give_up(fabric, watch, i);
+			continue;
+		}
+		watch_remove(&fabric->acks, block);
+		group_copies(block->ack.group, block->ack.row, 1);
+		block->state = WORK_SUMMING;
+		queue_push(&fabric->summing, block);
+	}
+	return 1;
+}
+
+/* All of a block's bytes go through the checksum; of one of which a part is wanted the others go no further. */
+static void copy_piece(const struct shared_block *block, struct work *work, uint32_t piece)
+{
+	char step[BYTES_A_STEP], *to = (char *)(uintptr_t)block->to + work->summed;
+	const char *from = (const char *)(uintptr_t)block->from + work->summed;
+	if (block->part)
+		to = step;
+	memcpy(to, from, piece);
+	work->crc = tk_crc32c(to, piece, work->crc);
+	uint32_t first = work->summed < block->skip ? block->skip : work->summed;
+	uint32_t end = block->skip + block->part < work->summed + piece ? block->skip + block->part : work->summed + piece;
+	if (block->part && first < end)
+		memcpy((char *)(uintptr_t)block->to + (first - block->skip), step + (first - work->summed), end - first);
+	work->summed += piece;
+}
+
+static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *block, const struct work *work)
+{
+	const struct tk_shared *shared = fetch->shared;
+	if (tk_now_ns() - fetch->asked_ns > shared->hold_ns / 2)
+		return shared->late_code;
+	int is_good = work->crc == block->crc32c;
+	caller_shared(fetch->caller, is_good);
+	return is_good ? shared->served_code : shared->corrupt_code;
+}
+
+uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max)
+{
+	struct shared_fetch *fetch = work->fetch;
+	struct shared_block *block = &fetch->block[work->fetch_row];
+	uint32_t before = work->summed;
+	while (work->summed < block->length && work->summed - before < bytes_max) {
+		uint32_t left = block->length - work->summed;
+		copy_piece(block, work, left < BYTES_A_STEP ? left : BYTES_A_STEP);
+	}
+	uint32_t copied = work->summed - before;
+	if (work->summed < block->length)
+		return copied;
+	uint32_t code = code_of(fetch, block, work);
+	queue_remove(&fabric->summing, work);
+	shared_over(work); /* before its caller hears of it, who may want the place */
+	group_acked(fabric, &work->ack, code);
+	release(fabric, work);
+	return copied;
+}
