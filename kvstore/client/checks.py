@@ -31,7 +31,7 @@ def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
     """Refuse a get of these."""
     if not 1 <= len(blocks) <= blocks_max:
-        raise InvalidArgument(f"A call names 1 to {blocks_max} blocks, not {len(blocks)}.")
+        raise InvalidArgument(f"A call takes 1 to {blocks_max} blocks, not {len(blocks)}.")
     if not all(map(_key, blocks)):
         raise InvalidArgument("A block without a key can only be armed, and is named before it fires.")
     check_memory(fabric, blocks)

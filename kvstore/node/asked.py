@@ -80,7 +80,7 @@ def fetch(
         check_generation(row.ack_generation)
         if row.skip if not row.part else row.skip > row.length - row.part:
             raise ProtocolError(
-                f"A block of {row.length} bytes has no {row.part} of them behind the first {row.skip}."
+                f"A block of {row.length} bytes has no {row.part} bytes after the first {row.skip}."
             )
     trace = node.traces.hear(told, connection.tenant)
     seen = None

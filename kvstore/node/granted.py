@@ -65,9 +65,9 @@ _WRITTEN: Final = Durability.WRITTEN
 _SYNCED: Final = Durability.SYNCED
 _DURABILITIES: Final = {int(one): one for one in Durability}
 _ACKS: Final = {int(one): AckCode(one) for one in Durability}
-_TAKEN: Final = "Another block is in the memory under the key."
-_DIFFERED: Final = "Other bytes came than were sent."
-_EXPIRED: Final = "The block's time to live was over before it came."
+_TAKEN: Final = "Another block with this key is in memory."
+_DIFFERED: Final = "The bytes that arrived are not those that were sent."
+_EXPIRED: Final = "The block's time to live ended before it arrived."
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
 
@@ -309,7 +309,7 @@ class Granted:
     def _taken(self, area: PutArea, state: State) -> None:
         if state.broken:
             log.warning(
-                "What came into a slot was no put. The connection is closed.", extra=area.connection.about()
+                "A slot received an invalid put. The connection is closed.", extra=area.connection.about()
             )
             self._node.detach(area.connection)
         else:
@@ -501,10 +501,10 @@ class Granted:
         lease, connection = one.lease, one.connection
         if not one.is_awaited:
             self._node.counters.lost(error)
-            log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
+            log.warning("a landed block could not be stored: %s", error, extra=connection.about())
             return
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
-        log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)
 
     def _settle(self, landed: Sequence[Landed]) -> None:

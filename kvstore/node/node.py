@@ -236,8 +236,8 @@ class Node:
     ) -> tuple[Connection, bytes]:
         if not self.places.left(tenant.id):
             raise Overloaded(
-                f"{len(self._connections)} clients are attached, of the {self.places.capacity} that the node's ports"
-                " (--fabric-ports) and descriptors allow, and the tenant has its share of them; detach some."
+                f"{len(self._connections)} clients are attached, of the {self.places.capacity} that the node's"
+                f" ports (--fabric-ports) and descriptors allow, and the tenant has used its share; detach some."
             )
         layout = self._layout(tenant, block_bytes_max, slots)
         try:
@@ -266,8 +266,8 @@ class Node:
                 raise
         except NoMemory as error:
             raise Overloaded(
-                f"The node's machine has no {layout.total_bytes} bytes of memory for a client's {layout.slots} slots;"
-                " attach with fewer, or later."
+                f"The node's machine lacks the {layout.total_bytes} bytes of memory for a client's"
+                f" {layout.slots} slots; attach with fewer, or later."
             ) from error
         self.places.take(tenant.id)
         if self._pins:
@@ -285,7 +285,7 @@ class Node:
                 granted, self.landing.left(tenant.id) // LandingLayout(1, block_bytes_max).slot_bytes
             )
         if granted < 1:
-            raise Overloaded("The tenant's share of the node's landing memory is all given to clients.")
+            raise Overloaded("The tenant's share of the node's landing memory is used up.")
         return LandingLayout(granted, block_bytes_max)
 
     def _let_land(self, connection: Connection, slots: int) -> None:
@@ -303,7 +303,7 @@ class Node:
             rest = connection.have_slots(new)
         except NoMemory as error:
             raise Overloaded(
-                f"The node's machine has no {size_bytes} bytes of memory for {new} more slots; try again later."
+                f"The node's machine lacks the {size_bytes} bytes of memory for {new} more slots; try again later."
             ) from error
         self.landing.take(connection.tenant, size_bytes)
         if rest is not None:  # it takes no longer than the bytes that come
@@ -536,10 +536,10 @@ class Node:
             return None
         if lease.durability is Durability.LANDED:
             self.counters.lost(error)
-            log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
+            log.warning("a landed block could not be stored: %s", error, extra=connection.about())
             return None
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
-        log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)
         return code_of_error(error)
 

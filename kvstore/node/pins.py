@@ -77,19 +77,21 @@ class Pins:
 
     def _refuse_too_much(self, tenant: bytes, wanted_bytes: int) -> None:
         if self._bytes.get(tenant, 0) + wanted_bytes > self._half_bytes // 2:
-            raise Overloaded(f"A tenant pins at most {self._half_bytes // 2} bytes of this node at a time.")
+            raise Overloaded(
+                f"A tenant may pin at most {self._half_bytes // 2} bytes of this node at a time."
+            )
         if sum(self._bytes.values()) + wanted_bytes > self._half_bytes:
-            raise Overloaded(f"All tenants together pin at most {self._half_bytes} bytes of this node.")
+            raise Overloaded(f"All tenants together may pin at most {self._half_bytes} bytes of this node.")
         mine = len(self._of_tenant.get(tenant, ()))
         if mine >= PINS_OF_TENANT_MAX or self.count >= PINS_MAX:
             raise Overloaded(
-                "There are as many pins as the node counts; let some end, or pin more at a time."
+                "The node has its maximum number of pins; let some end, or pin more blocks per call."
             )
 
     def unpin(self, tenant: bytes, pins: Sequence[int]) -> int:
         """End pins of a tenant; returns how many had not ended yet."""
         if len(pins) > PINS_OF_TENANT_MAX:
-            raise ProtocolError(f"A call ends at most {PINS_OF_TENANT_MAX} pins, not {len(pins)}.")
+            raise ProtocolError(f"A call may end at most {PINS_OF_TENANT_MAX} pins, not {len(pins)}.")
         return sum(self._end(tenant, pin) for pin in pins)
 
     def expire(self) -> None:

@@ -107,7 +107,7 @@ class Prefetches:
             before.end_if_over()
         mine = sum(1 for whose, _ in self._left if whose == tenant)
         if len(self._left) >= PREFETCHES_MAX or mine >= PREFETCHES_MAX // SHARES:
-            raise Overloaded("As many sessions wait to be prefetched as the node takes; fetch it instead.")
+            raise Overloaded("The node's prefetch queue is full; fetch the session instead.")
         asked = Asked(ended)
         wanted = self._first_of(tenant, flow, keys, asked)
         asked.blocks = asked.waiting = len(wanted)

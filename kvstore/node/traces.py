@@ -181,13 +181,13 @@ class Traces:
                 try:
                     return self.told(tenant, pb.SeenByCaller.FromString(value))
                 except DecodeError:
-                    raise ProtocolError(f"The header {STEPS_HEADER} is no SeenByCaller.") from None
+                    raise ProtocolError(f"The header {STEPS_HEADER} is not a SeenByCaller.") from None
         return None
 
     def told(self, tenant: bytes, message: pb.SeenByCaller) -> SessionTrace:
         """Take down what a caller saw."""
         if len(message.seen) > STEPS_REPORTED_MAX:
-            raise ProtocolError(f"A call tells of {STEPS_REPORTED_MAX} steps at most.")
+            raise ProtocolError(f"A call reports at most {STEPS_REPORTED_MAX} steps.")
         if any(len(seen.detail.encode()) > STEP_DETAIL_BYTES_MAX for seen in message.seen):
             raise ProtocolError(f"A step's detail has at most {STEP_DETAIL_BYTES_MAX} bytes.")
         trace = self.of(name_of(tenant, message.user, message.session))

@@ -73,7 +73,7 @@ class Watchers:
         """Watch a tenant's events for as long as this lasts; Overloaded if too many do."""
         mine = self._of_tenant.get(tenant, [])
         if len(mine) >= WATCHERS_OF_TENANT_MAX or not self._places.left(tenant):
-            raise Overloaded("As many clients watch as the node tells of events; watch with fewer.")
+            raise Overloaded("The node has its maximum number of watching clients; watch with fewer.")
         watcher = Watcher()
         self._places.take(tenant)
         self._of_tenant[tenant] = [*mine, watcher]

@@ -42,7 +42,7 @@ class Deletions:
     def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
         """Have each drive delete them. Overloaded, and nothing done, if one has no room."""
         if any(len(items) > drive.deletes_left for drive in self._drives):
-            raise Overloaded("A drive has as many deletions to do as it accepts.")
+            raise Overloaded("A drive's queue of deletions is full.")
         self.outbox.promised += len(items)
         batch = _Deletions(self.outbox, items, done, len(self._drives))
         numbered = [item._replace(tag=at) for at, item in enumerate(items)]
@@ -86,7 +86,7 @@ class SessionSteps:
         for item in items:
             by_drive.setdefault(self._where(item.name), []).append(item)
         if any(len(some) > self._drives[where].sessions_left for where, some in by_drive.items()):
-            raise Overloaded("A drive has as many changes of sessions to do as it accepts.")
+            raise Overloaded("A drive's queue of session changes is full.")
         self.outbox.promised += len(items)
         for where, some in by_drive.items():
             drive = self._drives[where]

@@ -114,7 +114,9 @@ class Gets:
             self.outbox.add(read.done, hit)
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
-            self._miss(item, read.done, MissReason.CORRUPT, "the header on the drive is not this block's")
+            self._miss(
+                item, read.done, MissReason.CORRUPT, "the header on the drive does not belong to this block"
+            )
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
         self.outbox.add(done, GetDone(item.tag, Miss(reason, detail)))

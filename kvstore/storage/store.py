@@ -165,7 +165,7 @@ class Store(Handle):
         check_batch(items)
         by_drive = self._puts_by_drive(items)
         if any(len(some) > drive.puts_left for drive, some in by_drive.items()):
-            raise Overloaded("A drive has as many puts to do as it accepts.")
+            raise Overloaded("A drive's queue of puts is full.")
         for drive, some in by_drive.items():
             drive.put(some, done)
 
@@ -400,7 +400,7 @@ class Store(Handle):
         """Finish what goes from one drive to another."""
         while self._deletions.outbox.promised or self._steps.outbox.promised:
             if not any(drive.is_busy for drive in self.drives):
-                raise StorageError("The store lost track of what it accepted, after an earlier exception.")
+                raise StorageError("The store is unusable after an earlier exception.")
             self._ready.poll()
             self.poll()
 

@@ -132,7 +132,7 @@ def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_
 
 def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProcess) -> None:
     with small_client(node.target, fabric_address="127.0.0.9") as client:
-        with pytest.raises(AddressRefused, match="not where its call comes from") as caught:
+        with pytest.raises(AddressRefused, match="not the source of its call") as caught:
             client.attach()
         assert caught.value.caller == "127.0.0.1"
 

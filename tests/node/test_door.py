@@ -84,7 +84,7 @@ def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> No
         stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
         began = time.monotonic()
         call = stub.Attach(nothing(), metadata=(("authorization", "Bearer acme"),), timeout=WAIT_S)
-        with pytest.raises(grpc.RpcError, match="first message did not come"):
+        with pytest.raises(grpc.RpcError, match="first message did not arrive"):
             next(call)
         took = time.monotonic() - began
     assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -215,6 +215,6 @@ def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch
 
 
 def test_a_node_with_tenants_publishes_none() -> None:
-    """Whoever listens hears of all tenants' blocks: ZeroMQ authenticates nobody."""
-    with pytest.raises(ConfigError, match="a node with --tenants publishes none"):
+    """Whoever listens hears of all tenants' blocks: ZeroMQ does not authenticate."""
+    with pytest.raises(ConfigError, match="a node with --tenants refuses it"):
         NodeConfig(Path(), tenants=Path("tenants.toml"), events=EventsConfig("ipc:///events"))
