@@ -40,7 +40,7 @@ def test_a_node_and_a_client_take_what_it_makes(tmp_path: Path) -> None:
         elsewhere = Reach((f"localhost:{node.target.rpartition(':')[2]}",), ca=certs / "ca.pem", **shown)
         step = broken_step(elsewhere)
         assert step is not None
-        assert "a name that stands in its certificate" in step.advice
+        assert "a name from the node's certificate" in step.advice
 
 
 def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(

@@ -189,7 +189,7 @@ class Asking:
         with self._client.lock:
             if not get.ask(deadline_ns):  # and it has been told why
                 asked.failed(
-                    link.error or DeadlineExceeded("The deadline was over before the node was asked.")
+                    link.error or DeadlineExceeded("The deadline passed before the node was called.")
                 )
                 return
             metadata = (*asked.metadata, *metadata_of(watch))

@@ -141,7 +141,7 @@ class Core(Handle):
                 pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
             )
         except grpc.RpcError as failure:
-            raise error_from_rpc("Asking for the node's status", failure) from failure
+            raise error_from_rpc("Reading the node's status", failure) from failure
         self.breaker.succeeded()
         return answer
 
@@ -167,7 +167,7 @@ class Core(Handle):
 
         def check(answered: grpc.Future[pb.AbortResponse]) -> None:
             if answered.exception() is not None:
-                self.lose(link, NodeUnavailable("The node did not take leases back."))
+                self.lose(link, NodeUnavailable("The node did not accept returned leases."))
             else:
                 with self.lock:
                     told(answered.result().expired)

@@ -205,7 +205,7 @@ class Get:
     def ask(self, deadline_ns: int) -> bool:
         """Say, with the lock held, that the node is asked now; False if the get has ended, so that it is not."""
         if self._outcomes is None and SystemClock().monotonic_ns() >= deadline_ns:
-            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline was over before the node was asked"))
+            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline passed before the node was called"))
         return self._outcomes is None
 
     def by_fabric(self, call: FabricCall) -> None:
@@ -248,7 +248,7 @@ class Get:
         """Nobody knows whether the node still writes: only the end of the link makes sure that it does not."""
         if any(not self.group.row(i).over for i in range(len(self._blocks))):
             error = DeadlineExceeded(
-                "A fetched block did not come in time, and the node did not confirm that it never will."
+                "A block did not arrive in time, and the node did not confirm that it was cancelled."
             )
             self._client.lose(self._link, error)
 
@@ -314,7 +314,7 @@ class Get:
         if self._cancelling and self._lost is not None and self._is_taken():
             told, self._lost = self._lost, None
             if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
-                told(self._outcomes, DeadlineExceeded("A fetched block did not come in time."))
+                told(self._outcomes, DeadlineExceeded("A block did not arrive in time."))
         if self._ended is not None:
             self._ended(self._outcomes)
 

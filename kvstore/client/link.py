@@ -175,7 +175,7 @@ class Link:
             return mmap.mmap(-1, _MEMORY_BYTES)
         except OSError as error:
             raise NoMemory(
-                f"This process got no {_MEMORY_BYTES} bytes for a connection: {error.strerror}."
+                f"This process could not allocate {_MEMORY_BYTES} bytes for a connection: {error.strerror}."
             ) from error
 
     def _attach(

@@ -109,10 +109,10 @@ class OwnSide:
             node = SocketAddress.of(told)
             known_as = node.packed(fabric.ip_version)
         except ValueError as error:
-            raise ProtocolError(f"The node told a fabric address that is none here: {error}.") from None
+            raise ProtocolError(f"The node's fabric address is not valid here: {error}.") from None
         if not is_reachable(node):
             raise ProtocolError(
-                f"The node tells that its fabric is at {node}, which is no machine's own; give it a --fabric-address."
+                f"The node's fabric address {node} is not an address of a machine; give it a --fabric-address."
             )
         return fabric.add_peer(known_as)
 
@@ -121,7 +121,7 @@ class OwnSide:
         try:
             return ip_of(address)
         except ValueError:
-            raise ConfigError(f"{address!r} is no IP address of this machine.") from None
+            raise ConfigError(f"{address!r} is not an IP address of this machine.") from None
 
     def _source(self, timeout_s: float) -> Ip:
         """The address of ours on the way to where the node is now."""
@@ -136,10 +136,10 @@ class OwnSide:
         for ip in ips if len(ips) > 1 else ():
             left_s = min(_PROBE_TIMEOUT_S, (until_ns - clock.monotonic_ns()) / 1e9)
             if left_s <= 0:
-                raise DeadlineExceeded(f"No way to {self._target} was found within {timeout_s:.1f} s.")
+                raise DeadlineExceeded(f"No route to {self._target} was found within {timeout_s:.1f} s.")
             with suppress(OSError, ValueError), socket.create_connection((str(ip), port), left_s) as way:
                 return ip_of(way.getsockname()[0])
-        raise NodeUnavailable(f"There is no way from this machine to {self._target}.")
+        raise NodeUnavailable(f"There is no route from this machine to {self._target}.")
 
 
 def _addresses(host: str, timeout_s: float) -> list[Ip]:
@@ -213,13 +213,13 @@ def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
     if not word.came:
         was_short = is_short and word.is_late
         failure = link.error or NodeUnavailable(
-            f"The node tells that its fabric is at {SocketAddress.of(link.node_address)}, and nothing answered there"
+            f"The node's fabric address is {SocketAddress.of(link.node_address)}, and nothing answered there"
             f" within {timeout_s:.1f} s: are the node's fabric ports open to this machine (docs/operating.md)?"
         )
         client.lose(link, failure)
         if was_short:
             raise DeadlineExceeded(
-                f"The call's {timeout_s:.3f} s were over before it was connected to the node."
+                f"The call's {timeout_s:.3f} s passed before it was connected to the node."
             )
         raise failure
     with client.lock:

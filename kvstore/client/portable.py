@@ -74,7 +74,7 @@ def import_session(
     reader = Reader(file)
     content = reader.content
     if content.fingerprint != client.fingerprint:
-        raise LayoutError("The session's blocks are laid out in another way than this client's.")
+        raise LayoutError("The session's blocks have another layout than this client's.")
     if not content.keys:
         raise SessionFileError("The session in the file has no blocks, so there is nothing to import.")
     count = len(content.places())

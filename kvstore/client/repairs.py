@@ -73,7 +73,7 @@ class Repairs:
             try:
                 self._at(one.node).put_inline(one.key, one.data)
             except KvError as error:
-                log.debug("A block was not put back to %s: %s", one.node, error)
+                log.debug("A block was not restored to %s: %s", one.node, error)
             with self._changed:
                 self._held_bytes -= len(one.data)
 

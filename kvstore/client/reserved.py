@@ -67,7 +67,7 @@ class Reservation:
 
     def _spend(self) -> None:
         if self._spent:
-            raise InvalidArgument("A reservation is armed or given back once; reserve again.")
+            raise InvalidArgument("A reservation is armed or released once; reserve again.")
         self._spent = True
 
     def arm(self, flag: FlagWord | Counter | None) -> ArmedPuts:

@@ -63,6 +63,6 @@ class StepCalls:
 
     def trace(self, request: pb.GetTraceRequest) -> Trace:
         """What was seen of a session."""
-        with self._calling("Asking for a trace"):
+        with self._calling("Reading a trace"):
             answer = self._stub.GetTrace(request, timeout=self._timeout_s)
         return Trace(tuple(seen_of(answer.seen)), answer.now_unix_ms)

@@ -163,7 +163,7 @@ class Transfers:
     ) -> Get | NoGet:
         """As `Client.getting`."""
         if any(map(pieces_of, blocks)):
-            raise InvalidArgument("A block that belongs in pieces is waited for: use `get`.")
+            raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
         return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
 
     def _getting(

@@ -235,7 +235,7 @@ def test_a_forged_answer_is_an_error_and_leases_nothing(
         return answer(place, generation)
 
     monkeypatch.setattr(calls, "answer", forged)
-    with pytest.raises(ProtocolError, match="not the node's"):
+    with pytest.raises(ProtocolError, match="did not come from the node"):
         rig.client.reserve([rig.block(0)])
     monkeypatch.undo()
     is_well(rig, link, 1)

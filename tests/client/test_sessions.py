@@ -344,7 +344,7 @@ def test_a_session_names_only_what_is_stored(node_here: NodeInProcess) -> None:
         with pytest.raises(SessionRefused, match="only stored blocks"):
             client.session("user", "chat").append([key(0), key(1)], 32)
         assert list(client.sessions("user")) == []
-        with pytest.raises(InvalidArgument, match="a block at least"):
+        with pytest.raises(InvalidArgument, match="at least one block"):
             client.session("user", "chat").append([], 5)
 
 
