@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.client.asking import Asking
 from kvstore.client.breaker import Breaker
+from kvstore.client.call_routes import Asking
 from kvstore.client.channel import open_channel
 from kvstore.client.contact import broken_step
 from kvstore.client.link import TAGS_OF_ONE, Link
 from kvstore.client.lookups import ClientLookups
-from kvstore.client.own_side import OwnSide, say_first_word
+from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.client.slabs import Slabs
 from kvstore.clock import SystemClock
 from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, KvError, NodeUnavailable

@@ -30,7 +30,7 @@ from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from kvstore.client.own_side import OwnSide
+    from kvstore.client.own_address import OwnSide
     from kvstore.client.slabs import Slabs
     from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased

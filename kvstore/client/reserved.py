@@ -13,7 +13,7 @@ import contextlib
 import errno
 from typing import TYPE_CHECKING
 
-from kvstore.client.giving_back import GivingBack
+from kvstore.client.lease_returns import GivingBack
 from kvstore.client.puts import ArmedPuts
 from kvstore.durability import Durability
 from kvstore.errors import FabricError, InvalidArgument, KvError, LeaseExpired

@@ -12,7 +12,7 @@ from kvstore.client.watch import metadata_of
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
-from kvstore.wire.seen import seen_of
+from kvstore.wire.step_messages import seen_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

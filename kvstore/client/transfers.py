@@ -11,8 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.client.asking import Reserving
 from kvstore.client.blocks import pieces_of
+from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import check_armed, check_gets, check_lease, check_reserved
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX

@@ -23,10 +23,10 @@ from kvstore.errors import KvError, Overloaded, ProtocolError
 from kvstore.limits import SHARES
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
-from kvstore.node.asked import fetch, lease_told, reserve
+from kvstore.node.call_headers import Told
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
-from kvstore.node.told import Told
+from kvstore.node.connection_calls import fetch, lease_told, reserve
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvstore.node.fetch import FetchRequest
     from kvstore.node.granted import Granted
     from kvstore.node.hot import HotMemory
-    from kvstore.node.looking import Looking
+    from kvstore.node.lookup_progress import Looking
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
     from kvstore.storage.drive import Drive

@@ -30,11 +30,11 @@ from kvstore.limits import (
     ROOMS_MAX,
     ROOMS_MIN,
 )
+from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
-from kvstore.node.told import Told
-from kvstore.node.traced import End
+from kvstore.node.span_notes import End
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error

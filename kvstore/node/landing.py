@@ -24,8 +24,8 @@ from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
-    from kvstore.node.traced import PutTrace
-    from kvstore.node.traces import SessionTrace
+    from kvstore.node.session_traces import SessionTrace
+    from kvstore.node.span_notes import PutTrace
 
 __all__ = ["LandingLayout", "Lease", "SlotState", "Slots", "pages_of"]
 

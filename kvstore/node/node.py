@@ -32,8 +32,8 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
-from kvstore.node.asked import already_stored
 from kvstore.node.connection import Connection, check_count, refuse_expired
+from kvstore.node.connection_calls import already_stored
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fair import Places
@@ -46,10 +46,10 @@ from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.readiness import Readiness
+from kvstore.node.session_traces import Traces
+from kvstore.node.span_notes import End
 from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
-from kvstore.node.traced import End
-from kvstore.node.traces import Traces
 from kvstore.node.turns import Turns
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
     from kvstore.storage.eviction.items import Reason
-    from kvstore.storage.keeping import Listener
+    from kvstore.storage.eviction_events import Listener
     from kvstore.storage.store import Store
     from kvstore.wire.seal import Seal
     from nic_offload.fabric import Event, Fabric

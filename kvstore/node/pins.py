@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
-    from kvstore.storage.keeping import Held
+    from kvstore.storage.eviction_events import Held
     from kvstore.storage.store import Store
 
 __all__ = ["Pinned", "Pins"]

@@ -32,10 +32,12 @@ from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.cluster_calls import ClusterService
+from kvstore.node.core_dumps import keep_out_of_dumps
 from kvstore.node.door import Door
 from kvstore.node.doorkeeper import Doorkeeper
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
+from kvstore.node.health import add_standard_services
 from kvstore.node.listening import Certificates, listen
 from kvstore.node.logs import begin_logging
 from kvstore.node.lookup_calls import LookupsService
@@ -45,10 +47,8 @@ from kvstore.node.observing import ObservingService
 from kvstore.node.readiness import reach_itself
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
-from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
-from kvstore.node.undumped import keep_out_of_dumps
 from kvstore.node.upkeep_calls import UpkeepService
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
@@ -73,10 +73,10 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
     from kvstore.node.fabric_address import Network
+    from kvstore.node.health import Health
     from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
-    from kvstore.node.standard import Health
     from kvstore.storage.disk import Progress
 
 __all__ = ["add_services", "serve"]

@@ -26,9 +26,9 @@ from nic_offload.checksum import crc32c_at
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Name
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
 

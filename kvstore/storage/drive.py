@@ -40,11 +40,11 @@ from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.eviction_events import Explanation, Held, Keeping
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import kernel_boot_id
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
-from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas

@@ -24,16 +24,16 @@ from kvcli.progress import bars
 from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
-from kvstore.storage.bay import FolderBay
 from kvstore.storage.doubts import Doubts
+from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
 from kvstore.storage.index_check import check_free, check_index
+from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, rebuild
-from kvstore.storage.roll import Roll
 from kvstore.storage.volume import Volume
 from kvstore.wire.record import SUPERBLOCK_COPIES, Superblock, parse_superblock, record_bytes
 from nic_offload.checksum import crc32c
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.storage.bay import Bay
     from kvstore.storage.disk import Disk, Progress
+    from kvstore.storage.drive_files import Bay
     from kvstore.storage.index import Entry, Name
 
 __all__ = ["Report", "check", "run"]

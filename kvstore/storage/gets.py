@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Index
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.checks import Checks
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Index, Name
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes

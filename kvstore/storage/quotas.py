@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.items import Eviction
-    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.writes import Owner, Writes
 

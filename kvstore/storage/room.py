@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.clearing import Clearing
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import RecordWrite, Writes

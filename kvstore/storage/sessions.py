@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import SessionsDone
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes

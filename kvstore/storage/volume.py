@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ReadOnly
 from kvstore.limits import GENERATIONS_PER_DRIVE
-from kvstore.storage.roll import write_roll
+from kvstore.storage.live_roll import write_roll
 from kvstore.storage.superblock import write_superblock
 from kvstore.wire.record import HeaderCodec
 

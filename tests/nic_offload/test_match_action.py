@@ -252,7 +252,11 @@ def test_a_twin_is_refused_with_the_name_of_the_other() -> None:
         ((), {"sessions": "h", "tenant": "a"}, "sessions belongs to one user"),
         ((), {"bind": [{"source": "10.0.0.1"}], "user": "a"}, "bind belongs to one user"),
         ((), {"bind": [{}], "tenant": "t", "user": "a"}, "at least one field"),
-        ((), {"bind": [{"protocol": 6}], "tenant": "t", "user": "a", "source": "10.0.0.1"}, "only be in the bindings"),
+        (
+            (),
+            {"bind": [{"protocol": 6}], "tenant": "t", "user": "a", "source": "10.0.0.1"},
+            "only be in the bindings",
+        ),
     ],
 )
 def test_a_rule_that_can_mean_nothing_is_refused(

@@ -69,7 +69,7 @@ def test_an_attach_without_a_usable_address_leaves_nothing_in_the_node(
 ) -> None:
     with Client(node.target, slots=1, block_bytes_max=4096) as client:
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.client.own_side.SocketAddress.told", b"")
+            patched.setattr("kvstore.client.own_address.SocketAddress.told", b"")
             with pytest.raises(KvError):
                 client.attach()
         wait_until(lambda: is_as_before(node), "nothing is left")

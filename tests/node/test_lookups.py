@@ -22,7 +22,7 @@ from kvstore.names import block_key, layout_fingerprint
 from kvstore.node.lookups import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
-from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
+from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
 from nic_offload.memory import allocate
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until

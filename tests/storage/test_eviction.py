@@ -14,7 +14,7 @@ from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, SESSION_BLOCKS_MAX, TIM
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.eviction.items import Guard, Reason, Refusal
-from kvstore.storage.keeping import Held, watermarks
+from kvstore.storage.eviction_events import Held, watermarks
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes, records_begin
 from tests.storage.fakes import FakeDisk

@@ -29,7 +29,7 @@ from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.storage.keeping import Held
+    from kvstore.storage.eviction_events import Held
 
 OTHER = b"another-tenants!"
 FREE = b"has-no-quota----"

@@ -12,7 +12,7 @@ from kvstore.errors import ProtocolError
 from kvstore.lookups import Kind
 from kvstore.node.connection import check_block, check_count, check_generation
 from kvstore.node.fetch import FetchRequest
-from kvstore.node.traces import SeenGet
+from kvstore.node.session_traces import SeenGet
 from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.fabric_call import Leased
 

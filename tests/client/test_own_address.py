@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block
-from kvstore.client.own_side import OwnSide, say_first_word
+from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.errors import (
     AddressRefused,
     ConfigError,
@@ -165,7 +165,7 @@ def test_a_name_that_is_not_resolved_in_a_callers_time_says_nothing_of_the_node(
 ) -> None:
     let_go = threading.Event()
     monkeypatch.setattr(
-        "kvstore.client.own_side.socket.getaddrinfo", lambda *_, **__: [][let_go.wait(TIMEOUT_S) :]
+        "kvstore.client.own_address.socket.getaddrinfo", lambda *_, **__: [][let_go.wait(TIMEOUT_S) :]
     )
     side = OwnSide(Reach(("node.invalid:7070",), provider="net"))
     with pytest.raises(DeadlineExceeded, match=r"not resolved within 0\.1 s"):

@@ -26,7 +26,7 @@ from kvstore.limits import (
 from kvstore.node.names import name_of
 from kvstore.steps import Seen, Step
 from kvstore.wire import steps_pb2 as pb
-from kvstore.wire.seen import STEPS_HEADER, machine_clock, seen_of
+from kvstore.wire.step_messages import STEPS_HEADER, machine_clock, seen_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

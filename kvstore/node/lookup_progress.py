@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.limits import LOOKUP_MISSES_EXPLAINED_MAX
 from kvstore.lookups import Lookup, Outcome, outcome_of_miss, runs_of
 from kvstore.miss import MissReason
-from kvstore.node.traced import LookupTimes
+from kvstore.node.span_notes import LookupTimes
 from kvstore.storage.eviction.items import Reason
 
 if TYPE_CHECKING:
