@@ -2,7 +2,8 @@
 
 What always holds: a call sees the sessions and blocks of its caller's tenant and no others; a prefetch is answered
 within `RPC_TIMEOUT_MS`, with what is in memory by then.
-What it doesn't do: wait for the drive while a fetch does (`prefetch`), or keep a trace beyond the process (`session_traces`).
+What it doesn't do: wait for the drive while a fetch does (`prefetch`), or keep a trace beyond the process
+(`session_traces`).
 """
 
 from __future__ import annotations
