@@ -198,7 +198,9 @@ class NodeConfig:
         for endpoint in filter(None, (self.events.endpoint, self.events.replay)):
             _check_stays_here(endpoint)
         if self.events.endpoint == self.events.replay:
-            raise ConfigError(f"Events and their replay need two endpoints, not both {self.events.replay}.")
+            raise ConfigError(
+                f"Events and their replay need two endpoints, not both on {self.events.replay}."
+            )
         if self.tenants is not None:
             raise ConfigError(
                 "--events publishes all tenants' blocks to every listener, so a node with --tenants refuses it;"

@@ -104,7 +104,7 @@ def test_what_is_not_remembered_and_what_is_wrong_is_said_in_a_sentence(
         (["--last", "1", "--ca", "none.pem"], "none.pem"),
     ):
         done = run(node, *more)
-        assert (done.returncode, done.stdout) == (3 if "remembers" in why else 2, "")
+        assert (done.returncode, done.stdout) == (3 if "has no look-up" in why else 2, "")
         assert why in done.stderr
         assert len(done.stderr.splitlines()) == 1
 

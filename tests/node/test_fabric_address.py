@@ -193,7 +193,7 @@ def test_a_client_of_a_family_that_is_not_told_is_refused_in_words(fabric: Fabri
 def test_ports_are_taken_in_turn_and_are_overloaded_when_they_are_used_up(fabric: Fabric) -> None:
     ports, ip = Ports(17_201, 17_203), ip_of("127.0.0.5")
     open_now = [open_endpoint(fabric, ip, ports) for _ in range(3)]
-    with pytest.raises(Overloaded, match=r"all of 17201-17203 are taken on 127\.0\.0\.5"):
+    with pytest.raises(Overloaded, match=r"all of 17201-17203 are in use on 127\.0\.0\.5"):
         open_endpoint(fabric, ip, ports)
     taken = [SocketAddress.of(one.address()).port for one in open_now]
     assert taken == [17_201, 17_202, 17_203]
@@ -276,7 +276,7 @@ def test_a_node_that_cannot_reach_itself_is_not_ready_says_why_and_tries_again(t
         for line in node.stderr:
             if "not ready" in line:
                 break
-        why = f"Each attachment needs a port, and all of {port}-{port} are taken on 127.0.0.1"
+        why = f"Each attachment needs a port, and all of {port}-{port} are in use on 127.0.0.1"
         assert why in line
         status, text = status_of(f"{url}/readyz")
         assert (status, text.startswith(f"not ready: {why}")) == (503, True)
