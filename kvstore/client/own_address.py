@@ -1,14 +1,12 @@
-"""A client's own end of the fabric: from which of its addresses it reaches its node, and the first word that it sends.
+"""A client's own end of the fabric: its address towards the node, and the first word that it sends.
 
-Each attachment has an endpoint on the address of ours on the way to where the node is at that moment, unless one was
-given; so a node may move, and a host may have several addresses. The client is the first to connect, by a word that
-means nothing: the node's bytes come back over the same connection (with net, tcp and tcp;ofi_rxm), so a client needs no
-port that is open to the outside.
+Each attachment has an endpoint at this machine's address on the current route to the node, unless one was given; so
+a node may move, and a host may have several addresses. The client connects first, with a word that is not read: the
+node's bytes come back over the same connection (with net, tcp and tcp;ofi_rxm), so a client needs no open port.
 
-What always holds: what a node tells of its address has the family and the length that libfabric expects before
-libfabric sees it; nothing here waits longer than it may; a caller's time that was too short is a DeadlineExceeded, and
-says nothing of the node.
-What it doesn't do: go through a NAT.
+What always holds: an address sent by a node has the family and the length that libfabric expects before libfabric
+sees it; every wait has a deadline; a caller's timeout that was too short is a DeadlineExceeded, and does not blame
+the node. What it doesn't do: pass a NAT.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Puts from arming to their last acknowledgement.
 
-`Client.arm` queues the puts; from there to the acknowledgement nobody calls anything: a store to the flag word is
-all. A put finds its slot at the node when it fires (`nic_offload.sender`), so any number may be armed.
+`Client.arm` queues the puts; from then until the acknowledgement no call is made: a store to the flag word suffices.
+A put takes its slot at the node when it fires (`nic_offload.sender`), so any number may be armed.
 
 What always holds: each put ends, by its acknowledgement, by its deadline or by the link's loss; the source may be
-written again once the put has landed or failed.
+overwritten once the put has landed or failed.
 """
 
 from __future__ import annotations

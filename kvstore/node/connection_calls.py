@@ -1,6 +1,6 @@
-"""What a client asks for its connection, whichever way the call came: to lease slots, to have blocks sent.
+"""Executes a connection's calls to lease slots and to fetch blocks, for both transports (fabric and gRPC).
 
-What always holds: a call is refused as a whole or taken as a whole; the connection is its caller's.
+What always holds: a call is accepted or refused as a whole; the connection belongs to the caller.
 """
 
 from __future__ import annotations

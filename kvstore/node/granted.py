@@ -316,9 +316,9 @@ class Granted:
             self._feed(area, state)
 
     def take_all(self) -> None:
-        """Take note of all that has come, before somebody asks or changes it.
+        """Process everything that has arrived, before a query or a change.
 
-        Nobody is looked at if nothing has: most of a thousand clients put nothing at the moment.
+        If nothing has arrived, no connection is examined: most of a thousand clients are idle at any moment.
         """
         if self._memory.shelf.came != self._heard:
             for number in list(self._areas):

@@ -1,10 +1,8 @@
-"""Pins: blocks that a tenant was promised for a time, so that no eviction takes them between a question and a get.
+"""Pins: blocks promised to a tenant for a time, so that they are not evicted between a look-up and a get.
 
-What always holds: a pin ends by its time at the latest, whatever became of who asked for it; a tenant's pins are found
-by that tenant alone; all pins together hold no more than half of the store's drives, and one tenant's no more than half
-of that, so that puts always find something to evict.
-What it doesn't do: keep a block from being deleted, or from expiring; outlive the process; count a block once that two
-pins hold.
+What always holds: a pin expires, even if its owner has died; only its own tenant can find it; all pins together hold
+at most half of the store's drives, and one tenant's at most half of that, so that puts always find something to
+evict. What it doesn't do: prevent deletion or expiry; outlive the process; count a block once if two pins hold it.
 """
 
 from __future__ import annotations

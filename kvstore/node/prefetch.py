@@ -1,10 +1,9 @@
-"""Prefetches: blocks that somebody will want soon are read into the hot memory while nobody waits for others.
+"""Prefetches: blocks are read into the hot memory before they are requested, while no fetch is waiting.
 
-What always holds: a prefetch never reads while a fetch waits for the drive, and has no more than `PREFETCH_AHEAD_BYTES`
-of it at a time; one asks for no more than an eighth of the hot memory, and takes room only from what is not in use;
-tenants take turns. What was prefetched and is never asked for is the first to make room.
-It promises nothing: a block that is gone, or that finds no room, is left out; who asked may be told what came. It
-checks no payload: whoever sends one does.
+What always holds: a prefetch never reads while a fetch waits for the drive, and has at most `PREFETCH_AHEAD_BYTES`
+in flight; one prefetch uses at most an eighth of the hot memory, and evicts only unused blocks; tenants take turns.
+Prefetched blocks that were never requested are evicted first. It promises nothing: a missing block, or one without
+room, is left out; the caller may be told what was read. It checks no payload: the sender does.
 """
 
 from __future__ import annotations

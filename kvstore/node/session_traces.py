@@ -1,9 +1,9 @@
-"""What was seen of sessions lately: a bounded ring for each, of what the node did and what callers reported.
+"""Recent events of sessions: a bounded ring for each, of the node's own events and those reported by callers.
 
-What always holds: `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps, and no more; the tenant who has most of them makes
-room. A batch is one note, whatever the number of its blocks, and a call that is for no session costs nothing but the
-look for its header. A tenant's traces are found under its own names only.
-What it doesn't do: decide anything, or outlive the process. A trace is for people: what is lost of it is lost.
+What always holds: there are at most `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps; the tenant with the most
+sessions makes room. A batch is one event, whatever its number of blocks, and a call without a session costs only the
+look-up of its header. A tenant finds only its own traces. What it doesn't do: influence anything, or outlive the
+process. A trace is for people, and may be lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Watching: a tenant's own events, to those of its clients that want them, as they happen.
+"""Watching: streams a tenant's own events to those of its clients that subscribe.
 
-What always holds: nobody hears of another tenant's; each watcher has a bounded queue, and what finds no place there is
-counted and told; who reads nothing is ended; where nobody watches, an event costs one look-up a batch.
-What it doesn't do: keep events for who comes later. It doesn't tell of sessions that end by themselves.
+What always holds: a watcher sees only its own tenant's events; each watcher has a bounded queue, and dropped events
+are counted and reported; a watcher that does not read is disconnected; without watchers an event costs one look-up a
+batch. What it doesn't do: keep events for later watchers, or report sessions that expire.
 """
 
 from __future__ import annotations

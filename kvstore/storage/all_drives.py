@@ -1,11 +1,11 @@
-"""What concerns all drives of a store at once: deletions, steps of sessions, and reading sessions.
+"""Operations that concern all drives of a store: deletions, steps of sessions, and reading sessions.
 
-Always holds: a deletion is reported when every drive has reported it, with the first error if there was one; the steps
-of one session go to the drive that holds it, in order; a removal is synced before it is reported, so that nothing of a
-session is left when another drive takes its name; the blocks that go with a session are reported gone when they are
-gone from every drive.
+Always holds: a deletion is reported when every drive has reported it, with the first error if there was one; the
+steps of one session go to the drive that holds it, in order; a removal is synced before it is reported, so that
+nothing of a session is left when another drive takes its name; blocks deleted with a session are reported when they
+are gone from every drive.
 
-It isn't used by a store of one drive.
+A store of one drive does not use it.
 """
 
 from __future__ import annotations

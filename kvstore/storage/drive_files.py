@@ -1,11 +1,11 @@
-"""Where a store's drives come from: files and block devices, under names of their numbers in the data folder.
+"""The files of a store's drives: files, or links to files and block devices, named by number in the data folder.
 
 `drive-0.kv` is a file of the folder, or a link to a file elsewhere or to a raw block device; so are those of higher
-numbers. A drive that is given for the first time gets its link here: under its own number if it has been formatted,
-else under the first one that is free.
+numbers. A new drive gets its link here: under its own number if it has been formatted, else under the first free
+one.
 
-Always holds: a file that we make has its full size from the moment that it has its name; no link is made over another;
-a file is made only where a size was given with its name; what was linked for an opening that then fails is taken back.
+Always holds: a file that we create has its full size before it has its name; no link replaces another; a file is
+created only if a size was given with its name; if opening fails, links made for it are removed.
 
 It formats nothing, and writes nothing to a drive (`kvstore.storage.drive_set` has the rules for that).
 """
