@@ -70,7 +70,7 @@ def _ended_by(error: Exception, usage: bool | None) -> tuple[Status, str] | None
     if usage is not None:
         return Status.USAGE if usage else Status.FAILED, str(error)
     if isinstance(error, MemoryError):
-        return Status.FAILED, "The machine gave no memory for it."
+        return Status.FAILED, "Out of memory."
     if isinstance(error, OSError) and error.strerror is not None:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return Status.FAILED, f"{where}{error.strerror}."

@@ -44,7 +44,7 @@ def parse_key(text: str) -> bytes:
         key = bytes.fromhex(text)
         if len(key) == KEY_BYTES and len(text) == 2 * KEY_BYTES:
             return key
-    raise ConfigError(f"A key is {_KEY}, and {text!r} is neither.")
+    raise ConfigError(f"A key is {_KEY}, not {text!r}.")
 
 
 def _client(arguments: argparse.Namespace, layout: HasFingerprint | bytes = b"") -> Client:
@@ -137,7 +137,7 @@ def _each(
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.seconds <= _WATCH_S_MAX:
-        raise ConfigError(f"--seconds takes more than 0, and {_WATCH_S_MAX:.0f} at most.")
+        raise ConfigError(f"--seconds must be more than 0 and at most {_WATCH_S_MAX:.0f}.")
     with _client(arguments) as client:
         for event in client.watch(timeout_s=arguments.seconds):
             if event is not None:
@@ -175,16 +175,14 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     )
     put.add_argument("block", metavar="KEY", help=_KEY)
     put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
-    put.add_argument(
-        "--layout", default="", help="what decides how the bytes are laid out, as `Client(layout=)`"
-    )
+    put.add_argument("--layout", default="", help="the layout of the bytes, as in `Client(layout=)`")
     reach_node(put)
     put.set_defaults(run=_put)
 
     get = commands.add_parser(
         "get",
         help="write a block to standard output or into a file",
-        description="Write a block, in whichever layout it is stored, to standard output or into a file. Exit status 3"
+        description="Write a block of any layout to standard output or into a file. Exit status 3"
         " if it is a miss, with its reason.",
     )
     get.add_argument("block", metavar="KEY", help=_KEY)
@@ -194,8 +192,8 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
     delete = commands.add_parser(
         "delete",
-        help="delete blocks for good",
-        description="Delete blocks for good. Exit status 3 if one of them was not stored.",
+        help="delete blocks permanently",
+        description="Delete blocks permanently. Exit status 3 if one of them was not stored.",
     )
     delete.add_argument("keys", nargs="+", metavar="KEY", help=_KEY)
     reach_node(delete)
@@ -203,8 +201,8 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
     pin = commands.add_parser(
         "pin",
-        help="keep blocks from being evicted for a while",
-        description="Keep blocks from being evicted for a while. A pin outlives the command and ends by its time. Exit"
+        help="protect blocks from eviction for a while",
+        description="Protect blocks from eviction for a while. A pin outlives the command until it expires. Exit"
         " status 3 if one of them is not stored.",
     )
     pin.add_argument("keys", nargs="+", metavar="KEY", help=_KEY)
@@ -220,7 +218,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
     watch = commands.add_parser(
         "watch",
-        help="show what happens to the tenant's blocks and sessions, as it happens",
+        help="show events of the tenant's blocks and sessions as they happen",
         description="Show, one line an event, which of the tenant's blocks are stored or go, and which of its sessions"
         " change. With --json one object a line.",
     )

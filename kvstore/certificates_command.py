@@ -69,7 +69,7 @@ def _checked(names: str) -> list[str]:
     parts = [part.strip() for part in names.split(",")]
     for part in parts:
         if _alternative(part).startswith("DNS:") and not _NAME.fullmatch(part):
-            raise ConfigError(f"{part!r} is no name and no address that a certificate could have.")
+            raise ConfigError(f"{part!r} is neither a host name nor an address.")
     return parts
 
 
@@ -78,7 +78,7 @@ def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) 
     wanted = [("node", _checked(one)) for one in nodes] + [("client", _checked(one)) for one in clients]
     stems = ["ca", *(_file_name(names[0]) for _, names in wanted)]
     if len(set(stems)) < len(stems):
-        raise ConfigError("Two certificates would have one file name.")
+        raise ConfigError("Two certificates would have the same file name.")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +86,7 @@ def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) 
     for stem in stems[1:]:
         for path in (folder / f"{stem}.pem", folder / f"{stem}.key"):
             if path.exists():
-                raise ConfigError(f"{path} is there already, and is not written over.")
+                raise ConfigError(f"{path} already exists and is not overwritten.")
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         _authority(folder, Path(unfinished), days)
         for kind, names in wanted:
@@ -99,7 +99,7 @@ def _authority(folder: Path, unfinished: Path, days: int) -> None:
     if certificate.exists() and key.exists():
         return
     if certificate.exists() or key.exists():
-        raise ConfigError(f"Of {certificate} and {key} one is there and the other is not.")
+        raise ConfigError(f"Of {certificate} and {key} only one exists.")
     _openssl(
         "req", "-x509", *_KEY, "-sha256", "-days", str(days), "-subj", "/CN=triggerkv authority",
         "-addext", "basicConstraints=critical,CA:TRUE,pathlen:0", "-addext", "keyUsage=critical,keyCertSign,cRLSign",

@@ -46,7 +46,7 @@ def _config(arguments: argparse.Namespace) -> int:
         print("\n".join(table(Reach.told(DEFAULT_NODE))))
     else:
         check_file(arguments.check)
-        print(f"{arguments.check}: nothing is wrong with it")
+        print(f"{arguments.check}: valid")
     return 0
 
 
@@ -116,7 +116,7 @@ def _match(arguments: argparse.Namespace) -> int:
 
 def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The commands that try things out on this machine."""
-    demo = commands.add_parser("demo", help="see the whole path work on this machine")
+    demo = commands.add_parser("demo", help="show the whole path at work on this machine")
     demo.add_argument(
         "--data", type=Path, help="where to keep the demo's data; by default a folder that is removed"
     )
@@ -124,9 +124,9 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
     chat = commands.add_parser(
         "chat",
-        help="see a chat go on in another process",
-        description="Chat with a small model of random weights, kill the node, and go on in another process. Needs"
-        " torch and transformers.",
+        help="show a chat that continues in another process",
+        description="Chat with a small model of random weights, kill the node, and continue in another process."
+        " Needs torch and transformers.",
     )
     chat.add_argument("--turns", type=int, default=3, help="before the node is killed (%(default)s)")
     chat.add_argument("--tokens", type=int, default=800, help="of each prompt (%(default)s)")
@@ -135,19 +135,19 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
     doctor = commands.add_parser(
         "doctor",
-        help="say what this machine can do, or why a node can't be reached",
-        description="Say what this machine offers a node and what to do about the rest. With --node, walk the steps"
-        " towards a node: name, connection, TLS, tenant, fabric.",
+        help="check this machine, or why a node can't be reached",
+        description="Check what this machine offers a node, and say what to do about the rest. With --node, check each"
+        " step towards a node: name, connection, TLS, tenant, fabric.",
     )
     doctor.add_argument(
-        "--data", type=Path, default=Path(), help="the folder whose drive is looked at (%(default)s)"
+        "--data", type=Path, default=Path(), help="a folder on the drive to check (%(default)s)"
     )
     reach_node(doctor)
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
         "bench",
-        help="measure what this machine gives, part by part and as a whole",
+        help="measure this machine, part by part and as a whole",
         description="Measure this machine: its memory, link and drive alone, the node's software, and the whole"
         " path; about two minutes for all of them. `kvsim calibrate` uses it.",
     )
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstore",
         description="A storage node for the KV caches of large language models.",
-        epilog="Exit status: 0 done, 1 failed, 2 used wrongly, 3 the answer is no; docs/commands.md has more.",
+        epilog="Exit status: 0 success, 1 failure, 2 usage error, 3 the answer is no; see docs/commands.md.",
     )
     add_version(parser)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -177,29 +177,31 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser(
         "config",
         help="check a file of a node's settings, print one, or show a client's",
-        description="Check a file of settings for `kvstore serve --config`, or print one with what holds by default."
-        " Or show how commands reach their node, and where that is said.",
+        description="Check a file of settings for `kvstore serve --config`, or print one with the defaults. Or"
+        " show how commands reach their node, and where each setting comes from.",
     )
     action = config.add_mutually_exclusive_group(required=True)
-    action.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with a file")
-    action.add_argument("--print-defaults", action="store_true", help="print a file to begin with")
+    action.add_argument("--check", type=Path, metavar="FILE", help="check a file")
+    action.add_argument("--print-defaults", action="store_true", help="print a file with the defaults")
     action.add_argument("--client", action="store_true", help="show how commands reach their node")
     config.set_defaults(run=_config)
 
     token = commands.add_parser(
         "token",
         help="make a token for a tenant",
-        description="Make a token, and the digest of it that stands in the node's file of tenants.",
+        description="Make a token, and its digest for the node's tenants file.",
     )
     token.set_defaults(run=_token)
 
     certificates = commands.add_parser(
         "certificates",
-        help="make an authority, and certificates of nodes and clients",
-        description="Make an authority unless the folder has one, and certificates that it signs: of nodes, by the"
+        help="make a CA, and certificates for nodes and clients",
+        description="Make a CA unless the folder has one, and certificates that it signs: of nodes, by the"
         " names and addresses that clients reach them at, and of clients, by the names in a node's file of tenants.",
     )
-    certificates.add_argument("folder", type=Path, metavar="FOLDER", help="where they are, each with its key")
+    certificates.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the folder for certificates and keys"
+    )
     certificates.add_argument(
         "--node", action="append", default=[], metavar="HOST[,HOST...]", help="again for each further node"
     )
@@ -213,14 +215,12 @@ def _parser() -> argparse.ArgumentParser:
 
     fsck = commands.add_parser(
         "fsck",
-        help="check a node's data folder while no node has it open",
+        help="check the data folder of a stopped node",
         description="Check the drive's superblock and headers, and the index against them. Exit status 0 if nothing"
         " is wrong, 3 if something is.",
     )
     fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
-    fsck.add_argument(
-        "--repair", action="store_true", help="make an index that is wrong anew from what is on the drive"
-    )
+    fsck.add_argument("--repair", action="store_true", help="rebuild a wrong index from the drive")
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
 
@@ -235,8 +235,8 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     match = commands.add_parser(
         "match",
         help="check a file of match-action rules, and say which one a request hits",
-        description="Check a file of match-action rules, show them in the order in which they win, and say"
-        " which one a request hits. It reads the file only; no node is asked.",
+        description="Check a file of match-action rules, show them in order of precedence, and say which one a"
+        " request hits. It reads only the file and contacts no node.",
     )
     match.add_argument(
         "rules", type=Path, metavar="RULES.toml", help="the rules, as docs/match-action.md says"

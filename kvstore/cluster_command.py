@@ -121,7 +121,7 @@ def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | No
     ]
     lines += _upkeep_lines(each)
     if told.outside:
-        lines.append(f"The node that was asked is no member: {told.outside}.")
+        lines.append(f"The contacted node is not a member: {told.outside}.")
     if told.etcd_away_ms:
         lines.append(f"etcd has not answered it for {told.etcd_away_ms / 1000:.1f} s; the map is as it was.")
     return "\n".join(lines)

@@ -87,7 +87,7 @@ class UpkeepConfig(NamedTuple):
         secret = _read(self.secret_path).decode("ascii", "replace").strip()
         if len(secret) < UPKEEP_SECRET_BYTES_MIN or not secret.isascii() or not secret.isprintable():
             raise ConfigError(
-                f"{self.secret_path} has no secret: one has {UPKEEP_SECRET_BYTES_MIN} letters or more, in ASCII."
+                f"{self.secret_path} has no secret: it must be at least {UPKEEP_SECRET_BYTES_MIN} ASCII characters."
             )
         return secret
 
@@ -117,7 +117,7 @@ class ClusterConfig(NamedTuple):
         given = {name: value for name, value in told.items() if name and value is not None}
         if told[""] is None:
             if given:
-                raise ConfigError(f"--cluster{min(given).replace('_', '-')} says nothing without --cluster.")
+                raise ConfigError(f"--cluster{min(given).replace('_', '-')} needs --cluster.")
             return None
         address = given.pop("_address", None)
         if address is not None:
@@ -125,9 +125,7 @@ class ClusterConfig(NamedTuple):
         replicas = given.pop("_replicas", None)
         of_nodes = given.pop("_secret", None), given.pop("_nodes_ca", None)
         if replicas is None and of_nodes != (None, None):
-            raise ConfigError(
-                "--cluster-secret and --cluster-nodes-ca say nothing without --cluster-replicas."
-            )
+            raise ConfigError("--cluster-secret and --cluster-nodes-ca need --cluster-replicas.")
         if replicas is not None and not 1 <= replicas <= REPLICAS_MAX:
             raise ConfigError(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
         upkeep = None if replicas is None else UpkeepConfig(replicas, *of_nodes)
@@ -148,7 +146,7 @@ class NodeConfig:
     fabric_ports: Ports | None = None  # of endpoints; None: any on loopback, else the usual range
     fabric_clients: tuple[Network, ...] = ()  # whose addresses are believed, wherever they call from
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
-    hot_bytes: int = HOT_BYTES_DEFAULT  # of memory in which blocks that are read stay
+    hot_bytes: int = HOT_BYTES_DEFAULT  # of memory for recently used blocks
     eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
     provider: str | None = None  # None: the best that libfabric offers
     cluster: ClusterConfig | None = None
@@ -169,16 +167,16 @@ class NodeConfig:
         """Refuse what can't be served."""
         check_policy_name(self.eviction)
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ConfigError("A certificate and its key come together: --tls-cert and --tls-key.")
-        if self.tls_clients is not None and self.tls_certificate is None:
             raise ConfigError(
-                "Certificates of clients can be asked for only over TLS: --tls-cert and --tls-key."
+                "A certificate needs its key, and a key its certificate: set --tls-cert and --tls-key."
             )
+        if self.tls_clients is not None and self.tls_certificate is None:
+            raise ConfigError("Client certificates need TLS: set --tls-cert and --tls-key.")
         if self.ui and self.http is None:
-            raise ConfigError("The web page needs a port: --http HOST:PORT.")
+            raise ConfigError("The web page needs a port: set --http HOST:PORT.")
         if self.otel is not None and _COLLECTOR.fullmatch(self.otel) is None:
             raise ConfigError(
-                f"{self.otel!r} is not where a collector takes OTLP over gRPC; write http://HOST:PORT or https://HOST:PORT."
+                f"{self.otel!r} is not an address of an OTLP collector; write http://HOST:PORT or https://HOST:PORT."
             )
         self._check_events()
         self._check_where()
@@ -190,7 +188,7 @@ class NodeConfig:
             )
         if self.hot_bytes < HOT_BYTES_MIN:
             raise ConfigError(
-                f"The hot memory is at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
+                f"The hot memory must be at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
                 f" {show_size(self.hot_bytes)} is too small."
             )
 
@@ -201,18 +199,18 @@ class NodeConfig:
             _check_stays_here(endpoint)
         if self.events.endpoint == self.events.replay:
             raise ConfigError(
-                f"Events are published and asked for again in two places, not both on {self.events.replay}."
+                f"Events and their replay need two endpoints, not both on {self.events.replay}."
             )
         if self.tenants is not None:
             raise ConfigError(
-                "--events tells whoever listens of all tenants' blocks, so a node with --tenants publishes none;"
-                " each tenant hears of its own by `client.watch`."
+                "--events publishes all tenants' blocks to every listener, so a node with --tenants refuses it;"
+                " each tenant can use `client.watch` for its own."
             )
 
     def _check_cluster(self) -> None:
         if self.cluster is not None and self.cluster.address is None and self.host in _WILDCARDS:
             raise ConfigError(
-                f"The node listens on {self.host}, which is no address that clients can be told: say --cluster-address."
+                f"The node listens on {self.host}, which is no address for clients: set --cluster-address."
             )
 
         upkeep = None if self.cluster is None else self.cluster.upkeep
@@ -220,17 +218,17 @@ class NodeConfig:
             return
         if self.tenants is not None and upkeep.secret_path is None:
             raise ConfigError(
-                "Where there are tenants, nodes that copy their blocks prove that they are nodes: say --cluster-secret."
+                "With tenants, nodes that copy blocks must authenticate to each other: set --cluster-secret."
             )
         if self.tls_certificate is not None and upkeep.nodes_ca is None:
-            raise ConfigError("Over TLS a node knows the others by who signed them: say --cluster-nodes-ca.")
+            raise ConfigError("With TLS, nodes verify each other's certificates: set --cluster-nodes-ca.")
 
     def _check_where(self) -> None:
         for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
             self._check_listen(host, port)
         if self.http is not None and _are_one(self.http, (self.host, self.port)):
             raise ConfigError(
-                f"Calls and HTTP have a port each: --listen and --http can't both have {self.port} on {self.http[0]}."
+                f"Calls and HTTP need separate ports: --listen and --http can't both use {self.port} on {self.http[0]}."
             )
         if self.fabric_address is not None:
             self._check_beyond(self.fabric_address)
@@ -238,7 +236,7 @@ class NodeConfig:
     def _check_listen(self, host: str, port: int) -> None:
         self._check_beyond(host)
         if not 0 <= port <= _PORT_MAX:
-            raise ConfigError(f"A port lies between 0 and {_PORT_MAX}; {port} does not.")
+            raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
         """Where others may come, they have to prove who they are."""
@@ -255,7 +253,7 @@ class NodeConfig:
             if wanting:
                 raise ConfigError(
                     f"The node does not listen on {host} without {', '.join(wanting)}: beyond loopback it needs"
-                    " TLS, and tenants who prove who they are."
+                    f" TLS and authenticated tenants."
                 )
 
 
@@ -280,7 +278,7 @@ def _check_stays_here(endpoint: str) -> None:
         if scheme == "tcp" and ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback:
             return
     raise ConfigError(
-        f"Events are published on tcp://127.0.0.1:PORT or ipc://PATH, not on {endpoint}: ZeroMQ authenticates nobody."
+        f"Events are published on tcp://127.0.0.1:PORT or ipc://PATH, not on {endpoint}: ZeroMQ does not authenticate."
     )
 
 
@@ -303,7 +301,7 @@ def parse_size(text: str) -> int:
     step = 1024 if binary else 1000
     size = float(number) * step ** " KMGTP".index(unit.upper() or " ")
     if size > _SIZE_MAX:
-        raise ConfigError(f"{text!r} is more than any drive or memory has.")
+        raise ConfigError(f"{text!r} is larger than any drive or memory.")
     return int(size)
 
 

@@ -107,15 +107,15 @@ def check_fabric(load: Callable[[], Library] = _load_library) -> Iterator[Result
         library = load()
         providers = library.providers()
     except ImportError as error:
-        yield Result("C core", "fail", str(error), "Without the C core nothing moves.", "Run `make setup`.")
+        yield Result("C core", "fail", str(error), "Nothing works without the C core.", "Run `make setup`.")
         return
     except FabricUnavailable as error:
         yield Result("libfabric", "warn", str(error), without, "apt-get install libfabric1")
         return
     except FabricError as error:
-        yield Result("libfabric", "fail", str(error), without, "See what `fi_info` says on this machine.")
+        yield Result("libfabric", "fail", str(error), without, "Run `fi_info` on this machine.")
         return
-    yield Result("libfabric", "ok", f"version {library.version}", "Blocks can travel by remote writes.")
+    yield Result("libfabric", "ok", f"version {library.version}", "Blocks can be sent by remote writes.")
     try:
         best = library.best_provider()
     except FabricUnavailable as error:
@@ -124,7 +124,7 @@ def check_fabric(load: Callable[[], Library] = _load_library) -> Iterator[Result
     for provider in providers:
         name = f"provider {provider.name}"
         if provider.rma:
-            chosen = " The data plane takes this one." if provider.name == best else ""
+            chosen = " The data plane uses this one." if provider.name == best else ""
             yield Result(name, "ok", _abilities(provider), _trigger_words(provider) + chosen)
 
 
@@ -137,7 +137,7 @@ def _abilities(provider: Provider) -> str:
 
 def _trigger_words(provider: Provider) -> str:
     if provider.name == "cxi":
-        return "The NIC fires by itself (never run by this project on real hardware)."
+        return "The NIC fires by itself (this project has not tested real hardware)."
     if provider.deferred_work:
         return "The library fires in software, over TCP; good for tests of triggered operations."
     return "Our agent, a C thread, fires."
@@ -167,11 +167,11 @@ def check_io_uring(
     except ImportError as broken:
         yield Result("io_uring", "fail", str(broken), means, "Run `make setup`.")
     except (StorageError, OSError) as broken:
-        do = "See the data folder's lines below."
+        do = "See the lines for the data folder below."
         yield Result("io_uring", "fail", f"the kernel allows it, but: {broken}", means, do)
     else:
-        found = "a page went through the store's own ring and came back"
-        yield Result("io_uring", "ok", found, "The drive is written without blocking.")
+        found = "a page was written and read back through the store's ring"
+        yield Result("io_uring", "ok", found, "Writes to the drive don't block.")
 
 
 def _existing(folder: Path) -> Path:
@@ -187,7 +187,7 @@ def check_drive(
 ) -> Iterator[Result]:
     """O_DIRECT and speed on the file system of the data folder."""
     folder = _existing(data)
-    where = f"{folder}" if folder == data.absolute() else f"{folder} ({data} is not there yet)"
+    where = f"{folder}" if folder == data.absolute() else f"{folder} ({data} does not exist yet)"
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < 2 * MEASURE_BYTES:
         found = f"{free_bytes / 1e9:.1f} GB free on {where}"
@@ -201,7 +201,7 @@ def check_drive(
         )
         return
     except OSError as error:
-        means = "The node needs O_DIRECT, and this file system refuses it."
+        means = "The node needs O_DIRECT, which this file system refuses."
         yield Result(
             "O_DIRECT", "fail", f"{where}: {error.strerror}", means, "Use ext4, xfs or a block device."
         )
@@ -209,14 +209,16 @@ def check_drive(
     yield Result(
         "data folder", "ok", f"{where}, {free_bytes / 1e9:,.0f} GB free", "There is room for blocks."
     )
-    yield Result("O_DIRECT", "ok", f"works on {folder}", "Blocks go to the drive past the page cache.")
+    yield Result("O_DIRECT", "ok", f"works on {folder}", "Writes to the drive bypass the page cache.")
     slow = min(write_gbps, read_gbps) < _DRIVE_SLOW_GBPS
     yield Result(
         "drive speed",
         "warn" if slow else "ok",
         f"write {write_gbps:.2f} GB/s, read {read_gbps:.2f} GB/s",
         "One sequential stream at depth 1; a node with many requests in flight gets more.",
-        "Compare with the drive's data sheet; a network or virtual disk is often this slow." if slow else "",
+        "Compare this with the drive's data sheet; network and virtual disks are often this slow."
+        if slow
+        else "",
     )
 
 
@@ -245,7 +247,7 @@ def check_memory(
         "RLIMIT_MEMLOCK",
         "ok" if free_of_it else "warn",
         limit + (" (this process has CAP_IPC_LOCK and is exempt)" if privileged and not unlimited else ""),
-        "RDMA NICs pin what is registered and count it against this; software providers pin nothing.",
+        "RDMA NICs pin registered memory and count it against this limit; software providers pin nothing.",
         "" if free_of_it else "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit.",
     )
     pages, page_kib = facts.get("HugePages_Total", 0), facts.get("Hugepagesize", 0)
@@ -279,9 +281,7 @@ def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> l
             results.extend(check())
         except (OSError, KeyError, ValueError, IndexError) as error:
             found = f"{type(error).__name__}: {error}"
-            results.append(
-                Result(name, "fail", found, "This check could not be made.", "Report it with this line.")
-            )
+            results.append(Result(name, "fail", found, "The check failed.", "Report it with this line."))
     return results
 
 
@@ -321,7 +321,9 @@ def show(results: Sequence[Result], *, as_json: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as `python -m kvstore.doctor`."""
-    parser = argparse.ArgumentParser(prog="kvstore doctor", description="What this machine offers the store.")
+    parser = argparse.ArgumentParser(
+        prog="kvstore doctor", description="Check what this machine offers the store."
+    )
     parser.add_argument("--data", type=Path, default=Path(), help="the node's data folder (default: here)")
     parser.add_argument("--json", action="store_true", dest="as_json")
     arguments = parser.parse_args(argv)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["check_node"]
 
 _MEANS = {
-    "name": "Where the node is.",
-    "connection": "Packets come and go.",
-    "TLS": "Both ends know who the other is.",
-    "protocol": "It is a node, or something like one.",
+    "name": "The node's address.",
+    "connection": "The network works.",
+    "TLS": "Both ends are authenticated.",
+    "protocol": "It is a node.",
 }
 
 
@@ -42,7 +42,7 @@ def check_node(reach: Reach) -> Iterator[Result]:
             if not step.is_done:
                 return
     except ConfigError as error:
-        yield Result("TLS", "fail", str(error), _MEANS["TLS"], "Look at ca, certificate and key.")
+        yield Result("TLS", "fail", str(error), _MEANS["TLS"], "Check ca, certificate and key.")
         return
     with Client(reach, slots=1, block_bytes_max=PAGE_BYTES) as client:
         yield from _check_calls(client)
@@ -52,12 +52,12 @@ def _check_calls(client: Client) -> Iterator[Result]:
     try:
         client.statistics()
     except KvError as error:
-        do = "Look at the token, and at the node's file of tenants." if client.reach.uses_tls else ""
+        do = "Check the token, and the node's tenants file." if client.reach.uses_tls else ""
         if isinstance(error, NodeUnavailable | ProtocolError):
-            do = "Is it the node's port for calls, and not that for HTTP or another service's?"
+            do = "Is this the node's gRPC port, not its HTTP port or another service's?"
         yield Result("tenant", "fail", str(error), "Calls are refused.", do)
         return
-    yield Result("tenant", "ok", "the node takes this caller's calls", "Blocks can travel inside gRPC.")
+    yield Result("tenant", "ok", "the node accepts calls from here", "Blocks can be sent inside gRPC.")
     do = "Let both machines reach each other's fabric ports, and use one provider; docs/operating.md has the table."
     with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:
@@ -68,12 +68,12 @@ def _check_calls(client: Client) -> Iterator[Result]:
             (answer,) = client.get([Block(name, region, 0, PAGE_BYTES)], timeout_s=timeout_s)
             region.close()
         except (FabricError, KvError) as error:
-            yield Result("fabric", "fail", str(error), "Blocks can travel inside gRPC only.", do)
+            yield Result("fabric", "fail", str(error), "Blocks can be sent inside gRPC only.", do)
             return
     if isinstance(answer, Miss) and answer.reason is MissReason.UNKNOWN:
         said = f"the node answers over {client.fabric.provider}"
-        yield Result("fabric", "ok", said, "Blocks travel by remote writes.")
+        yield Result("fabric", "ok", said, "Blocks are sent by remote writes.")
     else:
         yield Result(
-            "fabric", "fail", f"the node did not answer: {answer}", "Blocks can travel inside gRPC only.", do
+            "fabric", "fail", f"the node did not answer: {answer}", "Blocks can be sent inside gRPC only.", do
         )

@@ -54,7 +54,7 @@ class Ports:
 
     def __init__(self, first: int, last: int) -> None:
         if not 1 <= first <= last <= _PORT_MAX:
-            raise ConfigError(f"A range of ports lies between 1 and {_PORT_MAX}; {first}-{last} does not.")
+            raise ConfigError(f"A range of ports is within 1 to {_PORT_MAX}; {first}-{last} is not.")
         self.first, self.last = first, last
         self._next = first
 
@@ -63,7 +63,7 @@ class Ports:
         """Read `FIRST-LAST`, or one port."""
         match = _RANGE.fullmatch(text.strip())
         if match is None:
-            raise ConfigError(f"{text!r} is no range of ports; write FIRST-LAST, such as 7071-7199.")
+            raise ConfigError(f"{text!r} is not a range of ports; write FIRST-LAST, such as 7071-7199.")
         return cls(int(match[1]), int(match[2] or match[1]))
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def open_endpoint(fabric: Fabric, ip: Ip, ports: Ports | None) -> Endpoint:
         with suppress(PortTaken):
             return fabric.open_endpoint(SocketAddress(ip, port).packed(fabric.ip_version))
     raise Overloaded(
-        f"Each attachment has a port of its own, and all of {ports} are taken on {ip};"
+        f"Each attachment needs a port, and all of {ports} are in use on {ip};"
         " detach clients, or open a larger range (--fabric-ports)."
     )
 

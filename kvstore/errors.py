@@ -11,7 +11,7 @@
     │   ├── NotRegistered      memory that is not registered with this client, or no longer
     │   └── Closed             what is called has been closed
     ├── ProtocolError          a peer said something that the protocol does not allow
-    │   ├── AddressRefused     a fabric address that is not where its call comes from, which is in `caller`
+    │   ├── AddressRefused     a fabric address that is not the source of its call, which is in `caller`
     │   └── LeaseExpired       the lease of a reserved slot is over
     ├── SessionFileError       a file that is no exported session, not all of one, or can't be written whole
     ├── NodeUnavailable        the node could not be reached, or went away
@@ -192,7 +192,7 @@ class QuotaExceeded(StorageError):
 
 
 class KeyTaken(StorageError):
-    """Another block is stored under the key: keys are written once, and the bytes of this put were not kept."""
+    """Another block is stored under the key: keys are written once, and the bytes of this put were not stored."""
 
 
 class Corrupt(StorageError):

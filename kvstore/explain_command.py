@@ -37,52 +37,51 @@ _ASKED = {
     Kind.SESSION: "asked which blocks the session has: {}",
 }
 _SAID = {
-    Outcome.UNSPECIFIED: "various, too mixed to be told apart",
+    Outcome.UNSPECIFIED: "mixed outcomes",
     Outcome.MEMORY: "in the node's memory",
     Outcome.DRIVE: "read from a drive",
     Outcome.STORED: "stored",
     Outcome.NAMED: "named by the session",
     Outcome.NEVER: "never stored by this tenant under this key, or gone too long ago to be remembered",
-    Outcome.EVICTED: "evicted for room, as the one used longest ago",
+    Outcome.EVICTED: "evicted for room, as the least recently used",
     Outcome.STRANDED: "evicted for room, since its session had a gap before it",
-    Outcome.CLEARED: "evicted for room that had to be in one piece",
-    Outcome.EXPIRED: "its time to live was over",
-    Outcome.QUOTA: "evicted because the tenant was at the quota and put more",
+    Outcome.CLEARED: "evicted for contiguous room",
+    Outcome.EXPIRED: "its time to live had ended",
+    Outcome.QUOTA: "evicted because the tenant was at its quota",
     Outcome.DELETED: "deleted",
     Outcome.CORRUPT: "the bytes failed a check, and were not served",
-    Outcome.LAYOUT: "stored in another layout: of another model, type, or block size",
+    Outcome.LAYOUT: "stored in another layout: another model, type, or block size",
     Outcome.LENGTH: "stored with another length",
-    Outcome.LEASE_EXPIRED: "it was to be put, but did not land before its lease was over",
+    Outcome.LEASE_EXPIRED: "it was reserved, but did not land before its lease ended",
     Outcome.UNREADABLE: "the drive answered with an error",
-    Outcome.BUSY: "the node was at a bound and did not begin",
+    Outcome.BUSY: "the node was at a limit and refused",
     Outcome.NODE_AWAY: "the node was not reached, or did not answer in time",
     Outcome.GIVEN_UP: "not sent before the caller gave up or went away",
     Outcome.NO_SESSION: "there was no such session",
 }
 _DO = {
-    Outcome.UNSPECIFIED: "Ask for fewer blocks at a time to see each of them.",
-    Outcome.NEVER: "Nothing had been put under these keys: see that the writer has finished, is of the same tenant, and"
-    " makes keys of the same model, tokens and salt.",
-    Outcome.EVICTED: "The drives were full ({room}): give the node more, or the tenants that fill them a quota.",
-    Outcome.STRANDED: "The drives were full ({room}) and a block before these had gone: give the node more, or protect"
-    " sessions that come back.",
-    Outcome.CLEARED: "The drives were full ({room}) and in pieces: give the node more, or blocks of one size.",
+    Outcome.UNSPECIFIED: "Request fewer blocks at a time to see each of them.",
+    Outcome.NEVER: "Nothing was put under these keys: check that the writer has finished, has the same tenant,"
+    " and makes keys from the same model, tokens and salt.",
+    Outcome.EVICTED: "The drives were full ({room}): add drives, or give the tenants that fill them a quota.",
+    Outcome.STRANDED: "The drives were full ({room}) and a block before these had been evicted: add drives, or"
+    " protect sessions that return.",
+    Outcome.CLEARED: "The drives were full ({room}) and fragmented: add drives, or use one block size.",
     Outcome.EXPIRED: "Put them with a longer time to live, or with none.",
     Outcome.QUOTA: "The tenant's quota was used up ({quota}): raise it, or put less.",
-    Outcome.DELETED: "Somebody deleted them; put them again if that was not meant.",
-    Outcome.CORRUPT: "The drive gave other bytes than were put on it: run `kvstore fsck --payloads`, and look at"
-    " the drive.",
+    Outcome.DELETED: "They were deleted; put them again if that was a mistake.",
+    Outcome.CORRUPT: "The drive returned wrong bytes: run `kvstore fsck --payloads`, and check the drive.",
     Outcome.LAYOUT: "Reader and writer differ in model, type, block size or parallelism: give both the same layout.",
     Outcome.LENGTH: "Reader and writer differ in the size of a block: give both the same layout.",
-    Outcome.LEASE_EXPIRED: "The flag was stored too late, or never: raise lease_ms, and see that the writer"
+    Outcome.LEASE_EXPIRED: "The flag was stored too late, or never: raise lease_ms, and check that the writer"
     " reaches its flag.",
-    Outcome.UNREADABLE: "A drive fails: look at `kvstore drives` and the node's log, and replace it.",
-    Outcome.BUSY: "The node had too much to do, or the tenant asked too often: look at `kvstore stats`, and raise"
+    Outcome.UNREADABLE: "A drive is failing: check `kvstore drives` and the node's log, and replace it.",
+    Outcome.BUSY: "The node was overloaded, or the tenant called too often: check `kvstore stats`, and raise"
     " requests_per_s or add a node.",
-    Outcome.NODE_AWAY: "The node could not be reached: see that it runs, and look at its log and at the network.",
-    Outcome.GIVEN_UP: "The caller did not wait long enough, or died: see where the time went, or raise its timeout.",
-    Outcome.NO_SESSION: "No turn was appended to that session, it ended by itself, or it was removed: look at"
-    " `kvstore sessions`.",
+    Outcome.NODE_AWAY: "The node could not be reached: check that it runs, its log and the network.",
+    Outcome.GIVEN_UP: "The caller gave up or died: check where the time went, or raise its timeout.",
+    Outcome.NO_SESSION: "No turn was appended to that session, it expired, or it was removed: check `kvstore"
+    " sessions`.",
 }
 _SLOW_MS = 1.0
 _HALF = 2
@@ -104,7 +103,7 @@ def explain(client: Client, request_id: str, session: tuple[str, str], last: int
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))
         since = f", the earliest of {_date(told.since_unix_ms)}" if told.remembered else ""
         print(  # noqa: T201 - its output
-            f"kvstore: The node remembers no look-up{f' of {asked}' if asked else ''}; it has {told.remembered} of this"
+            f"kvstore: The node has no look-up{f' of {asked}' if asked else ''}; it has {told.remembered} of this"
             f" tenant's{since}. Did the engine ask this node, and say this request's id?",
             file=sys.stderr,
         )
@@ -163,15 +162,15 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
         lines += _lookup_lines(lookup, first, told.now_unix_ms)
     lines += ["", *(f"What to do: {one}" for one in _advice(told.lookups, statistics))]
     if len(told.lookups) >= LOOKUPS_LISTED_MAX:
-        lines.append(f"(There may be more: the last {LOOKUPS_LISTED_MAX} are told.)")
+        lines.append(f"(There may be more: the last {LOOKUPS_LISTED_MAX} are shown.)")
     if told.unwritten:
-        lines.append(f"({told.unwritten} look-ups of the node's are not in its log; a restart forgets them.)")
+        lines.append(f"({told.unwritten} look-ups of the node are not in its log; a restart loses them.)")
     return "\n".join(lines[1:])
 
 
 def _lookup_lines(lookup: Lookup, first: int, now_ms: int) -> Iterator[str]:
     asked = _ASKED[lookup.kind].format(_blocks(lookup.blocks))
-    who = ", as the client tells it" if lookup.by_caller else ""
+    who = ", reported by the client" if lookup.by_caller else ""
     yield f"  {_date(lookup.at_unix_ms)}  {asked}{who}"
     rows = [
         (_span(at, run.blocks), "hit " if run.outcome in HITS else "MISS", _said(run, lookup, now_ms))
@@ -208,7 +207,7 @@ def _said(run: Run, lookup: Lookup, now_ms: int) -> str:
         since_ms = lookup.at_unix_ms - run.gone_unix_ms
         said += f", {show_time(since_ms)} before this look-up" if since_ms > 0 else ""
     if run.idle_ms:
-        said += f"; had not been used for {show_time(run.idle_ms)}"
+        said += f"; idle for {show_time(run.idle_ms)}"
     return said
 
 
@@ -230,16 +229,14 @@ def _advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[s
     if slow.took_us >= _SLOW_MS * 1000:
         if slow.queued_us * _HALF > slow.took_us:
             said.append(
-                "Most of the time it waited for its turn: others fetch a lot; spread them over more nodes."
+                "Most of the time went to waiting for its turn: others fetch a lot; spread them over more nodes."
             )
         elif slow.drive_us * _HALF > slow.took_us:
             said.append(
                 "Most of the time went to the drive: prefetch the session, or give the node more --hot memory."
             )
         elif slow.size_bytes and not missed:
-            said.append(
-                "Most of the time went to sending: look at the network, and at how much the caller takes in."
-            )
+            said.append("Most of the time went to sending: check the network and the caller's bandwidth.")
     return said
 
 

@@ -33,28 +33,26 @@ def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> 
     )
     if whose_user:
         parser.add_argument(
-            "--user", required=True, help="whose sessions; a node knows users by digests only"
+            "--user",
+            required=True,
+            help="the user whose sessions these are; a node stores users as digests only",
         )
     else:
         parser.set_defaults(user="")
-    parser.add_argument("--tenant", help="for which tenant, on a node that asks for no token")
+    parser.add_argument("--tenant", help="the tenant, on a node without tokens")
     parser.add_argument("--token-file", type=Path, help="a file with the tenant's token")
     parser.add_argument(
-        "--tls", action="store_true", default=None, help="over TLS, to a node the system trusts"
+        "--tls", action="store_true", default=None, help="use TLS, with the system's trusted CAs"
     )
-    parser.add_argument(
-        "--ca", type=Path, help="who may have signed the node's certificate, PEM; turns TLS on"
-    )
-    parser.add_argument("--certificate", type=Path, help="a certificate to show, PEM")
+    parser.add_argument("--ca", type=Path, help="trusted CA for the node's certificate, PEM; turns TLS on")
+    parser.add_argument("--certificate", type=Path, help="the client's certificate, PEM")
     parser.add_argument("--key", type=Path, help="its key, PEM")
     for name, what in (
         ("connect", "a connection to the node"),
         ("call", "a call"),
         ("get", "a get of blocks"),
     ):
-        parser.add_argument(
-            f"--{name}-timeout-ms", type=int, metavar="MS", help=f"for how long {what} may take"
-        )
+        parser.add_argument(f"--{name}-timeout-ms", type=int, metavar="MS", help=f"timeout for {what}")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -102,7 +100,7 @@ def _sessions(arguments: argparse.Namespace) -> int:
     if arguments.action == "list":
         return list_all(_asked(arguments), as_json=arguments.json)
     if arguments.session is None or arguments.file is None:
-        raise ConfigError(f"To {arguments.action} a session, say --session and --file.")
+        raise ConfigError(f"To {arguments.action} a session, give --session and --file.")
     act = export_one if arguments.action == "export" else import_one
     return act(_asked(arguments), arguments.session, arguments.file)
 
@@ -120,9 +118,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     if bool(user) != bool(name):
         raise ConfigError(f"--session takes USER/NAME, and {arguments.session!r} is not of that form.")
     if not arguments.request and not user and not arguments.last:
-        raise ConfigError("Say which request, or --session USER/NAME, or --last N.")
+        raise ConfigError("Give a request, --session USER/NAME, or --last N.")
     if arguments.last < 0:
-        raise ConfigError(f"--last takes a number of look-ups, not {arguments.last}.")
+        raise ConfigError(f"--last must be a number of look-ups, not {arguments.last}.")
     return _of_each(
         arguments,
         lambda client: explain(
@@ -148,7 +146,7 @@ def _cluster(arguments: argparse.Namespace) -> int:
 
     if arguments.do is not None:
         if arguments.member is None:
-            raise ConfigError(f"Say which node: kvstore cluster {arguments.do} HOST:PORT.")
+            raise ConfigError(f"Give a node: kvstore cluster {arguments.do} HOST:PORT.")
         if arguments.do == "forget":
             return forget(reach(arguments), arguments.member)
         return drain(reach(arguments), arguments.member, undo=arguments.do == "join")
@@ -175,19 +173,19 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "sessions",
         help="list a user's sessions on a node, export one into a file, or import one",
         description="List a user's sessions on a node, the one with the latest turn last; export one with its"
-        " blocks into a file; or import one out of a file under a name that is free.",
+        " blocks into a file; or import one from a file under a free name.",
     )
     sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
-    sessions.add_argument("--session", help="the one that is exported, or the name of the one imported")
-    sessions.add_argument("--file", type=Path, help="where it is written, or read")
+    sessions.add_argument("--session", help="the session to export, or the name for the imported one")
+    sessions.add_argument("--file", type=Path, help="the file to write or read")
     reach_node(sessions, whose_user=True)
     sessions.set_defaults(run=_sessions)
 
     trace = commands.add_parser(
         "trace",
         help="show the eight steps of a session's last turns, with times",
-        description="Show what a node, and the processes that use it, saw of a session's last turns: the eight steps"
-        " from the registered buffer to the resume, as docs/eight-steps.md says.",
+        description="Show the events of a session's last turns, from the node and its clients: the eight steps"
+        " of docs/eight-steps.md.",
     )
     trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
     reach_node(trace, whose_user=True)
@@ -196,11 +194,11 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     explain = commands.add_parser(
         "explain",
         help="say why a request's blocks hit or missed, how long it took, and what to do about it",
-        description="Say of each look-up of a request which blocks hit and which missed, why, how long it took and"
-        " where, and what to do about it, as docs/seeing.md says.",
+        description="Show for each look-up of a request which blocks hit or missed, why, where the time went,"
+        " and what to do about it; see docs/seeing.md.",
     )
     explain.add_argument(
-        "request", nargs="?", default="", metavar="REQUEST", help="its id, as the engine gave it"
+        "request", nargs="?", default="", metavar="REQUEST", help="the engine's id of the request"
     )
     explain.add_argument("--session", metavar="USER/NAME", help="look-ups of this session only")
     explain.add_argument("--last", type=int, default=0, metavar="N", help="the last N look-ups only")
@@ -209,16 +207,16 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
     stats = commands.add_parser(
         "stats",
-        help="show what a node has done and where it stands",
-        description="Show a node's counters since it began, its gauges now, and the tenant's own quota.",
+        help="show a node's counters and gauges",
+        description="Show a node's counters since its start, its current gauges, and the tenant's own quota.",
     )
     reach_node(stats)
     stats.set_defaults(run=_stats)
 
     drives = commands.add_parser(
         "drives",
-        help="show a node's drives: how full they are, and what is wrong with them",
-        description="Show a node's drives: how full they are, whether they take puts, and why not.",
+        help="show a node's drives: their use and failures",
+        description="Show a node's drives: their use, whether they accept puts, and why not.",
     )
     reach_node(drives)
     drives.set_defaults(run=_drives)
@@ -233,23 +231,20 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "do",
         nargs="?",
         choices=("drain", "join", "forget"),
-        help="have a node give its blocks to the others until it may be stopped, or be a member again; or have the"
-        " cluster forget one that is absent and will not come back; where there are tenants, with the cluster's secret"
-        " as the token",
+        help="copy a node's blocks to the others so that it may be stopped; make it a member again; or forget an absent"
+        " node that will not come back; where there are tenants, with the cluster's secret as the token",
     )
-    cluster.add_argument(
-        "member", nargs="?", metavar="HOST:PORT", help="which node; to forget, also its name"
-    )
+    cluster.add_argument("member", nargs="?", metavar="HOST:PORT", help="the node; for forget, also its name")
     reach_node(cluster)
     cluster.set_defaults(run=_cluster)
 
     top = commands.add_parser(
         "top",
-        help="watch a node work",
-        description="Show what a node does, interval by interval: throughput, hits and why blocks missed, triggers,"
+        help="show a node's activity, live",
+        description="Show a node's activity per interval: throughput, hits and why blocks missed, triggers,"
         " queues and tiers. With --json one line an interval.",
     )
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (%(default)s)")
-    top.add_argument("--once", action="store_true", help="one interval, then end")
+    top.add_argument("--once", action="store_true", help="show one interval and exit")
     reach_node(top)
     top.set_defaults(run=_top)

@@ -65,7 +65,7 @@ def exercise_ring(folder: Path) -> None:
             ready, _, _ = select.select([disk.fileno()], [], [], _TIMEOUT_S)
             done = disk.reap() if ready else []
             if [entry.result for entry in done] != [PAGE_BYTES] or disk.read_at(0, PAGE_BYTES) != content:
-                raise StorageError("A page was sent through the ring and did not come back as it was.")
+                raise StorageError("A page written through the ring was read back with other bytes.")
         finally:
             disk.close()
 

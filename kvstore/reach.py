@@ -79,12 +79,12 @@ class Reach:
         if not 1 <= len(self.nodes) <= NODES_MAX:
             raise ConfigError(f"There are 1 to {NODES_MAX} nodes, not {len(self.nodes)}.")
         if len(set(self.nodes)) < len(self.nodes):
-            raise ConfigError(f"A node is named twice in {', '.join(self.nodes)}.")
+            raise ConfigError(f"A node is listed twice in {', '.join(self.nodes)}.")
         hosts = [split_target(node)[0] for node in self.nodes]
         if self.token is not None and self.token_file is not None:
-            raise ConfigError("A token is given as it is or in a file, not both.")
+            raise ConfigError("Give a token or a token file, not both.")
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("A client's certificate and its key come together.")
+            raise ConfigError("A client's certificate needs its key, and the key its certificate.")
         for name in ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms"):
             if not 1 <= getattr(self, name) <= REACH_TIMEOUT_MS_MAX:
                 raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX} milliseconds.")
@@ -92,8 +92,8 @@ class Reach:
             for host in hosts:
                 if not _is_this_machine(host):
                     raise ConfigError(
-                        f"A token is not sent to {host} in the clear: say who signed the node's certificate (ca),"
-                        " or tls = true if it is somebody whom this system trusts."
+                        f"A token is not sent to {host} in the clear: set ca to the CA of the node's"
+                        f" certificate, or tls = true if the system trusts it."
                     )
 
     @classmethod
@@ -117,9 +117,7 @@ class Reach:
         if "nodes" not in settings and default_node is not None:
             settings["nodes"] = (default_node,)
         if "nodes" not in settings:
-            raise ConfigError(
-                f"No node is named: say node, HOST:PORT, in {where}, {_VARIABLE}NODE or {_FILE}."
-            )
+            raise ConfigError(f"No node is set: set node, HOST:PORT, in {where}, {_VARIABLE}NODE or {_FILE}.")
         return cls(**settings)
 
     @classmethod
@@ -128,7 +126,7 @@ class Reach:
         if not isinstance(node, Reach):
             return cls.of({"node": node, **more})
         if twice := [name for name, value in more.items() if value is not None]:
-            raise ConfigError(f"A Reach says all of it; {', '.join(twice)} can't be given beside it.")
+            raise ConfigError(f"A Reach has all settings; {', '.join(twice)} can't be given beside it.")
         return node
 
     @classmethod
@@ -161,7 +159,7 @@ class Reach:
         """The node, where there is one; who talks to one only can't have several."""
         if len(self.nodes) > 1:
             raise ConfigError(
-                f"One node is wanted here, not {', '.join(self.nodes)}; `Nodes` talks to several."
+                f"One node is needed here, not {', '.join(self.nodes)}; `Nodes` talks to several."
             )
         return self.nodes[0]
 
@@ -198,7 +196,7 @@ class Reach:
         """The token, read from its file if it is in one."""
         if self.token_file is None:
             if self.token is not None and not _is_token(self.token):
-                raise ConfigError("The token has letters that no token has, or too many.")
+                raise ConfigError("The token has invalid characters, or is too long.")
             return self.token
         try:
             text = self.token_file.read_text(encoding="ascii").strip()
@@ -207,9 +205,9 @@ class Reach:
                 f"The token in {self.token_file} could not be read: {error.strerror}."
             ) from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"What is in {self.token_file} is no token.") from error
+            raise ConfigError(f"{self.token_file} does not contain a valid token.") from error
         if not _is_token(text):
-            raise ConfigError(f"What is in {self.token_file} is no token.")
+            raise ConfigError(f"{self.token_file} does not contain a valid token.")
         return text
 
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -233,7 +231,7 @@ def _pem(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     if b"-----BEGIN " not in data:
-        raise ConfigError(f"{path} has no certificate or key in it, as PEM has them.")
+        raise ConfigError(f"{path} contains no certificate or key in PEM.")
     return data
 
 
@@ -248,7 +246,7 @@ def split_target(target: str) -> tuple[str, int]:
                 host = ""
         if _HOST.fullmatch(host) and all(0 < len(label) <= _LABEL_MAX for label in host.split(".")):
             return host, int(port)
-    raise ConfigError(f"{target!r} is not where a node is; write HOST:PORT, with brackets around IPv6.")
+    raise ConfigError(f"{target!r} is not an address of a node; write HOST:PORT, with brackets around IPv6.")
 
 
 def _is_this_machine(host: str) -> bool:
@@ -305,20 +303,18 @@ def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
     if unknown := sorted(set(given) - set(_KINDS)):
         raise ConfigError(f"{where} has no {', '.join(unknown)}; it has {', '.join(_KINDS)}.")
     if "node" in given and "nodes" in given:
-        raise ConfigError(f"{where} names node or nodes, not both.")
+        raise ConfigError(f"{where} may set node or nodes, not both.")
     settings: dict[str, Any] = {}
     for name, value in given.items():
         kind = _KINDS[name]
         if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
             raise ConfigError(f"{name} in {where} is {kind.word}, not {type(value).__name__}.")
         if "\0" in str(value if isinstance(value, (str, Path)) else ""):
-            raise ConfigError(f"{name} in {where} has a NUL in it, which no setting has.")
+            raise ConfigError(f"{name} in {where} contains a NUL character.")
         try:
             settings[name] = kind.read(value, folder)
         except RuntimeError:  # of `expanduser`
-            raise ConfigError(
-                f"{name} in {where} begins with the home of a user that this machine has not."
-            ) from None
+            raise ConfigError(f"{name} in {where} begins with the home of an unknown user.") from None
     return settings
 
 
@@ -360,13 +356,15 @@ def _of_file() -> _Level:
         path = (Path(named) if named else _FILE).expanduser()
     except RuntimeError:  # of a user that this machine has not, or one who has no home
         if named:
-            raise ConfigError(f"{named}, which {_VARIABLE}CONFIG names, is in nobody's home here.") from None
+            raise ConfigError(
+                f"{named}, which {_VARIABLE}CONFIG names, is in the home of an unknown user."
+            ) from None
         return "", {}
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if named:
-            raise ConfigError(f"{path}, which {_VARIABLE}CONFIG names, is not there.") from None
+            raise ConfigError(f"{path}, which {_VARIABLE}CONFIG names, does not exist.") from None
         return "", {}
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error

@@ -64,7 +64,7 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
-        raise ConfigError(f"it is a whole number of {_DIGITS_MAX} digits at most, not {text!r}")
+        raise ConfigError(f"it is a whole number of at most {_DIGITS_MAX} digits, not {text!r}")
     return int(text)
 
 
@@ -100,7 +100,7 @@ OPTIONS: Final = (
     _path("data", "the node's folder"),
     Option(
         "drive",
-        "a file, made with this size if it is not there, or a raw block device; again for each further one",
+        "a file, created with this size if missing, or a raw block device; repeat for more drives",
         parse_drive,
         metavar="PATH[:SIZE]",
         is_many=True,
@@ -108,15 +108,17 @@ OPTIONS: Final = (
     ),
     Option(
         "without_drive",
-        "go on without this drive of the folder; what is on it is forgotten when it comes back",
+        "start without this drive of the folder; its contents are void when it returns",
         _number,
         metavar="NUMBER",
         is_many=True,
     ),
-    Option("listen", "where calls are taken; port 0 takes any", parse_listen, "127.0.0.1:7070", "HOST:PORT"),
+    Option(
+        "listen", "address for calls; port 0 uses any free port", parse_listen, "127.0.0.1:7070", "HOST:PORT"
+    ),
     Option(
         "fabric_address",
-        "where clients reach the fabric; by default where the node listens, or its address on the way to them",
+        "fabric address for clients; by default the listening address, or the node's address on the route to them",
         metavar="HOST",
     ),
     Option(
@@ -128,48 +130,48 @@ OPTIONS: Final = (
     ),
     Option(
         "fabric_clients",
-        "clients' fabric addresses that need not be where their calls come from: of hosts with several",
+        "networks of clients whose fabric address may differ from the source of their calls",
         parse_networks,
         metavar="CIDR[,CIDR]",
     ),
     Option("capacity", "size of a new folder's only drive, a file", parse_size, "1GiB", "SIZE"),
-    Option("hot", "memory in which blocks that are read stay", parse_size, "256MiB", "SIZE"),
-    Option("eviction", "which blocks go when room is needed: lru or s3fifo", str, "lru", "POLICY"),
-    Option("provider", "libfabric provider; by default the best there is", metavar="NAME"),
+    Option("hot", "memory for recently used blocks", parse_size, "256MiB", "SIZE"),
+    Option("eviction", "eviction policy: lru or s3fifo", str, "lru", "POLICY"),
+    Option("provider", "libfabric provider; by default the best available", metavar="NAME"),
     Option(
         "cluster",
-        "be one of several nodes: where etcd is, and the cluster's name there",
+        "join a cluster: the address of etcd, and the cluster's name there",
         metavar="HOST:PORT[,HOST:PORT]/NAME",
     ),
     Option(
         "cluster_address",
-        "where clients of the cluster are told that the node takes calls; by default where it listens",
+        "the node's address for clients of the cluster; by default where it listens",
         metavar="HOST:PORT",
     ),
-    _path("cluster_ca", "who signed etcd's certificate, PEM; turns TLS to etcd on"),
-    _path("cluster_cert", "a certificate to show to etcd, PEM"),
+    _path("cluster_ca", "CA of etcd's certificate, PEM; turns TLS to etcd on"),
+    _path("cluster_cert", "a client certificate for etcd, PEM"),
     _path("cluster_key", "its key, PEM"),
-    Option("cluster_user", "as whom etcd is asked", metavar="NAME"),
+    Option("cluster_user", "the user name for etcd", metavar="NAME"),
     _path("cluster_password", "a file with that user's password"),
     Option(
         "cluster_replicas",
-        "keep copies up: on so many nodes each block of a tenant that says nothing else, 1 or 2",
+        "number of nodes that keep each block, unless the tenant sets its own: 1 or 2",
         _number,
         metavar="N",
     ),
-    _path("cluster_secret", "a file with what the cluster's nodes know each other by"),
-    _path("cluster_nodes_ca", "who signed the nodes' certificates, PEM"),
+    _path("cluster_secret", "a file with the shared secret of the cluster's nodes"),
+    _path("cluster_nodes_ca", "CA of the nodes' certificates, PEM"),
     Option("tied", "stop when standard input ends, as it does when the starter dies", is_switch=True),
     _path("tenants", "a file of tenants and their tokens", reloads=True),
     _path("tls_cert", "the node's certificate and its chain, PEM", reloads=True),
     _path("tls_key", "its key, PEM", reloads=True),
-    _path("tls_clients", "authorities, PEM; clients need a certificate of theirs", reloads=True),
-    _path("audit", "a file for who came and who was turned away"),
+    _path("tls_clients", "CAs, PEM; clients need a certificate signed by one", reloads=True),
+    _path("audit", "the audit log, a file: accepted and refused callers"),
     Option(
         "events", "publish KV events over ZeroMQ on tcp://127.0.0.1:PORT or ipc://PATH", metavar="ENDPOINT"
     ),
-    Option("events_replay", "where events can be asked for again", metavar="ENDPOINT"),
-    Option("events_as", "how an event is written: maps or arrays", _choice("maps", "arrays"), "maps", "FORM"),
+    Option("events_replay", "endpoint for the replay of events", metavar="ENDPOINT"),
+    Option("events_as", "format of an event: maps or arrays", _choice("maps", "arrays"), "maps", "FORM"),
     Option(
         "http",
         "serve /metrics, for Prometheus, /healthz and /readyz there",
@@ -184,7 +186,7 @@ OPTIONS: Final = (
     ),
     Option(
         "log_level",
-        "the least that is logged: debug, info, warning or error",
+        "minimum level of the log: debug, info, warning or error",
         _choice("debug", "info", "warning", "error"),
         "info",
         "LEVEL",
@@ -192,7 +194,7 @@ OPTIONS: Final = (
     ),
     Option(
         "log_format",
-        "how a line of the log is written: text, or json for programs",
+        "format of the log: text, or json for programs",
         _choice("text", "json"),
         "text",
         "FORMAT",
@@ -234,7 +236,7 @@ class Settings(NamedTuple):
         told = dict(self.values)
         if told["data"] is None:
             raise ConfigError(
-                f"Say where the node's folder is: --data, {_BY_NAME['data'].variable}, or data in a file."
+                f"Set the node's folder: --data, {_BY_NAME['data'].variable}, or data in a file."
             )
         host, port = told.pop("listen")
         cluster = ClusterConfig.of({name: told.pop(f"cluster{name}") for name in _CLUSTER})
@@ -242,9 +244,7 @@ class Settings(NamedTuple):
         events, replay = told.pop("events"), told.pop("events_replay")
         as_arrays = told.pop("events_as") == "arrays"
         if events is None and replay is not None:
-            raise ConfigError(
-                "Events can be asked for again only where they are published: --events ENDPOINT."
-            )
+            raise ConfigError("A replay endpoint needs published events: set --events ENDPOINT.")
         for short, name in (
             ("drive", "drives"),
             ("without_drive", "without"),
@@ -276,13 +276,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a TOML file of these settings, as `kvstore config --print-defaults` shows it; SIGHUP reads it again",
+        help="a TOML file of these settings, as `kvstore config --print-defaults` shows it; SIGHUP reloads it",
     )
 
 
 def _read(option: Option, text: str, where: str) -> Any:
     if "\0" in text:
-        raise ConfigError(f"{where} has a NUL in it, which no setting has.")
+        raise ConfigError(f"{where} contains a NUL character.")
     try:
         return option.read(text)
     except KvError as error:
@@ -307,7 +307,7 @@ def _of_command(arguments: argparse.Namespace) -> dict[str, Any]:
 def _of_environment() -> dict[str, Any]:
     known = {option.variable for option in OPTIONS} | {_FILE_VARIABLE}
     if unknown := sorted(name for name in variables(_VARIABLE) if name not in known):
-        raise ConfigError(f"The environment has a setting that there is not: {', '.join(unknown)}.")
+        raise ConfigError(f"The environment has an unknown setting: {', '.join(unknown)}.")
     told: dict[str, Any] = {}
     for option in OPTIONS:
         text = environment(option.variable)
@@ -337,7 +337,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     if unknown := sorted(set(given) - set(_BY_NAME)):
-        raise ConfigError(f"{path} has a setting that there is not: {', '.join(unknown)}.")
+        raise ConfigError(f"{path} has an unknown setting: {', '.join(unknown)}.")
     return {name: _of_file(_BY_NAME[name], value, path) for name, value in given.items()}
 
 
@@ -364,7 +364,7 @@ def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
         try:
             text = str(folder / Path(text).expanduser())
         except RuntimeError:
-            raise ConfigError(f"{where} begins with the home of a user that this machine has not.") from None
+            raise ConfigError(f"{where} begins with the home of an unknown user.") from None
     return _read(option, text, where)
 
 
@@ -392,17 +392,15 @@ def check_machine(config: NodeConfig) -> None:
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.hot_bytes > has_bytes:
         raise ConfigError(
-            f"--hot {show_size(config.hot_bytes)} is more memory than this machine has, {show_size(has_bytes)}."
+            f"--hot {show_size(config.hot_bytes)} exceeds this machine's memory, {show_size(has_bytes)}."
         )
 
 
 def defaults_shown() -> str:
     """A file that says what holds without it, with what each setting means."""
-    lines = [
-        "# Settings of `kvstore serve --config FILE`. What begins with # stands for what holds without it."
-    ]
+    lines = ["# Settings of `kvstore serve --config FILE`. Lines that begin with # show defaults."]
     for option in OPTIONS:
-        when = "; SIGHUP makes a new value count" if option.reloads else ""
+        when = "; reloaded by SIGHUP" if option.reloads else ""
         lines += ["", f"# {option.help}{when}"]
         if option.is_many:
             lines.append(f"#{option.name} = []")

@@ -59,7 +59,7 @@ def export_one(asked: Asked, session: str, path: Path) -> int:
         fingerprint = client.fingerprint_of(keys[0]) if keys else None
     if fingerprint is None:
         raise SessionFileError(
-            "The session has no block, or its first one is gone; there is nothing to export."
+            "The session has no blocks, or its first one is missing; there is nothing to export."
         )
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:

@@ -94,7 +94,7 @@ def view(told: dict[str, object], node: str) -> str:
     found = f"{100 * sum(hits.values()) / asked:.0f}% hit" if asked else "nothing asked for"
     queues = {name.removesuffix("_waiting"): count for name, count in at.of("queues").items() if count}
     memory, drives = at.tier("memory"), at.tier("drives")
-    state = "" if drives["takes_puts"] else ", which take no puts"
+    state = "" if drives["takes_puts"] else ", which accept no puts"
     used_bytes = drives["bytes"] - drives["free_bytes"]
     seconds = at.number("interval_ms") / 1000
     up, connections = show_time(at.number("uptime_ms")), at.number("connections")

@@ -52,7 +52,7 @@ def document(trace: Trace) -> list[dict[str, object]]:
 def table(trace: Trace) -> str:
     """For people; times count from the first line."""
     if not trace.seen:
-        return "The node has seen nothing of this session since it was started."
+        return "The node has no events of this session since it started."
     first_ns = trace.seen[0].at_ns
     rows = [_HEADS, *(_row(seen, first_ns) for seen in trace.seen)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADS) - 1)]

@@ -77,7 +77,7 @@ class Counter(Handle):
     def doorbell(self) -> Doorbell:
         """Where a GPU, or another process, stores to move it."""
         address, adds = ffi.new("uint64_t *"), ffi.new("int *")
-        self._check(lib.tk_counter_doorbell(self.handle, address, adds), "Asking for a counter's doorbell")
+        self._check(lib.tk_counter_doorbell(self.handle, address, adds), "Getting a counter's doorbell")
         return Doorbell(int(address[0]), bool(adds[0]))
 
     def close(self) -> None:

@@ -46,15 +46,15 @@ def load_cupy() -> Any:
         cupy = importlib.import_module("cupy")
     except ImportError as error:
         raise CudaUnavailable(
-            f"Ringing flags from a GPU needs CuPy, which does not import here ({error}):"
+            f"Ringing flags from a GPU needs CuPy, which can't be imported ({error}):"
             " install the package's extra 'cuda'."
         ) from error
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise CudaUnavailable(f"CuPy is here, but CUDA finds no GPU that it can use: {error}.") from error
+        raise CudaUnavailable(f"CuPy is installed, but CUDA finds no usable GPU: {error}.") from error
     if not count:
-        raise CudaUnavailable("CuPy is here, but this machine shows it no GPU.")
+        raise CudaUnavailable("CuPy is installed, but this machine has no GPU for it.")
     return cupy
 
 
@@ -177,8 +177,8 @@ class CudaFlags(Handle):
         """Where word `index` and its total are, for the GPU."""
         if index < 0 or not 1 <= count <= min(COUNT_MAX, self._count - index):
             raise KvError(
-                f"There are {self._count} flag words, and a launch rings at most {COUNT_MAX} of them:"
-                f" {count} from word {index} on are not to be had."
+                f"There are {self._count} flag words, and a launch rings at most {COUNT_MAX} of them, not"
+                f" {count} from word {index}."
             )
         offset = index * _WORD_BYTES
         return self._memory.device_address + offset, int(self._totals.data.ptr) + offset

@@ -223,10 +223,10 @@ class Endpoint(Handle):
         if code == lib.TK_STUCK:
             raise FabricError.from_code("Opening an endpoint", code)
         if code == -errno.EADDRINUSE:
-            raise PortTaken(f"The provider {fabric.provider} gave no endpoint: the port is another socket's.")
+            raise PortTaken(f"The provider {fabric.provider} could not open an endpoint: the port is in use.")
         if code:
             why = ffi.string(message).decode() or f"code {code}"
-            raise FabricError(f"The provider {fabric.provider} gave no endpoint: {why}.")
+            raise FabricError(f"The provider {fabric.provider} could not open an endpoint: {why}.")
         self.handle: Any = out[0]
         self.pointer = int(ffi.cast("uintptr_t", self.handle))
         self.tag_bytes = 0  # that stand behind bytes which are to be believed
@@ -237,7 +237,7 @@ class Endpoint(Handle):
         out = ffi.new("char[]", lib.TK_ADDRESS_BYTES)
         length = lib.tk_endpoint_address(self.handle, out)
         if length < 0:
-            raise FabricError.from_code("Asking for the endpoint's address", length)
+            raise FabricError.from_code("Getting the endpoint's address", length)
         return bytes(ffi.buffer(out, length))
 
     def seal(self, out: bytes, into: bytes, words: Region | None = None) -> None:

@@ -134,11 +134,9 @@ def _checked(fd: int, path: str) -> int:
     """Refuse what is no set of flag words; else open its bell."""
     if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
         # The maker has closed its words and something else has taken the number.
-        raise KvError(f"{path} is not a set of flag words, or no longer.")
+        raise KvError(f"{path} is not a set of flag words.")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise KvError(
-            f"{path} could be cut by whoever made it, and whoever looks at it would end: not opened."
-        )
+        raise KvError(f"{path} could be truncated by its creator, which would kill its readers: not opened.")
     size = os.fstat(fd).st_size
     told = os.pread(fd, _BELL.size, max(0, size - _BELL.size))
     magic, words, _, maker_fd = _BELL.unpack(told) if len(told) == _BELL.size else (0, 0, 0, 0)
@@ -153,5 +151,5 @@ def _checked(fd: int, path: str) -> int:
         ) from error
     if not stat.S_ISFIFO(os.fstat(bell_fd).st_mode):
         os.close(bell_fd)
-        raise KvError(f"{path} is not a set of flag words, or no longer.")
+        raise KvError(f"{path} is not a set of flag words.")
     return bell_fd

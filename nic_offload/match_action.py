@@ -174,7 +174,7 @@ class Table:
         with self._changing:
             if not self._added.holds(entry) or entry.is_guard:
                 raise RuleError(
-                    f"Entry {entry.name!r} is not among those that were added; a file's leave by replacing."
+                    f"Entry {entry.name!r} was not added at run time; replace the file's rules to remove it."
                 )
             before = self._shape()
             self._added.remove(entry)

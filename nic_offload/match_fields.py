@@ -295,7 +295,8 @@ def _prefix(where: str, field: str, value: object) -> Prefix:
         raise _refuse(where, field, _PREFIX_TAKES, value) from None
     if given != network.network_address:
         raise RuleError(
-            f"{where}: {field} takes a prefix with nothing behind its length; write {network} instead of {value!r}."
+            f"{where}: {field} takes a prefix with no bits set after its length; write {network} instead of"
+            f" {value!r}."
         )
     shift = network.max_prefixlen - network.prefixlen
     number = address_number(network.network_address)

@@ -39,7 +39,7 @@ def parse_rules(text: str) -> list[Rule]:
         raise RuleError(f"The rules are not TOML: {str(error) or 'nested too deeply'}.") from None
     for key in document:
         if key != "rule":
-            raise RuleError(f"The rules hold {key!r}; all that can stand there is [[rule]].")
+            raise RuleError(f"The rules contain {key!r}; only [[rule]] is allowed.")
     tables = document.get("rule", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise RuleError("A rule begins with [[rule]], in double brackets.")
@@ -51,9 +51,7 @@ def parse_rules(text: str) -> list[Rule]:
     for place, table in zip(places, tables, strict=True):
         rule = _rule(place, table)
         if rule.name is not None and rule.name in seen:
-            raise RuleError(
-                f"{place}: name takes a name of its own; {seen[rule.name]} has {rule.name!r} too."
-            )
+            raise RuleError(f"{place}: name must be unique; {seen[rule.name]} has {rule.name!r} too.")
         if rule.name is not None:
             seen[rule.name] = place
         rules.append(rule)

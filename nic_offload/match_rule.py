@@ -83,27 +83,23 @@ class Rule:
         pattern = self.pattern
         if (pattern.bind or self.sessions is not None) and (pattern.tenant is None or pattern.user is None):
             field = "bind" if pattern.bind else "sessions"
-            raise RuleError(f"{self}: {field} belongs to one user, so tenant and user have to be given.")
+            raise RuleError(f"{self}: {field} belongs to one user, so tenant and user are required.")
         if pattern.bind and pattern.five != FiveTuple():
-            raise RuleError(f"{self}: with bind, the 5-tuple stands in the bindings and nowhere else.")
+            raise RuleError(f"{self}: with bind, the 5-tuple may only be in the bindings.")
         if FiveTuple() in pattern.bind:
-            raise RuleError(f"{self}: a binding has to give at least one field, or it binds to nothing.")
+            raise RuleError(f"{self}: a binding needs at least one field.")
 
     def _check_actions(self) -> None:
         if not 1 <= len(self.actions) <= ACTIONS_MAX:
-            raise RuleError(
-                f"{self}: actions takes from 1 to {ACTIONS_MAX} of them, not {len(self.actions)}."
-            )
+            raise RuleError(f"{self}: actions takes 1 to {ACTIONS_MAX} actions, not {len(self.actions)}.")
         kinds = [action.kind for action in self.actions]
         if len(set(kinds)) < len(kinds):
             raise RuleError(f"{self}: actions takes each action once.")
         if ActionKind.DENY in kinds and kinds not in ([ActionKind.DENY], [ActionKind.COUNT, ActionKind.DENY]):
-            raise RuleError(
-                f"{self}: deny is terminal; before it actions takes only count, after it nothing."
-            )
+            raise RuleError(f"{self}: deny must be last, and only count may precede it.")
         for action in self.actions:
             if bool(action.node) != (action.kind is ActionKind.ROUTE):
-                raise RuleError(f"{self}: route takes a node, and no other action does.")
+                raise RuleError(f"{self}: only route takes a node, and needs one.")
 
     def __str__(self) -> str:
         return f"Rule {self.name!r}" if self.name is not None else "A rule"

@@ -140,8 +140,8 @@ class Layer:
             )
         if len(space.behind(compiled.key)) >= ENTRIES_PER_KEY_MAX:
             raise TableFull(
-                f"{rule} would be one of more than {ENTRIES_PER_KEY_MAX} that differ only in priority,"
-                " bindings or a range of ports; join some of their ranges."
+                f"{rule} would be one of more than {ENTRIES_PER_KEY_MAX} that differ only in priority, bindings"
+                f" or a range of ports; merge some of their ranges."
             )
 
     def remove(self, entry: Entry) -> None:

@@ -175,7 +175,7 @@ class Producer:
 
     def _check(self, layer: int, tokens: int) -> None:
         if self._finished:
-            raise KvError("The sequence has ended; what is computed now needs words of its own.")
+            raise KvError("The sequence has ended; a new sequence needs new words.")
         if not 0 <= layer < self._shape.layers:
             raise KvError(f"There are {self._shape.layers} layers and no layer {layer}.")
         limit = self._computed[layer - 1] if layer else self._shape.tokens

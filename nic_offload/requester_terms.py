@@ -62,10 +62,10 @@ class Limits:
         """Refuse bounds at which something could never be fetched."""
         for name in self.__slots__:
             if getattr(self, name) < 1:
-                raise KvError(f"{name} has to be at least 1, not {getattr(self, name)}.")
+                raise KvError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not self.extent_bytes_max <= self.user_bytes_in_flight_max <= self.bytes_in_flight_max:
             raise KvError(
-                "An extent has to fit into what a user may have on its way, and that into what all may have:"
+                "extent_bytes_max must not exceed user_bytes_in_flight_max, nor that bytes_in_flight_max:"
                 f" {self.extent_bytes_max}, {self.user_bytes_in_flight_max}, {self.bytes_in_flight_max}."
             )
 
@@ -75,7 +75,7 @@ class Outcome(enum.Enum):
 
     QUEUED = "queued"
     MERGED = "merged with the user's earlier request"
-    MISS = "nothing is known of this user"
+    MISS = "this user is unknown"
     FULL = "too many requests"
     LATE = "its deadline had passed"
 
@@ -90,7 +90,7 @@ class Answer(NamedTuple):
 class Ending(enum.Enum):
     """How a request ended."""
 
-    COMPLETE = "all that was known has come"
+    COMPLETE = "everything known has arrived"
     PARTIAL = "something was missing or failed"
     CANCELLED = "cancelled"
     EXPIRED = "its deadline passed"

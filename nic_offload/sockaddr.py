@@ -43,7 +43,7 @@ class SocketAddress(NamedTuple):
         port = struct.pack(">H", self.port)
         if version == 4:  # noqa: PLR2004
             if self.ip.version != version:
-                raise ValueError(f"{self.ip} is no address of IPv4")
+                raise ValueError(f"{self.ip} is not an IPv4 address")
             return _IPV4.pack(socket.AF_INET, port, self.ip.packed)
         ip = self.ip.packed if self.ip.version == version else _MAPPED + self.ip.packed
         return _IPV6.pack(socket.AF_INET6, port, 0, ip, 0)
@@ -55,10 +55,10 @@ class SocketAddress(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> SocketAddress:
-        """What these bytes say; ValueError if they are no address of IPv4 or IPv6, to the byte."""
+        """What these bytes say; ValueError if they are not an IPv4 or IPv6 address, to the byte."""
         for form, family in ((_IPV4, socket.AF_INET), (_IPV6, socket.AF_INET6)):
             if len(data) == form.size and int.from_bytes(data[:2], "little") == family:
                 fields = form.unpack(data)
                 packed: bytes = fields[2] if family == socket.AF_INET else fields[3]
                 return cls(ip_of(str(ipaddress.ip_address(packed))), int.from_bytes(fields[1], "big"))
-        raise ValueError(f"{len(data)} bytes beginning with {data[:2].hex()} are no address of IPv4 or IPv6")
+        raise ValueError(f"{len(data)} bytes beginning with {data[:2].hex()} are not an IPv4 or IPv6 address")

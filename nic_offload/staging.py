@@ -140,9 +140,7 @@ class PinnedStaging(Handle):
         if not 1 <= slots <= SLOTS_MAX:
             raise KvError(f"A staging buffer has from 1 to {SLOTS_MAX} slots, not {slots}.")
         if slot_bytes < 1 or slot_bytes % _PAGE_BYTES:
-            raise KvError(
-                f"A staging slot is of whole pages of {_PAGE_BYTES} bytes, not of {slot_bytes} bytes."
-            )
+            raise KvError(f"A staging slot has whole pages of {_PAGE_BYTES} bytes, not {slot_bytes} bytes.")
         with contextlib.ExitStack() as handles:
             self._words = handles.enter_context(FlagWords.create(slots))
             self._flags = handles.enter_context(CudaFlags(self._words))

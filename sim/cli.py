@@ -275,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvsim",
         description="What a KV offload would cost on hardware that isn't here.",
-        epilog="Exit status: 0 done, 1 failed, 2 used wrongly; docs/commands.md has more.",
+        epilog="Exit status: 0 success, 1 failure, 2 usage error; see docs/commands.md.",
     )
     add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

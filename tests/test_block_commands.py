@@ -44,7 +44,7 @@ def test_a_block_is_put_got_and_deleted(
 ) -> None:
     assert main(["put", "name:hello", str(file), "--layout", "bf16", *ours]) == 0
     assert capfdbinary.readouterr().out == f"{KEY.hex()} written, {len(DATA)} bytes\n".encode()
-    assert main(["get", KEY.hex(), *ours]) == 0, "in whichever layout it is"
+    assert main(["get", KEY.hex(), *ours]) == 0, "of any layout"
     assert capfdbinary.readouterr().out == DATA
     out = tmp_path / "out"
     assert main(["get", "name:hello", "--out", str(out), *ours]) == 0

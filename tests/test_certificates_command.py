@@ -40,7 +40,7 @@ def test_a_node_and_a_client_take_what_it_makes(tmp_path: Path) -> None:
         elsewhere = Reach((f"localhost:{node.target.rpartition(':')[2]}",), ca=certs / "ca.pem", **shown)
         step = broken_step(elsewhere)
         assert step is not None
-        assert "a name that stands in its certificate" in step.advice
+        assert "a name from the node's certificate" in step.advice
 
 
 def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
@@ -54,7 +54,7 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
         0o600
     }
     assert main(["certificates", str(certs), "--client", "a"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["certificates", str(certs), "--client", "b", "--node", "::1"]) == 0  # of the same authority
     after = {path.name: path.read_bytes() for path in certs.iterdir()}
     assert after.keys() - before.keys() == {"b.pem", "b.key", "__1.pem", "__1.key"}
@@ -64,10 +64,10 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (("--client", "a/b"), "is no name"),
-        (("--client", ""), "is no name"),
-        (("--client", "ca"), "one file name"),
-        (("--client", "a", "--node", "a"), "one file name"),
+        (("--client", "a/b"), "is neither a host name"),
+        (("--client", ""), "is neither a host name"),
+        (("--client", "ca"), "the same file name"),
+        (("--client", "a", "--node", "a"), "the same file name"),
         (("--client", "a", "--days", "0"), "--days"),
     ],
 )

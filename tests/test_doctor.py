@@ -57,12 +57,12 @@ def test_each_usable_provider_says_who_fires() -> None:
         FakeProvider("udp", rma=False),
     ]
     library, *providers = doctor.check_fabric(lambda: FakeLibrary(offered=offered))
-    assert library == Result("libfabric", "ok", "version 1.17", "Blocks can travel by remote writes.")
+    assert library == Result("libfabric", "ok", "version 1.17", "Blocks can be sent by remote writes.")
     assert [result.check for result in providers] == ["provider net", "provider sockets", "provider cxi"]
     assert "agent" in providers[0].means
-    assert "takes this one" in providers[0].means
+    assert "uses this one" in providers[0].means
     assert "in software" in providers[1].means
-    assert "never run by this project" in providers[2].means
+    assert "has not tested real hardware" in providers[2].means
     assert providers[0].found == "remote writes, ordered"
     assert providers[1].found == "remote writes, triggered operations"
 
@@ -149,7 +149,7 @@ def test_a_folder_that_is_not_there_is_judged_by_its_parent_and_not_made(tmp_pat
 
     first, *_ = doctor.check_drive(tmp_path / "a" / "b", measure)
     assert seen == [tmp_path]
-    assert "is not there yet" in first.found
+    assert "does not exist yet" in first.found
     assert list(tmp_path.iterdir()) == []
 
 

@@ -69,7 +69,7 @@ def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client
         "    block 3     hit   read from a drive",
         "    took # ms: queued # ms, drive # ms, sending and the rest # ms, 12 KiB sent",
     ]
-    assert lines[12] == "What to do: Somebody deleted them; put them again if that was not meant."
+    assert lines[12] == "What to do: They were deleted; put them again if that was a mistake."
     told = json.loads(run(node, "cmpl-7", "--json").stdout)
     assert [one["kind"] for one in told["lookups"]] == ["prefix", "fetch"]
     assert told["lookups"][0]["runs"][1]["outcome"] == "deleted"
@@ -96,15 +96,15 @@ def test_what_is_not_remembered_and_what_is_wrong_is_said_in_a_sentence(
 ) -> None:
     client.exists(KEYS[:1])
     for more, why in (
-        (["no-such"], "remembers no look-up of no-such; it has 1 of this tenant's, the earliest of 20"),
-        ([], "Say which request"),
+        (["no-such"], "has no look-up of no-such; it has 1 of this tenant's, the earliest of 20"),
+        ([], "Give a request"),
         (["--session", "ada"], "USER/NAME"),
-        (["--last", "-1"], "--last takes"),
-        (["no-such", "--last", "99999999999"], "remembers no look-up of no-such"),
+        (["--last", "-1"], "--last must be"),
+        (["no-such", "--last", "99999999999"], "has no look-up of no-such"),
         (["--last", "1", "--ca", "none.pem"], "none.pem"),
     ):
         done = run(node, *more)
-        assert (done.returncode, done.stdout) == (3 if "remembers" in why else 2, "")
+        assert (done.returncode, done.stdout) == (3 if "has no look-up" in why else 2, "")
         assert why in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
@@ -120,7 +120,7 @@ def test_each_way_to_miss_has_its_words_and_says_what_to_do(outcome: Outcome) ->
     )
     said = page(looked_up(lookup), StatisticsResponse(capacity_bytes=1 << 30, free_bytes=1 << 20))
     assert "blocks 64-69  MISS  " in said
-    assert "had not been used for 2 h" in said
+    assert "idle for 2 h" in said
     assert "the first of them 2 h ago, 2 h before this look-up" in said
     told: Any = document(looked_up(lookup), StatisticsResponse())
     advice = told["advice"][0]
@@ -131,7 +131,7 @@ def test_each_way_to_miss_has_its_words_and_says_what_to_do(outcome: Outcome) ->
 @pytest.mark.parametrize(
     ("times", "why"),
     [
-        ({"queued_us": 40_000}, "waited for its turn"),
+        ({"queued_us": 40_000}, "waiting for its turn"),
         ({"drive_us": 40_000}, "went to the drive"),
         ({"size_bytes": 9}, "went to sending"),
     ],
@@ -153,7 +153,7 @@ def test_the_fetches_of_a_resume_are_numbered_on() -> None:
 
 def test_who_is_not_told_all_is_told_so() -> None:
     lookup = Lookup("r", Kind.EXISTS, 1, 5, 1, [Run(1, Outcome.STORED)])
-    assert "There may be more: the last 256 are told." in page(
+    assert "There may be more: the last 256 are shown." in page(
         looked_up(*[lookup] * 256), StatisticsResponse()
     )
     assert "There may be more" not in page(looked_up(lookup), StatisticsResponse())

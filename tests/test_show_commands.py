@@ -164,7 +164,7 @@ def test_what_an_interval_has_brought_is_what_counters_rose_by() -> None:
     assert "75% hit: memory 3, drive 3, MISS evicted 2" in shown
     assert "queues    fetches 9\n" in shown
     assert "[###############...............] 50 B of 100 B" in shown
-    assert "which take no puts" in shown
+    assert "which accept no puts" in shown
     assert "\x1b" not in shown
     restarted = risen(now, statistics(uptime_ms=10, puts=4), 2.0)
     assert (restarted["puts_per_s"], restarted["misses"]) == (2.0, {}), "it counts from 0 again"

@@ -80,7 +80,7 @@ class PathBlocks:
         took_ns = time.monotonic_ns() - start_ns
         for outcome in outcomes:
             if not isinstance(outcome, Hit):
-                raise KvError(f"A block that was put a moment ago did not come back: {outcome}.")
+                raise KvError(f"A block that was just put could not be fetched: {outcome}.")
         return took_ns
 
     def inline_ns(self, count: int) -> int:

@@ -49,9 +49,9 @@ def run(parts: Sequence[str], data: Path, *, as_json: bool) -> int:
     """Measure the parts that are named, or all of them."""
     for part in parts:
         if part not in PARTS:
-            raise ConfigError(f"{part!r} is no part to measure; choose from {', '.join(PARTS)}.")
+            raise ConfigError(f"{part!r} is not a part; choose from {', '.join(PARTS)}.")
     if not data.is_dir():
-        raise ConfigError(f"{data} is no folder; name one on the drive that is to be measured.")
+        raise ConfigError(f"{data} is not a folder; name one on the drive to measure.")
     machine = _machine()
     with bars() as tell:
         samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, tell)

@@ -117,13 +117,19 @@ class Arrival(Handle):
         """Wait for the session's blocks: all are in memory, or it is a MISS, and what is usable before it."""
         manifest, placing = self._manifest, self.placing
         if manifest is None or placing is None:
-            return Resumed(0, 0, 0, 0, self.miss or Miss(MissReason.UNKNOWN, "The request named no place."))
+            return Resumed(
+                0,
+                0,
+                0,
+                0,
+                self.miss or Miss(MissReason.UNKNOWN, "The request gave no destination for blocks."),
+            )
         self._arrivals.settle(self)
         outcomes = [placing.outcomes.get(key) for key in manifest.keys]
         usable = next((at for at, one in enumerate(outcomes) if not isinstance(one, Hit)), len(outcomes))
         miss = self.miss
         if usable < len(outcomes):
-            late = Miss(MissReason.NODE_AWAY, "It had not come when the time was over.")
+            late = Miss(MissReason.NODE_AWAY, "It did not arrive in time.")
             first = outcomes[usable]
             miss = first if isinstance(first, Miss) else self.miss or late
         resumed = manifest.resumed(usable, miss)
@@ -213,7 +219,7 @@ class Arrivals(Handle):
             self._take_in()
             entry = self.rules.match(request, self._clock.monotonic_ns())
         if entry is None:
-            return Arrival(self, None, miss=Miss(MissReason.UNKNOWN, "No rule is for this request."))
+            return Arrival(self, None, miss=Miss(MissReason.UNKNOWN, "No rule matches this request."))
         owner = _owner(entry, request)
         denies = any(action.kind is ActionKind.DENY for action in entry.actions)
         if denies or owner is None or owner.tenant != self._tenant:
@@ -435,7 +441,7 @@ def _places(
             continue
         block = place(number, key)
         if block.key != key:
-            raise InvalidArgument(f"Block {number} of the session was given a place under another key.")
+            raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
         places.setdefault(key, []).append(block)
     return places
 
@@ -452,6 +458,6 @@ def _miss(error: KvError) -> Miss:
 def _refusal(outcomes: Sequence[Outcome]) -> Miss:
     """Why the requester brings nothing."""
     if not outcomes:
-        return Miss(MissReason.UNKNOWN, "The rule asks for nothing to be brought.")
+        return Miss(MissReason.UNKNOWN, "The rule has no fetch or prefetch.")
     reason = MissReason.UNKNOWN if outcomes[0] is Outcome.MISS else MissReason.BUSY
     return Miss(reason, f"{outcomes[0].value[0].upper()}{outcomes[0].value[1:]}.")

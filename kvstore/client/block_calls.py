@@ -134,7 +134,7 @@ class BlockCalls:
 
     def fingerprint_of(self, key: bytes) -> bytes | None:
         """As `Client.fingerprint_of`."""
-        with self._calling("Asking for a block's layout"):
+        with self._calling("Reading a block's layout"):
             name = kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint)
             request = pb.ExistsRequest(tenant=self._tenant, blocks=[name])
             (state,) = self._stub.Exists(request, timeout=self._timeout_s).blocks
@@ -147,7 +147,7 @@ class BlockCalls:
             request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
             with (
                 self._lookups.looking(Kind.PREFIX, len(some)) as metadata,
-                self._calling("Asking for a prefix"),
+                self._calling("Looking up a prefix"),
             ):
                 answer = self._stub.Prefix(request, timeout=self._within(timeout_s), metadata=metadata)
             blocks += answer.blocks
@@ -178,7 +178,7 @@ class BlockCalls:
         """As `Client.explain`."""
         told: list[pb.Explanation] = []
         for some in _batches(keys):
-            with self._calling("Asking what became of blocks"):
+            with self._calling("Explaining blocks"):
                 request = pb.ExplainRequest(tenant=self._tenant, keys=some)
                 told += self._stub.Explain(request, timeout=self._timeout_s).explanations
         return [_explained(key, one) for key, one in zip(keys, told, strict=True)]

@@ -74,12 +74,12 @@ class Block:
             )
         if (self.whole or self.skip) and not 0 <= self.skip <= self.whole - self.length:
             raise InvalidArgument(
-                f"A block of {self.whole} bytes has no {self.length} of them behind the first {self.skip}."
+                f"A block of {self.whole} bytes has no {self.length} bytes after the first {self.skip}."
             )
         if self.pieces is not None:
             if self.pieces.length != self.length:
                 raise InvalidArgument(
-                    f"A block of {self.length} bytes has pieces of {self.pieces.length} together."
+                    f"A block of {self.length} bytes has pieces of {self.pieces.length} bytes in total."
                 )
         elif not 0 <= self.offset <= self.region.length - self.length:
             raise InvalidArgument(

@@ -79,7 +79,7 @@ class Breaker:
         if self._refuses():
             left_ms = max(0, self._until_ns - self._clock.monotonic_ns()) // 1_000_000
             refusal = NodeUnavailable(
-                f"The node is away, and is tried again in {left_ms} ms. {self._failure}"
+                f"The node is down; the next attempt is in {left_ms} ms. {self._failure}"
             )
             refusal.was_tried = False
             raise refusal

@@ -25,21 +25,21 @@ def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
     known = fabric.regions
     for one in regions_of(blocks):
         if one.handle is None or one not in known:
-            raise NotRegistered("A block's memory is not registered with this client, or no longer.")
+            raise NotRegistered("A block's memory is not registered with this client.")
 
 
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
     """Refuse a get of these."""
     if not 1 <= len(blocks) <= blocks_max:
-        raise InvalidArgument(f"A call names 1 to {blocks_max} blocks, not {len(blocks)}.")
+        raise InvalidArgument(f"A call takes 1 to {blocks_max} blocks, not {len(blocks)}.")
     if not all(map(_key, blocks)):
-        raise InvalidArgument("A block without a key can only be armed, and is named before it fires.")
+        raise InvalidArgument("A block without a key can only be armed, and must be named before it fires.")
     check_memory(fabric, blocks)
 
 
 def _check_whole(blocks: Sequence[Block]) -> None:
     if any(map(whole_of, blocks)):
-        raise InvalidArgument("A part of a block can be got, and not put.")
+        raise InvalidArgument("A part of a block can be fetched, but not put.")
 
 
 def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:

@@ -31,9 +31,9 @@ _PREFACE: Final = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and empty settings
 )
 _TLS_ALERT: Final = 0x15
-_ASKS = ("the node asks for a certificate", "Say which: certificate and key.")
-_FOREIGN = ("the node does not take this client's certificate", "Has one of its authorities signed it?")
-_NO_TLS = ("the node speaks no TLS", "Leave out tls, ca and certificate.")
+_ASKS = ("the node requires a client certificate", "Set certificate and key.")
+_FOREIGN = ("the node rejects this client's certificate", "Is it signed by one of the node's CAs?")
+_NO_TLS = ("the node does not use TLS", "Leave out tls, ca and certificate.")
 _REFUSALS: Final = {  # by what OpenSSL calls them
     "CERTIFICATE_REQUIRED": _ASKS,
     "HANDSHAKE_FAILURE": _ASKS,
@@ -82,7 +82,7 @@ def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
         return
     with connected:
         peer = connected.getpeername()[0]
-        yield Step("connection", True, f"somebody listens on {peer} port {port}")
+        yield Step("connection", True, f"a process listens on {peer} port {port}")
         yield _shake_hands(connected, host, reach) if reach.uses_tls else _speak_plainly(connected)
 
 
@@ -93,8 +93,8 @@ def _connect(addresses: list[str], port: int, timeout_s: float) -> tuple[socket.
         try:
             return socket.create_connection((address, port), timeout=timeout_s), Step("connection", True, "")
         except TimeoutError:
-            failures[address] = f"nothing came back in {timeout_s:.0f} s"
-            advice = "A firewall may drop it, or the machine is away."
+            failures[address] = f"no answer in {timeout_s:.0f} s"
+            advice = "A firewall may drop it, or the machine is down."
         except OSError as error:
             failures[address] = error.strerror or str(error)
     said = "; ".join(f"{address} port {port}: {why}" for address, why in failures.items())
@@ -116,11 +116,11 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
             refused = not secure.recv(1)  # a node that asks for a certificate refuses only now
     except ssl.SSLCertVerificationError as error:
         return Step(
-            "TLS", False, f"the node's certificate does not hold: {error.verify_message}", _advice(error)
+            "TLS", False, f"the node's certificate is not valid: {error.verify_message}", _advice(error)
         )
     except OSError as error:  # of which those of TLS are some
-        reason = getattr(error, "reason", None) or error.strerror or "it did not end in time"
-        said, advice = f"the handshake failed ({reason})", "Is it the port for calls?"
+        reason = getattr(error, "reason", None) or error.strerror or "it timed out"
+        said, advice = f"the handshake failed ({reason})", "Is this the gRPC port?"
         for part, known in _REFUSALS.items():
             if part in reason:
                 said, advice = known
@@ -133,10 +133,10 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
 
 def _advice(error: ssl.SSLCertVerificationError) -> str:
     if "mismatch" in error.verify_message.lower() or "not valid for" in error.verify_message.lower():
-        return "Reach the node by a name that stands in its certificate."
+        return "Use a name from the node's certificate."
     if "expired" in error.verify_message or "not yet valid" in error.verify_message:
-        return "Renew it, or look at this machine's clock."
-    return "Say who signed it: ca."
+        return "Renew it, or check this machine's clock."
+    return "Set its CA: ca."
 
 
 def _speak_plainly(connected: socket.socket) -> Step:
@@ -145,17 +145,20 @@ def _speak_plainly(connected: socket.socket) -> Step:
         first = connected.recv(9)
     except OSError as error:
         return Step(
-            "protocol", False, f"the connection broke off ({error.strerror or error})", "Does it want TLS?"
+            "protocol",
+            False,
+            f"the connection was closed ({error.strerror or error})",
+            "Does it require TLS?",
         )
     if first[:1] == bytes([_TLS_ALERT]) or not first:
         return Step(
             "protocol",
             False,
-            "the node speaks TLS, and this client does not",
-            "Say who signed its certificate: ca.",
+            "the node uses TLS, and this client does not",
+            "Set the CA of its certificate: ca.",
         )
     if first.startswith(b"HTTP/1"):
-        return Step("protocol", False, "it is a web server's port", "Is it the port for calls?")
+        return Step("protocol", False, "it is an HTTP port", "Is this the gRPC port?")
     if len(first) < len(_PREFACE) and first[3:4] != b"\x04":
-        return Step("protocol", False, f"it answered {printable(repr(first))}", "Is it the port for calls?")
-    return Step("protocol", True, "it takes calls, without TLS")
+        return Step("protocol", False, f"it answered {printable(repr(first))}", "Is this the gRPC port?")
+    return Step("protocol", True, "it accepts gRPC, without TLS")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.client.asking import Asking
 from kvstore.client.breaker import Breaker
+from kvstore.client.call_routes import Asking
 from kvstore.client.channel import open_channel
 from kvstore.client.contact import broken_step
 from kvstore.client.link import TAGS_OF_ONE, Link
 from kvstore.client.lookups import ClientLookups
-from kvstore.client.own_side import OwnSide, say_first_word
+from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.client.slabs import Slabs
 from kvstore.clock import SystemClock
 from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, KvError, NodeUnavailable
@@ -141,7 +141,7 @@ class Core(Handle):
                 pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
             )
         except grpc.RpcError as failure:
-            raise error_from_rpc("Asking for the node's status", failure) from failure
+            raise error_from_rpc("Reading the node's status", failure) from failure
         self.breaker.succeeded()
         return answer
 
@@ -167,7 +167,7 @@ class Core(Handle):
 
         def check(answered: grpc.Future[pb.AbortResponse]) -> None:
             if answered.exception() is not None:
-                self.lose(link, NodeUnavailable("The node did not take leases back."))
+                self.lose(link, NodeUnavailable("The node did not accept returned leases."))
             else:
                 with self.lock:
                     told(answered.result().expired)

@@ -142,7 +142,7 @@ class FabricCalls:
         """What the answer to a call has of leases; its place is free again."""
         found = self.caller.answer(tag)
         if found is None:
-            raise ProtocolError("The node answered a call over the fabric and did not say what was asked.")
+            raise ProtocolError("The node's answer to a call over the fabric does not match the call.")
         place, generation = found
         try:
             return leases_of(self.answer(place, generation), generation)
@@ -156,7 +156,7 @@ class FabricCalls:
         data = self._memory[at : at + length + endpoint.tag_bytes]
         there = self._region.address + at
         if not endpoint.believes(self._region, there, generation, data[:length], data[length:]):
-            raise ProtocolError("What came as an answer over the fabric is not the node's.")
+            raise ProtocolError("An answer over the fabric did not come from the node.")
         return data[:length]
 
     def lose(self, error: KvError) -> None:
@@ -187,7 +187,7 @@ class FabricCall:
                 self._failed(error)
             self._group.end(self._row)
         elif event.kind == EventKind.FAILED and event.status in _NOT_SENT:
-            late = DeadlineExceeded("The deadline was over before the node was asked.")
+            late = DeadlineExceeded("The deadline passed before the node was called.")
             late.was_tried = False
             self._failed(late)
             self._group.end(self._row)

@@ -1,7 +1,7 @@
-"""What became of a batch of puts, threshold by threshold of its flag: the few groups that people are shown.
+"""Progress of a batch of puts by threshold of its flag, as the few groups that traces show.
 
-What always holds: there are `STEP_FIRINGS_MAX` of them at most, in the order of their thresholds; of more, the last are
-told together. A block that never went out is in none.
+What always holds: there are at most `STEP_FIRINGS_MAX` groups, in the order of their thresholds; further ones are
+merged into the last. A block that was never sent is in none.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Following:
         try:
             now = map_of(told)
         except ConfigError as error:
-            log.warning("A node told a map that can't be: %s", error)
+            log.warning("A node sent an invalid map: %s", error)
             return
         with self._changed:
             self._map = now

@@ -1,13 +1,13 @@
-"""Gets: the node writes into our region and then into an acknowledgement word; here we wait for the words.
+"""Gets: the node writes into our region and then into an acknowledgement word, for which the caller waits.
 
-Each block is a row of a group, and the call that asks for them is the last row: who waits sleeps in the C core until
-they are over, and whoever finds them so ends the get.
+Each block is a row of a group, and the call that requests them is the last row: a waiting caller sleeps in the C
+core until all rows are complete, and then ends the get.
 
-What always holds: when a get returns, nothing of it is under way any more, and until then its regions are held. The
-node puts one word for each block, behind the last byte of it. What has not come by the deadline is cancelled: the node
-then puts a word that says so, or the block's own if its bytes were on their way. Only if one of these does not come
-within `FETCH_CANCEL_MS` the link is lost, which ends everything that goes through it. A get that the node was not asked
-for by its deadline ends there, and the node never is.
+What always holds: when a get returns, nothing of it is in flight, and until then its regions are held. The node puts
+one word for each block, after its last byte. Blocks that have not arrived by the deadline are cancelled: the node
+then puts a word that confirms it, or the block's own if its bytes were in flight. If one of these does not arrive
+within `FETCH_CANCEL_MS`, the link is lost, which ends everything on it. A get whose deadline passes before the node
+is called ends there, and the node is never called.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Get:
     def ask(self, deadline_ns: int) -> bool:
         """Say, with the lock held, that the node is asked now; False if the get has ended, so that it is not."""
         if self._outcomes is None and SystemClock().monotonic_ns() >= deadline_ns:
-            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline was over before the node was asked"))
+            self.refuse(Miss(MissReason.NODE_AWAY, "its deadline passed before the node was called"))
         return self._outcomes is None
 
     def by_fabric(self, call: FabricCall) -> None:
@@ -252,7 +252,7 @@ class Get:
         """Nobody knows whether the node still writes: only the end of the link makes sure that it does not."""
         if any(not self.group.row(i).over for i in range(len(self._blocks))):
             error = DeadlineExceeded(
-                "A fetched block did not come in time, and the node did not confirm that it never will."
+                "A block did not arrive in time, and the node did not confirm that it was cancelled."
             )
             self._client.lose(self._link, error)
 
@@ -318,7 +318,7 @@ class Get:
         if self._cancelling and self._lost is not None and self._is_taken():
             told, self._lost = self._lost, None
             if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
-                told(self._outcomes, DeadlineExceeded("A fetched block did not come in time."))
+                told(self._outcomes, DeadlineExceeded("A block did not arrive in time."))
         if self._ended is not None:
             self._ended(self._outcomes)
 

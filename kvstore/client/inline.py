@@ -271,9 +271,7 @@ class InlineCalls:
             for answer in call:
                 for part in got_parts(answer):
                     if part.number != given:
-                        raise ProtocolError(
-                            "The node has sent blocks in another order than they were asked for."
-                        )
+                        raise ProtocolError("The node sent blocks in another order than requested.")
                     outcome: bytes | Miss | None = None
                     if part.miss is not None:
                         outcome = Miss(MissReason(part.miss.reason), part.miss.detail)
@@ -288,7 +286,7 @@ class InlineCalls:
         finally:
             call.cancel()  # if the caller wants no more
         if given < len(wanted):
-            raise ProtocolError(f"The node has sent {given} blocks of the {len(wanted)} that were asked for.")
+            raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
     def _name(self, key: bytes, length: int) -> pb.BlockName:
         return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
@@ -301,7 +299,7 @@ def _view(data: Data) -> memoryview:
 def _result(key: bytes, end: batches_pb2.BlockEnd | None, broken: KvError | None) -> PutResult:
     if end is None:
         return PutResult(
-            key, None, broken or ProtocolError("The node has not said what became of the block.")
+            key, None, broken or ProtocolError("The node did not report the result of the block.")
         )
     if end.HasField("error"):
         return PutResult(key, None, error_named(end.error.name, end.error.sentence, end.error.retry_after_ms))

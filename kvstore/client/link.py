@@ -33,7 +33,7 @@ from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from kvstore.client.own_side import OwnSide
+    from kvstore.client.own_address import OwnSide
     from kvstore.client.slabs import Slabs
     from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased
@@ -179,7 +179,7 @@ class Link:
             return mmap.mmap(-1, _MEMORY_BYTES)
         except OSError as error:
             raise NoMemory(
-                f"This process got no {_MEMORY_BYTES} bytes for a connection: {error.strerror}."
+                f"This process could not allocate {_MEMORY_BYTES} bytes for a connection: {error.strerror}."
             ) from error
 
     def _attach(

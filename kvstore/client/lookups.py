@@ -26,7 +26,7 @@ from kvstore.limits import LOOKUPS_TOLD_BYTES_MAX, LOOKUPS_WAITING_MAX
 from kvstore.lookups import Lookup, Outcome, Run, clean_id, outcome_of_miss, runs_of
 from kvstore.miss import Miss
 from kvstore.wire import lookups_pb2 as pb
-from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message
+from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -62,7 +62,7 @@ class Nodes(Handle):
         weight_of = dict(weights or {})
         for target in weight_of:
             if target not in self.reach.nodes:
-                raise ConfigError(f"{target!r} has a weight and is not one of the nodes.")
+                raise ConfigError(f"{target!r} has a weight but is not one of the nodes.")
         given = Map.of(0, (Member(one, one, weight_of.get(one, 1)) for one in self.reach.nodes))
         self._following = Following(self.reach, given)
         self._seen = given

@@ -14,7 +14,7 @@ import grpc
 from kvstore.limits import LOOKUPS_LISTED_MAX
 from kvstore.wire import blocks_pb2, lookups_pb2, lookups_pb2_grpc, observing_pb2_grpc
 from kvstore.wire import observing_pb2 as pb
-from kvstore.wire.looked import lookup_of
+from kvstore.wire.lookup_messages import lookup_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,13 +1,13 @@
-"""Exporting a session into a file, and importing one: bytes, keys and turns, for whoever may read and write them.
+"""Exports a session into a file, and imports one: bytes, keys and turns.
 
-Keys of blocks are the application's own, and a node keeps each tenant's apart by itself. So a file belongs to no
-tenant, and what is imported becomes the importing client's tenant's, whoever exported it; the file can't say otherwise.
+Keys of blocks are the application's own, and a node separates tenants by itself. So a file belongs to no tenant, and
+an imported session belongs to the importing client's tenant.
 
-What always holds: an export that was not finished is refused by an import; a session that is imported appears whole, at
-once and under a name that was free, or not at all. Blocks that were put by then stay, as nobody's, until they are
-evicted. One block at a time is in memory.
+What always holds: an unfinished export can't be imported; an imported session appears whole, at once and under a
+free name, or not at all. Blocks that were put before a failure stay until they are evicted. One block at a time is
+in memory.
 
-What it doesn't do: keep when turns began (they begin when they are imported), protections, or times to live.
+What it doesn't do: keep the start of turns (it is the import's), protection, or times to live.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def import_session(
     reader = Reader(file)
     content = reader.content
     if content.fingerprint != client.fingerprint:
-        raise LayoutError("The session's blocks are laid out in another way than this client's.")
+        raise LayoutError("The session's blocks have another layout than this client's.")
     if not content.keys:
         raise SessionFileError("The session in the file has no blocks, so there is nothing to import.")
     count = len(content.places())

@@ -1,10 +1,10 @@
 """Puts from arming to their last acknowledgement.
 
-`Client.arm` queues the puts; from there to the acknowledgement nobody calls anything: a store to the flag word is
-all. A put finds its slot at the node when it fires (`nic_offload.sender`), so any number may be armed.
+`Client.arm` queues the puts; from then until the acknowledgement no call is made: a store to the flag word suffices.
+A put takes its slot at the node when it fires (`nic_offload.sender`), so any number may be armed.
 
 What always holds: each put ends, by its acknowledgement, by its deadline or by the link's loss; the source may be
-written again once the put has landed or failed.
+overwritten once the put has landed or failed.
 """
 
 from __future__ import annotations
@@ -137,9 +137,7 @@ class ArmedPuts:
         match event.kind:
             case EventKind.ACKED:
                 error = error_of_code(event.value & _CODE_MASK)
-                self._refused(
-                    i, event, error or ProtocolError("The node said of a put what no put's end is.")
-                )
+                self._refused(i, event, error or ProtocolError("The node sent an invalid result of a put."))
             case EventKind.FAILED:
                 self._put_failed(i, event.status)
             case EventKind.LATE:
@@ -242,7 +240,9 @@ class ArmedPuts:
     def name(self, number: int, key: bytes) -> None:
         """Say which block it is, of one that was armed without a key: before its put fires, which fails otherwise."""
         if self._keys.get(number) != b"" or len(key) != KEY_BYTES:
-            raise InvalidArgument(f"A put that has no key yet gets one of {KEY_BYTES} bytes, once.")
+            raise InvalidArgument(
+                f"Only a put without a key can be named, once, with a key of {KEY_BYTES} bytes."
+            )
         with self._client.lock:
             self._keys[number] = key
             if self._heads is not None:
@@ -322,4 +322,4 @@ class ArmedPuts:
             self._end_if_over()
             if self._results is not None:
                 return list(self._results)
-            return self._now(DeadlineExceeded(f"The put had not ended after {waited_s} s; it goes on."))
+            return self._now(DeadlineExceeded(f"The put had not ended after {waited_s} s; it continues."))

@@ -79,7 +79,7 @@ class Repairs:
                     one.key, one.data, timeout_s=REPAIR_CALL_MS / 1000, read_ns=one.read_ns
                 )
             except KvError as error:
-                log.debug("A block was not put back to %s: %s", one.node, error)
+                log.debug("A block was not restored to %s: %s", one.node, error)
             with self._changed:
                 self._names.discard((one.node, one.key))
                 self._held_bytes -= len(one.data)

@@ -13,7 +13,7 @@ import contextlib
 import errno
 from typing import TYPE_CHECKING
 
-from kvstore.client.giving_back import GivingBack
+from kvstore.client.lease_returns import GivingBack
 from kvstore.client.puts import ArmedPuts
 from kvstore.durability import Durability
 from kvstore.errors import FabricError, InvalidArgument, KvError, LeaseExpired
@@ -67,7 +67,7 @@ class Reservation:
 
     def _spend(self) -> None:
         if self._spent:
-            raise InvalidArgument("A reservation is armed or given back once; reserve again.")
+            raise InvalidArgument("A reservation is armed or released once; reserve again.")
         self._spent = True
 
     def arm(self, flag: FlagWord | Counter | None) -> ArmedPuts:

@@ -160,7 +160,7 @@ class Resuming(Handle):
         key = self._manifest.keys[number]
         block = self._place(number, key)
         if block.key != key:
-            raise InvalidArgument(f"Block {number} of the session was given a place under another key.")
+            raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
         if not self._asked:
             self._notes.registered(block.region)
         return block
@@ -169,7 +169,7 @@ class Resuming(Handle):
         """Wait for the first so many blocks, as they were asked for; whether they all came."""
         count = min(count, len(self._order))
         if self._closed and self._came < count and self._miss is None:
-            raise Closed("The resume was closed before all of it had come.")
+            raise Closed("The resume was closed before all blocks had arrived.")
         first = not self._came
         while self._came < count and self._miss is None:
             self._ask()

@@ -90,7 +90,7 @@ class Reader:
         self._digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tkv session file")
         magic, fingerprint, blocks, turns = _HEAD.unpack(self._read_checked(_HEAD.size, "its head"))
         if magic != _MAGIC:
-            raise SessionFileError("The file is no exported session, or one of a newer version.")
+            raise SessionFileError("The file is not an exported session, or one of a newer version.")
         if not blocks <= SESSION_BLOCKS_MAX or not turns <= SESSION_TURNS_MAX:
             raise SessionFileError(f"No session has {blocks} blocks and {turns} turns.")
         turns_bytes = turns * _TURN.size
@@ -127,14 +127,14 @@ class Reader:
         if self._read(_DIGEST_BYTES, "its end") != digest:
             raise SessionFileError("The file fails its check as a whole: it was changed.")
         if self._file.read(1):
-            raise SessionFileError("Something follows behind the end of the session in the file.")
+            raise SessionFileError("The file has data after the end of the session.")
 
     def _read_checked(self, length: int, what: str) -> bytes:
         part = self._read(length, what)
         (crc,) = _CRC.unpack(self._read(_CRC.size, what))
         if crc32c(part) != crc:
             raise SessionFileError(
-                f"The file fails its check in {what}: it is no exported session, or was changed."
+                f"The file fails its check in {what}: it is not an exported session, or was changed."
             )
         return part
 
@@ -144,7 +144,7 @@ class Reader:
         while left:
             part = self._file.read(left)  # of a pipe, less than was asked for may come
             if not part:
-                raise SessionFileError(f"The file is cut short: it ends within {what}.")
+                raise SessionFileError(f"The file is truncated: it ends within {what}.")
             parts.append(part)
             left -= len(part)
         whole = b"".join(parts)

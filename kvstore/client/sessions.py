@@ -162,14 +162,14 @@ class Session:
         looks again), or if a block is not stored.
         """
         if not keys:
-            raise InvalidArgument("A turn has a block at least.")
+            raise InvalidArgument("A turn has at least one block.")
         if self._blocks is None:
             self._look()
         first = self._blocks or 0
         if first + len(keys) > SESSION_BLOCKS_MAX:
             raise SessionRefused(
-                f"A session has at most {SESSION_BLOCKS_MAX} blocks; this one has {first}, and {len(keys)} were to"
-                " be appended. Nothing was."
+                f"A session has at most {SESSION_BLOCKS_MAX} blocks; this one has {first}, and {len(keys)} were"
+                f" to be appended. Nothing was appended."
             )
         request = pb.AppendSessionRequest(
             name=self._name,
@@ -212,7 +212,7 @@ class Session:
         call_s = self._calls.timeout_s
         with (
             self._calls.core.lookups.looking(Kind.SESSION, 0) as metadata,
-            self._calls.calling("Asking for a session"),
+            self._calls.calling("Reading a session"),
         ):
             answer: pb.GetSessionResponse = self._calls.stub.GetSession(
                 request,

@@ -12,7 +12,7 @@ from kvstore.client.watch import metadata_of
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
-from kvstore.wire.seen import seen_of
+from kvstore.wire.step_messages import seen_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,6 +63,6 @@ class StepCalls:
 
     def trace(self, request: pb.GetTraceRequest) -> Trace:
         """What was seen of a session."""
-        with self._calling("Asking for a trace"):
+        with self._calling("Reading a trace"):
             answer = self._stub.GetTrace(request, timeout=self._timeout_s)
         return Trace(tuple(seen_of(answer.seen)), answer.now_unix_ms)

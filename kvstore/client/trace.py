@@ -18,7 +18,7 @@ from kvstore.limits import STEP_PUTS_FOLLOWED_MAX, STEPS_REPORTED_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.steps import Seen, Step
 from kvstore.wire import steps_pb2 as pb
-from kvstore.wire.seen import STEPS_HEADER, machine_clock, seen_message
+from kvstore.wire.step_messages import STEPS_HEADER, machine_clock, seen_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,8 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.client.asking import Reserving
 from kvstore.client.blocks import pieces_of
+from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import check_armed, check_gets, check_lease, check_reserved
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
@@ -163,7 +163,7 @@ class Transfers:
     ) -> Get | NoGet:
         """As `Client.getting`."""
         if any(map(pieces_of, blocks)):
-            raise InvalidArgument("A block that belongs in pieces is waited for: use `get`.")
+            raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
         return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
 
     def _getting(

@@ -37,10 +37,10 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
         home = Path(folder)
         tell = _quiet if as_json else say
         with NodeProcess(home / "node") as node:
-            tell(f"1. A chat of {turns} turns of {tokens} tokens; each is saved when it ends")
+            tell(f"1. A chat of {turns} turns of {tokens} tokens, each saved at its end")
             first = _process("begin", node.target, home, turns, tokens)
             tell(_indented(_turns(first["turns"])))
-            tell("2. The node is killed with SIGKILL and started again; another process resumes")
+            tell("2. The node is killed with SIGKILL and restarted; another process resumes")
             node.kill()
             node.start()
             second = _process("resume", node.target, home, turns, tokens)
@@ -53,7 +53,7 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
         answers = "the same" if second["answer"] == second["answer_recomputed"] else "ANOTHER ONE"
         say(f"3. Its logits {bits} to those of the process that never stopped, and within")
         say(
-            f"   {second['difference']:.1e} of those computed anew; the answer of {len(second['answer'])} tokens is"
+            f"   {second['difference']:.1e} of the recomputed ones; the answer of {len(second['answer'])} tokens is"
         )
         say(f"   {answers}.")
     return 0 if right else 1

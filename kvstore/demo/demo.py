@@ -246,7 +246,7 @@ def _story(data: Path) -> None:
         node.start()
         state = client.status(wait_s=_WAIT_S)
         say(f"   back as process {node.pid}, with {state.blocks} blocks")
-        say("5. everything is read back and compared")
+        say("5. all bytes are read back and compared")
         for name in ("tokens", *(f"fast {i}" for i in range(_ROUNDS))):
             back[:] = bytes(_TOTAL)
             figures.get.append(_read_back(client, _blocks(source, run_id, name), target))
@@ -254,7 +254,7 @@ def _story(data: Path) -> None:
         back[:] = bytes(_TOTAL)
         figures.get_inline.append(_read_back_by_cpu(client, by_cpu, back))
         _compare(back, digests, "after an inline get")
-        say("6. they become a chat's turn; its user thinks, and is back")
+        say("6. the blocks become a chat's turn; the user thinks, and returns")
         _resume(client, _blocks(target, run_id, "tokens"), back, digests)
         target.close()
         source.close()

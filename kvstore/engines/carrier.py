@@ -134,7 +134,7 @@ class Carrier(Handle):
         except FabricError as error:
             if self._transport == "fabric":
                 raise
-            log.warning("There is no fabric here (%s); blocks are sent inside gRPC.", error)
+            log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
             return False
         self._areas = [*self._areas, _Area(address, length, region)]
         return True
@@ -160,7 +160,7 @@ class Carrier(Handle):
                 for (number, _, _), answer in zip(some, answers, strict=True):
                     here[number] &= isinstance(answer, Stored)
         except KvError as error:
-            log.debug("Nothing is known of %d blocks: %s", len(blocks), error)
+            log.debug("%d blocks could not be looked up: %s", len(blocks), error)
             return [False] * len(blocks)
         return here
 
@@ -169,7 +169,7 @@ class Carrier(Handle):
         try:
             answers = self._client.exists(keys, timeout_s=self._lookup_s)
         except KvError as error:
-            log.debug("Nothing is known of %d blocks: %s", len(keys), error)
+            log.debug("%d blocks could not be looked up: %s", len(keys), error)
             return [0] * len(keys)
         return [one.length if isinstance(one, Stored) else 0 for one in answers]
 
@@ -184,7 +184,7 @@ class Carrier(Handle):
                 if count < len(some):
                     break
         except KvError as error:
-            log.debug("Nothing more is known of %d blocks: %s", len(keys), error)
+            log.debug("The look-up of %d blocks ended: %s", len(keys), error)
         return had
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -262,7 +262,7 @@ class Carrier(Handle):
                     here[part.block] &= isinstance(outcome, Hit)
             self._get_inline(inline, until_ns, here)
         except KvError as error:
-            log.debug("%d blocks were not got: %s", len(places), error)
+            log.debug("%d blocks were not fetched: %s", len(places), error)
             return [False] * len(places)
         return here
 

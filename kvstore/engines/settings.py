@@ -36,9 +36,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         """Refuse what can't be."""
         if not self.clustered and (len(self.reach.nodes) > 1 or self.replicas != 1):
-            raise ConfigError(
-                "This adapter keeps its blocks on one node: say node, and no nodes or replicas."
-            )
+            raise ConfigError("This adapter uses one node: set node, not nodes or replicas.")
         for one in fields(self)[1:]:
             value, choices = getattr(self, one.name), self.choices.get(one.name)
             if choices is not None and value not in choices:

@@ -172,11 +172,11 @@ class _Puts:
             check_chunk(len(chunk))
             if name is not None:
                 if self._filling is not None:
-                    raise ProtocolError("A block began before the bytes of the one before had come.")
+                    raise ProtocolError("A block began before the bytes of the previous one had arrived.")
                 await self._begin(name)
             filling = self._filling
             if filling is None:
-                raise ProtocolError("Bytes came that belong to no block.")
+                raise ProtocolError("Bytes arrived that belong to no block.")
             self._fill(filling, chunk)
         self._hand_over()
 
@@ -204,7 +204,7 @@ class _Puts:
         end = filling.filled + len(chunk)
         length = filling.name.length
         if end > length:
-            raise ProtocolError(f"More bytes came than the {length} that were announced.")
+            raise ProtocolError(f"More bytes arrived than the {length} announced.")
         if filling.view is not None:
             filling.view[filling.filled : end] = chunk
         filling.filled = end
@@ -282,7 +282,7 @@ class _Puts:
         """Note that no more comes."""
         if self._filling is not None:
             raise ProtocolError(
-                f"{self._filling.filled} bytes came and {self._filling.name.length} were announced."
+                f"{self._filling.filled} bytes arrived and {self._filling.name.length} were announced."
             )
         self._over = True
         self._changed.set()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvstore.node.calls import Context
     from kvstore.node.gate import Gate
     from kvstore.node.node import Node
+    from kvstore.storage.eviction_events import Explanation
     from kvstore.storage.items import DeleteDone
-    from kvstore.storage.keeping import Explanation
 
 __all__ = ["BlocksService"]
 

@@ -1,7 +1,7 @@
-"""What all calls of the services have in common: errors as statuses, words of the proto as ours, ends that are awaited.
+"""What all gRPC services share: errors as statuses, conversions of the proto's messages, pending completions.
 
-What always holds: an error of the tree ends a call with its own status, and any other error is a bug, which gRPC says;
-a call that its client gave up doesn't stop what it had begun.
+What always holds: an error of the tree ends a call with its own status; any other error is a bug, and gRPC reports
+it. Cancelling a call doesn't stop the work that it has begun.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _WORD_BYTES = 8
 def check_count(blocks: int, blocks_max: int = BATCH_BLOCKS_MAX) -> None:
     """Refuse a call that names no block, or too many."""
     if not 1 <= blocks <= blocks_max:
-        raise ProtocolError(f"A call names 1 to {blocks_max} blocks, not {blocks}.")
+        raise ProtocolError(f"A call takes 1 to {blocks_max} blocks, not {blocks}.")
 
 
 def check_key(key: bytes) -> None:
@@ -82,7 +82,7 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
 def refuse_expired(expires_unix_ms: int, now_ms: int) -> None:
     """Refuse a time to live that is over before anything is put."""
     if 0 < expires_unix_ms <= now_ms:
-        raise Expired("The time to live that was asked for is over already; nothing was put.")
+        raise Expired("The requested time to live has already ended; nothing was put.")
 
 
 def check_generation(generation: int) -> None:
@@ -102,7 +102,9 @@ class AckArea:
     def target(self, word: int) -> int:
         """The address of one of them."""
         if not 0 <= word < self.words:
-            raise ProtocolError(f"Acknowledgement word {word} is not one of the client's {self.words}.")
+            raise ProtocolError(
+                f"The client has {self.words} acknowledgement words, and {word} is not one of them."
+            )
         return self.base + word * _WORD_BYTES
 
 

@@ -125,9 +125,7 @@ class Door(grpc.aio.ServerInterceptor):
 
     def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
         if size_bytes > self._answers.left(who) and self._answers.held(who):
-            raise Overloaded(
-                "As many answers as are the tenant's share have not been taken; take them first."
-            )
+            raise Overloaded("The tenant's share of unread answers is used up; read them first.")
 
     def _lend(self, who: str | None, length: int, context: Context) -> None:
         """Let an answer lie here until its caller has taken it; Overloaded if it is large and too many do."""
@@ -180,7 +178,7 @@ class Door(grpc.aio.ServerInterceptor):
                         if not scope.expired():
                             raise
                         raise NotAuthenticated(
-                            "What let the caller in is no longer in the node's file."
+                            "The caller's token or certificate is no longer in the node's tenants file."
                         ) from None
 
 
@@ -215,7 +213,7 @@ class _InTime:
             raise ProtocolError("A message of the call can't be read.") from None
         except TimeoutError:
             raise DeadlineExceeded(
-                f"A call's first message did not come within {DOOR_FIRST_MESSAGE_MS} ms."
+                f"A call's first message did not arrive within {DOOR_FIRST_MESSAGE_MS} ms."
             ) from None
 
 
@@ -227,7 +225,7 @@ async def _only(requests: _InTime) -> Any:
     """The message of a call that has one."""
     async for request in requests:
         return request
-    raise ProtocolError("The call's message did not come.")
+    raise ProtocolError("The call's message did not arrive.")
 
 
 def _said(call: str) -> str:

@@ -215,7 +215,7 @@ class Doorkeeper:
             try:
                 self.look()
             except Exception:  # a door without its keeper would stay open, and nobody would know
-                log.exception("the doorkeeper could not look")
+                log.exception("the connections could not be checked")
 
     def must_look(self) -> bool:
         """Whether there is something to see: somebody new, not let in yet, refused or barred, or a new endpoint.
@@ -262,9 +262,7 @@ class Doorkeeper:
         ends = self._grouped(lambda link: (link.ip, link.port) in still, lambda one: one.source)
         for source, links in ends if still else ():
             self._hang_up(links)
-            self._turned_away(
-                source, "connections over which an answer was not taken in its time", len(links)
-            )
+            self._turned_away(source, "connections whose client did not read an answer in time", len(links))
 
     def _grouped(
         self, which: Callable[[_Link], bool], by: Callable[[_Link], T]
@@ -326,7 +324,7 @@ class Doorkeeper:
             gone |= {one.name: one for one in newest[-over:]}
         if gone:
             self._hang_up(gone.values())
-            self._turned_away(source, "connections over which no call was let in, or too many", len(gone))
+            self._turned_away(source, "connections without an accepted call, or too many", len(gone))
 
     def _is_loud(self, link: _Link, now_ns: int) -> bool:
         """Whether so much came that the call it belongs to should have been let in by now.
@@ -347,7 +345,7 @@ class Doorkeeper:
         if gone:
             self._hang_up(gone)
             self._turned_away(
-                gone[0].source, "connections to an endpoint of somebody else's, or too many", len(gone)
+                gone[0].source, "connections to another client's endpoint, or too many", len(gone)
             )
 
     def _hang_up(self, links: Iterable[_Link]) -> None:
@@ -376,7 +374,9 @@ class Doorkeeper:
                 and len(self._barred) < DOOR_BARRED_SOURCES_MAX
             ):
                 self._barred[source] = now_ns + DOOR_BARRED_MS * _MS
-                self._turned_away(source, f"barred for {DOOR_BARRED_MS} ms: it knocks too often", len(times))
+                self._turned_away(
+                    source, f"barred for {DOOR_BARRED_MS} ms: it connects too often", len(times)
+                )
         for source, until_ns in list(self._barred.items()):
             if until_ns <= now_ns:
                 del self._barred[source]

@@ -86,7 +86,7 @@ def _open(drive: Drive, fabric: Fabric) -> Lane | None:
     try:
         lane = Lane(fabric, LANE_TAG, drive.direct_fd, LANE_DEPTH, LANE_BYTES_MAX, drive.record_format)
     except FabricError as error:
-        log.warning("What lands for drive %d is written by Python: %s", drive.number, error)
+        log.warning("Puts to drive %d are written by Python: %s", drive.number, error)
         return None
     drive.use_lane(lane)
     return lane

@@ -66,7 +66,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
         return tuple(ipaddress.ip_network(one.strip()) for one in text.split(","))
     except ValueError as error:
         raise ConfigError(
-            f"{text!r} is no list of networks: {error}; write CIDR[,CIDR], such as 10.0.0.0/8."
+            f"{text!r} is not a list of networks: {error}; write CIDR[,CIDR], such as 10.0.0.0/8."
         ) from None
 
 
@@ -119,7 +119,7 @@ class FabricAddress:
                 self._addresses = (ip_of(told),)
         if not all(is_reachable(SocketAddress(ip, 1)) for ip in self._addresses):
             raise ConfigError(
-                f"Nobody reaches a node at --fabric-address {told}; name an address of this machine, or none."
+                f"No client can reach --fabric-address {told}; use an address of this machine, or none."
             )
         self._clients = clients
         if ports is None and not self._listens.is_loopback:
@@ -164,12 +164,12 @@ class FabricAddress:
                 f"A client's fabric address is one of IPv{fabric.ip_version} here, and {error}."
             ) from None
         if not is_reachable(client):
-            raise ProtocolError(f"The client's fabric address {client} is no machine's own.")
+            raise ProtocolError(f"The client's fabric address {client} is not an address of a machine.")
         caller = ip_of_peer(peer)
         own = caller == client.ip or (caller is None and client.ip.is_loopback)
         if not own and not any(client.ip in network for network in self._clients):
             raise AddressRefused(
-                f"The client's fabric address {client.ip} is not where its call comes from ({caller or peer});"
+                f"The client's fabric address {client.ip} is not the source of its call ({caller or peer});"
                 " if the client has several, the node allows it by --fabric-clients.",
                 str(caller or ""),
             )
@@ -194,7 +194,7 @@ class FabricAddress:
         if self._told is None and self._listens.is_unspecified:
             found = source_towards(client)
             if found is None:
-                raise FabricError(f"The node has no way to the client's fabric address {client}.")
+                raise FabricError(f"The node has no route to the client's fabric address {client}.")
             return found
         addresses = self._addresses if self._told is not None else (self._listens,)
         if not addresses:
@@ -203,8 +203,9 @@ class FabricAddress:
             if ip.version == client.version:
                 return ip
         raise ProtocolError(
-            f"The node's fabric is at {', '.join(map(str, addresses))}, and the client's address {client} is of another"
-            " family; give the node a --fabric-address of it, or the client an address of the node's."
+            f"The node's fabric is at {', '.join(map(str, addresses))}, and the client's address {client} is of"
+            f" another family; set a --fabric-address of that family at the node, or another fabric_address at"
+            f" the client."
         )
 
 

@@ -23,10 +23,10 @@ from kvstore.errors import KvError, Overloaded, ProtocolError
 from kvstore.limits import SHARES
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
-from kvstore.node.asked import fetch, lease_told, reserve
+from kvstore.node.call_headers import Told
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
-from kvstore.node.told import Told
+from kvstore.node.connection_calls import fetch, lease_told, reserve
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
@@ -125,7 +125,7 @@ class CallArea:
         data = self._calls[start : start + length + endpoint.tag_bytes]
         flag = self._region.address + flag_offset(place)
         if not endpoint.believes(self._region, flag, generation, data[:length], data[length:]):
-            raise ProtocolError("A call over the fabric was not made by the connection's client.")
+            raise ProtocolError("A call over the fabric did not come from the connection's client.")
         return read_call(data[:length], generation)
 
     def answer(self, place: int, number: int, data: bytes, call: Call, tag: int) -> TriggeredPut:
@@ -232,7 +232,7 @@ class FabricCalls:
         node.timings.got_from_memory.note(served.ended_ns - served.began_ns, blocks)
         node.timings.called("Fetch", served.began_ns, None, served.ended_ns)
         if served.corrupt:
-            log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
+            log.error("a block in the hot memory failed its CRC: this machine's memory may be faulty")
 
     def sent(self, event: Event) -> bool:
         """Whether what the fabric is done with is an answer; if so, its bytes may be used again."""
@@ -299,7 +299,7 @@ class FabricCalls:
                 self._answering[tag] = area, number
                 arm(self._node.fabric, [area.answer(place, number, data, call, tag)])
             else:
-                self._end(area, "It calls again and again and does not wait for answers.")
+                self._end(area, "It sends calls without waiting for answers.")
         except KvError as error:  # its word is not one that it has, or the fabric takes nothing more
             self._end(area, str(error))
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.fair import Holder
     from kvstore.node.hot import Piece
-    from kvstore.node.looking import Looking
-    from kvstore.node.traces import SeenGet
+    from kvstore.node.lookup_progress import Looking
+    from kvstore.node.session_traces import SeenGet
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry
     from kvstore.storage.sends import Send

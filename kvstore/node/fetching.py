@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvstore.node.fetch import FetchRequest
     from kvstore.node.granted import Granted
     from kvstore.node.hot import HotMemory
-    from kvstore.node.looking import Looking
+    from kvstore.node.lookup_progress import Looking
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
     from kvstore.storage.drive import Drive
@@ -116,7 +116,7 @@ class Fetches:
     ) -> None:
         """Queue the fetches, all or none, and start what can be started. `called`: they have come by gRPC."""
         if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
-            raise Overloaded(f"The node has {len(self._queued)} fetches waiting; try again in a moment.")
+            raise Overloaded(f"The node has {len(self._queued)} queued fetches; try again later.")
         looking.expect()
         self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
@@ -508,7 +508,7 @@ class Fetches:
         self._memory.pages.forget(fetch.piece)
         self._granted.forget([fetch.name])
         if fetch.hot:  # its bytes changed in our memory; the drive's may be right
-            log.error("a block in the hot memory failed its CRC: this machine's memory is not to be trusted")
+            log.error("a block in the hot memory failed its CRC: this machine's memory may be faulty")
             if fetch.request.seen is not None:
                 fetch.request.seen.again()
             fetch.looking.left += 1

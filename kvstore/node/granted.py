@@ -30,11 +30,11 @@ from kvstore.limits import (
     ROOMS_MAX,
     ROOMS_MIN,
 )
+from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
-from kvstore.node.told import Told
-from kvstore.node.traced import End
+from kvstore.node.span_notes import End
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
@@ -65,9 +65,9 @@ _WRITTEN: Final = Durability.WRITTEN
 _SYNCED: Final = Durability.SYNCED
 _DURABILITIES: Final = {int(one): one for one in Durability}
 _ACKS: Final = {int(one): AckCode(one) for one in Durability}
-_TAKEN: Final = "Another block is in the memory under the key."
-_DIFFERED: Final = "Other bytes came than were sent."
-_EXPIRED: Final = "The block's time to live was over before it came."
+_TAKEN: Final = "Another block with this key is in memory."
+_DIFFERED: Final = "The bytes that arrived are not those that were sent."
+_EXPIRED: Final = "The block's time to live ended before it arrived."
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
 
@@ -309,16 +309,16 @@ class Granted:
     def _taken(self, area: PutArea, state: State) -> None:
         if state.broken:
             log.warning(
-                "What came into a slot was no put. The connection is closed.", extra=area.connection.about()
+                "A slot received an invalid put. The connection is closed.", extra=area.connection.about()
             )
             self._node.detach(area.connection)
         else:
             self._feed(area, state)
 
     def take_all(self) -> None:
-        """Take note of all that has come, before somebody asks or changes it.
+        """Process everything that has arrived, before a query or a change.
 
-        Nobody is looked at if nothing has: most of a thousand clients put nothing at the moment.
+        If nothing has arrived, no connection is examined: most of a thousand clients are idle at any moment.
         """
         if self._memory.shelf.came != self._heard:
             for number in list(self._areas):
@@ -501,10 +501,10 @@ class Granted:
         lease, connection = one.lease, one.connection
         if not one.is_awaited:
             self._node.counters.lost(error)
-            log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
+            log.warning("a landed block could not be stored: %s", error, extra=connection.about())
             return
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
-        log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)
 
     def _settle(self, landed: Sequence[Landed]) -> None:

@@ -1,12 +1,12 @@
-"""The process's heap: what an attack, or a crowd, has made it grow by is given back to the machine.
+"""Returns freed memory of the process's heap to the operating system after load.
 
-malloc keeps what was freed, in the arenas of gRPC's threads above all, and thousands of calls leave tens of MiB there.
-What a refused call held, a message of 8 MiB perhaps, stays in a cycle of gRPC's until Python looks for cycles, which it
-does by the number of objects and not by their size: so it is made to look when the heap has grown.
+malloc keeps freed memory, mostly in the arenas of gRPC's threads, and thousands of calls leave tens of MiB there.
+The memory of a refused call, up to a message of 8 MiB, stays in a reference cycle of gRPC's until Python's garbage
+collector runs, which depends on the number of objects and not on their size: so it is run when the heap has grown.
 
-What always holds: what there was when the node began to serve is not looked through again, so a look takes some
+What always holds: objects that existed when the node began to serve are not scanned again, so a collection takes
 milliseconds.
-What it doesn't do: touch memory that somebody has. A C library without glibc's calls keeps what it keeps.
+What it doesn't do: touch memory in use, or help with a C library that lacks glibc's calls.
 """
 
 from __future__ import annotations

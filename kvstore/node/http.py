@@ -295,13 +295,11 @@ class HttpServer:
     def _admit(self, asked: _Asked) -> Tenant:
         what, who = f"http {asked.path[:32]}", f"http:{asked.peer[0]}:{asked.peer[1]}"
         if self._wants_certificate and not asked.certificate:  # before it can use up what others may ask
-            why = "Here is nothing but /healthz and /readyz for clients without a certificate."
+            why = "Clients without a certificate may only use /healthz and /readyz."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)
         if self._gate.tenants.is_open and not _is_address(asked.headers.get("host", "")):
-            raise _Bad(
-                403, "A node without tenants answers to an address or to localhost, and to no other name."
-            )
+            raise _Bad(403, "A node without tenants answers only to an IP address or localhost.")
         try:
             tenant = self._gate.admit(what, _metadata(asked.headers), _names(asked.certificate), who)
         except NotAuthenticated:
@@ -322,13 +320,13 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
     try:
         text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError:
-        raise _Bad(400, f"A request has {HTTP_REQUEST_BYTES_MAX} bytes at most.") from None
+        raise _Bad(400, f"A request has at most {HTTP_REQUEST_BYTES_MAX} bytes.") from None
     first, *lines = text.rstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):  # noqa: PLR2004
-        raise _Bad(400, "That is no request of HTTP/1.1.")
+        raise _Bad(400, "That is not an HTTP/1.1 request.")
     if words[0] not in ("GET", "HEAD"):
-        raise _Bad(405, "There is nothing here but GET and HEAD.")
+        raise _Bad(405, "Only GET and HEAD are supported.")
     headers = {}
     for line in lines:
         name, colon, value = line.partition(":")
@@ -339,7 +337,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
     try:
         fields = dict(parse_qsl(query, max_num_fields=_FIELDS_MAX))
     except ValueError:
-        raise _Bad(400, f"A question has {_FIELDS_MAX} fields at most.") from None
+        raise _Bad(400, f"A query has at most {_FIELDS_MAX} fields.") from None
     return words[0], path, fields, headers
 
 

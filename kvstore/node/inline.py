@@ -50,7 +50,7 @@ def check_chunk(length: int) -> None:
     """Refuse a chunk that is larger than one may be."""
     if length > CHUNK_BYTES_MAX:
         raise ProtocolError(
-            f"A chunk of {length} bytes came, and one has at most {CHUNK_BYTES_MAX}; send the block in several."
+            f"A chunk has at most {CHUNK_BYTES_MAX} bytes, not {length}; send the block in several."
         )
 
 
@@ -80,7 +80,7 @@ class InlineBlocks:
         may = self._shares.may_hold(who, pages_of(length) * PAGE_BYTES)
         piece = self.memory.take(length, who[0]) if may else None
         if piece is None:
-            raise Overloaded("The node's memory for blocks is in use; try again in a moment.")
+            raise Overloaded("The node's memory for blocks is in use; try again later.")
         self._shares.hold(who, piece.pages * PAGE_BYTES)
         return piece
 
@@ -155,11 +155,11 @@ class InlineBlocks:
         async for chunk in chunks:
             check_chunk(len(chunk))
             if filled + len(chunk) > length:
-                raise ProtocolError(f"More bytes came than the {length} that were announced.")
+                raise ProtocolError(f"More bytes arrived than the {length} announced.")
             payload[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
         if filled != length:
-            raise ProtocolError(f"{filled} bytes came and {length} were announced.")
+            raise ProtocolError(f"{filled} bytes arrived and {length} were announced.")
 
     async def get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
         """Find or read a block, and check it."""
@@ -193,9 +193,7 @@ class InlineBlocks:
             return None
         if not self._shares.may_hold(who, piece.pages * PAGE_BYTES):
             self.memory.pages.release(piece)  # before it costs a check of its bytes
-            raise Overloaded(
-                "The client reads as much as the node sends it at a time; read what is under way first."
-            )
+            raise Overloaded("The client has as many reads under way as the node allows; finish those first.")
         if crc32c_at(self.memory.address(piece) + HEADER_BYTES, entry.length) != entry.crc32c:
             self.memory.pages.forget(piece)  # the drive's bytes may be right
             self.memory.pages.release(piece)

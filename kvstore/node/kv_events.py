@@ -165,7 +165,7 @@ class KvEvents:
                     self._replay.send_multipart([who, *envelope, number, payload], zmq.NOBLOCK)
             self._replay.send_multipart([who, *envelope, _END, b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.warning("Events that were asked for again could not be sent: %s", error)
+            log.warning("Events could not be replayed: %s", error)
 
 
 def _stored(keys: list[bytes]) -> dict[str, object]:

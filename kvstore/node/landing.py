@@ -24,8 +24,8 @@ from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
-    from kvstore.node.traced import PutTrace
-    from kvstore.node.traces import SessionTrace
+    from kvstore.node.session_traces import SessionTrace
+    from kvstore.node.span_notes import PutTrace
 
 __all__ = ["LandingLayout", "Lease", "SlotState", "Slots", "pages_of"]
 
@@ -119,8 +119,8 @@ class Slots:
         """Take free slots, all or none; each must be given to `hold` next."""
         if count > len(self._free):
             raise Overloaded(
-                f"The connection has {len(self._free)} of {self.count} landing slots free and {count} were asked for;"
-                " wait for puts to finish, or attach with more slots."
+                f"The connection has {len(self._free)} of {self.count} landing slots free and {count} were"
+                f" requested; wait for puts to finish, or attach with more slots."
             )
         return [self._free.pop() for _ in range(count)]
 

@@ -58,9 +58,7 @@ class Certificates:
     def renew(self, config: NodeConfig) -> None:
         """Read them again, for connections that begin from now on; ConfigError if they can't be used."""
         if config.tls_certificate is None or (config.tls_clients is not None) != self._wants_clients:
-            raise ConfigError(
-                "That a node has TLS, or asks clients for certificates, changes when it starts."
-            )
+            raise ConfigError("Turning TLS or client certificates on or off needs a restart.")
         context, self._renewed = _context(config), _for_grpc(config)
         self.context = context
 
@@ -104,7 +102,7 @@ def _context(config: NodeConfig) -> ssl.SSLContext:
 
 
 def _refuse_password() -> str:
-    raise ConfigError("The node's key has a password; a node is given one without.")
+    raise ConfigError("The node's key has a password; use a key without one.")
 
 
 def listen(server: grpc.aio.Server, config: NodeConfig, certificates: Certificates | None) -> str:
@@ -131,7 +129,7 @@ def _why_not(host: str, port: int) -> str:
             trial.listen()
         except OSError as error:
             known = {
-                errno.EADDRINUSE: f"Port {port} on {host} is taken by another process.",
+                errno.EADDRINUSE: f"Port {port} on {host} is in use by another process.",
                 errno.EADDRNOTAVAIL: f"This machine has no address {host}.",
                 errno.EACCES: f"This user may not listen on port {port}.",
             }

@@ -35,7 +35,7 @@ class LookupsService(lookups_pb2_grpc.LookupsServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("list lookups", context, request.tenant)
             if bool(request.user) != bool(request.session):
-                raise ProtocolError("Look-ups are asked for by user and session, or by neither.")
+                raise ProtocolError("Filter look-ups by both user and session, or by neither.")
             session = name_of(tenant.id, request.user, request.session) if request.user else None
             return self._node.lookups.told_of(tenant.id, request.request_id, session, request.last)
         raise AssertionError

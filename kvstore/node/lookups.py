@@ -24,10 +24,10 @@ from kvstore.limits import (
     USER_BYTES,
 )
 from kvstore.lookups import Lookup, bounded, clean_id
-from kvstore.node.looking import Looking
 from kvstore.node.lookup_log import Kept
+from kvstore.node.lookup_progress import Looking
 from kvstore.wire import lookups_pb2 as pb
-from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
+from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
 
 if TYPE_CHECKING:
     from kvstore.clock import Clock

@@ -116,26 +116,28 @@ def _of_node(node: Node, version: str) -> list[Metric]:
         "eviction": store.eviction.policy,
     }
     return [
-        InfoMetricFamily("kvstore_node", "The node, its version, its fabric and its eviction.", value=info),
+        InfoMetricFamily(
+            "kvstore_node", "The node's name, version, fabric provider and eviction policy.", value=info
+        ),
         _gauge(
             "kvstore_start_time_seconds",
-            "When the node began, since 1970.",
+            "Unix time at which the node started.",
             (node.clock.wall_ms() - up_ms) / 1000,
         ),
-        _gauge("kvstore_takes_puts", "1 if any drive takes puts.", float(store.takes_puts)),
-        _gauge("kvstore_blocks", "Blocks stored.", store.blocks),
-        _gauge("kvstore_sessions", "Sessions stored.", len(node.store.manifests)),
+        _gauge("kvstore_takes_puts", "1 if at least one drive accepts puts.", float(store.takes_puts)),
+        _gauge("kvstore_blocks", "Stored blocks.", store.blocks),
+        _gauge("kvstore_sessions", "Stored sessions.", len(node.store.manifests)),
         _gauge(
             "kvstore_sessions_protected",
-            "Sessions that are kept from eviction.",
+            "Sessions protected from eviction.",
             store.eviction.protected_sessions,
         ),
         _gauge(
             "kvstore_eviction_idle_seconds",
-            "How long the last block that went for room had not been used; 0 if none went.",
+            "Idle time of the last block evicted for room; 0 if none was.",
             store.eviction.space_idle_ms / 1000,
         ),
-        _counter("kvstore_syncs_total", "Times that a drive was made to keep what it has.", store.syncs),
+        _counter("kvstore_syncs_total", "Syncs of drives.", store.syncs),
         _counter(
             "kvstore_corrupt_blocks_total",
             "Blocks that failed a check or could not be read, and were dropped.",
@@ -143,7 +145,7 @@ def _of_node(node: Node, version: str) -> list[Metric]:
         ),
         _counter(
             "kvstore_foreign_words_total",
-            "Words that came over the fabric and were not believed; more than a few say that somebody forges.",
+            "Fabric messages rejected as not authentic; more than a few suggest forgery.",
             node.fabric.statistics().stale_words,
         ),
     ]
@@ -156,16 +158,16 @@ def _of_cluster(membership: Membership | None) -> list[Metric]:
     is_member = membership is not None and not membership.outside
     away_ms = 0 if membership is None else membership.away_ms
     return [
-        _gauge("kvstore_cluster_members", "Nodes on the map of the cluster, as this one has it.", members),
+        _gauge("kvstore_cluster_members", "Nodes on this node's map of the cluster.", members),
         _gauge(
             "kvstore_cluster_absent_nodes",
-            "Nodes that were members and may come back; no deletion is acknowledged without them.",
+            "Former members that may come back; no deletion is acknowledged without them.",
             absent,
         ),
-        _gauge("kvstore_cluster_member", "1 if this node is one of them.", float(is_member)),
+        _gauge("kvstore_cluster_member", "1 if this node is on the map.", float(is_member)),
         _gauge(
             "kvstore_cluster_etcd_away_seconds",
-            "For how long etcd has not answered this node; 0 if it does.",
+            "Seconds since etcd last answered; 0 if it is answering.",
             away_ms / 1000,
         ),
     ]
@@ -177,27 +179,27 @@ def _of_upkeep(upkeep: Upkeep | None) -> list[Metric]:
     return [
         _gauge(
             "kvstore_cluster_one_copy_blocks",
-            "Blocks that this node is to copy to another owner, and has not, as of its last look.",
+            "Blocks still to be copied to another owner, as of the last scan.",
             0 if found is None else found.one_copy,
         ),
         _gauge(
             "kvstore_cluster_unsure_blocks",
-            "Of them, those that it may not copy: a deletion may have been missed while it was away.",
+            "Of these, blocks not copied because a deletion may have been missed while the node was down.",
             0 if found is None else found.unsure,
         ),
         _gauge(
             "kvstore_cluster_full_blocks",
-            "Of them, those for which the other owner has no room.",
+            "Of these, blocks for which the other owner has no room.",
             0 if found is None else found.full,
         ),
         _counter(
             "kvstore_cluster_copied_blocks_total",
-            "Blocks that this node has copied to another owner.",
+            "Blocks copied to another owner.",
             0 if upkeep is None else upkeep.copied_blocks,
         ),
         _counter(
             "kvstore_cluster_copied_bytes_total",
-            "Bytes of them.",
+            "Bytes copied to another owner.",
             0 if upkeep is None else upkeep.copied_bytes,
         ),
     ]
@@ -206,41 +208,41 @@ def _of_upkeep(upkeep: Upkeep | None) -> list[Metric]:
 def _of_blocks(node: Node) -> list[Metric]:
     counters, store = node.counters, node.store.statistics()
     return [
-        _counter("kvstore_puts_total", "Blocks that were kept.", counters.puts),
-        _counter("kvstore_put_bytes_total", "Bytes of them.", counters.put_bytes),
-        _counter("kvstore_puts_failed_total", "Blocks that could not be kept.", counters.puts_failed),
+        _counter("kvstore_puts_total", "Blocks stored.", counters.puts),
+        _counter("kvstore_put_bytes_total", "Bytes stored.", counters.put_bytes),
+        _counter("kvstore_puts_failed_total", "Blocks that could not be stored.", counters.puts_failed),
         _counter(
             "kvstore_puts_taken_total",
-            "Blocks that were not kept because their key has another one.",
+            "Blocks refused because their key already has another block.",
             counters.puts_taken,
         ),
         _counters(
             "kvstore_landed_lost_total",
-            "Blocks that were acknowledged as landed, and no more, and then not kept, by why.",
+            "Blocks acknowledged only as landed and then not stored, by reason.",
             "reason",
             {"taken": counters.landed_taken, "failed": counters.landed_failed},
         ),
         _counters(
             "kvstore_hits_total",
-            "Blocks that were sent, by where they were.",
+            "Blocks sent, by tier.",
             "tier",
             {"memory": counters.hits_memory, "drive": counters.hits_drive},
         ),
-        _counter("kvstore_got_bytes_total", "Bytes of them.", counters.got_bytes),
+        _counter("kvstore_got_bytes_total", "Bytes sent.", counters.got_bytes),
         _counters(
             "kvstore_misses_total",
-            "Blocks that were asked for and not sent, by why.",
+            "Blocks requested and not sent, by reason.",
             "reason",
             {one.name.lower(): counters.misses.get(one, 0) for one in MissReason},
         ),
         _counters(
             "kvstore_gone_total",
-            "Blocks that are stored no more, by why.",
+            "Blocks removed from the store, by reason.",
             "reason",
             {one.name.lower(): tally.blocks for one, tally in sorted(store.eviction.gone.items())},
         ),
         _counter(
-            "kvstore_refused_total", "Calls, and blocks in streams, refused at a bound.", counters.refused
+            "kvstore_refused_total", "Calls, and blocks in streams, refused at a limit.", counters.refused
         ),
     ]
 
@@ -258,23 +260,23 @@ def _of_bounds(node: Node) -> list[Metric]:
         "wipe": store.wipes_pending,
     }
     return [
-        _gauges("kvstore_waiting", "What was accepted and is not done, by kind.", "what", waiting),
-        _gauge("kvstore_connections", "Clients attached.", len(node)),
+        _gauges("kvstore_waiting", "Accepted work that is not done, by kind.", "what", waiting),
+        _gauge("kvstore_connections", "Attached clients.", len(node)),
         _gauge(
             "kvstore_connections_mapped",
-            "Clients on this machine that read blocks in the node's hot memory themselves.",
+            "Attached clients on this machine that read the hot memory directly.",
             0 if node.sharing is None else len(node.sharing),
         ),
-        _gauge("kvstore_connections_limit", "Clients that may be.", node.places.capacity),
-        _gauge("kvstore_leases", "Slots leased, or with blocks that are not on the drive yet.", node.leases),
-        _gauge("kvstore_pins", "Pins that last.", node.pins.count),
-        _gauge("kvstore_pins_limit", "Pins that there may be.", PINS_MAX),
-        _gauge("kvstore_watchers", "Clients that watch events.", len(node.watchers)),
-        _gauge("kvstore_landing_bytes", "Memory given to clients to put into.", node.landing_bytes),
-        _gauge("kvstore_landing_limit_bytes", "Memory that may be given to them.", LANDING_BYTES_MAX),
-        _gauge("kvstore_memory_bytes", "The hot memory.", memory.capacity_bytes),
-        _gauge("kvstore_memory_kept_bytes", "Of it, what holds blocks.", memory.kept_bytes),
-        _counter("kvstore_memory_evictions_total", "Blocks that left it for others.", memory.evicted),
+        _gauge("kvstore_connections_limit", "Maximum number of attached clients.", node.places.capacity),
+        _gauge("kvstore_leases", "Slots that are leased or hold blocks not yet on the drive.", node.leases),
+        _gauge("kvstore_pins", "Active pins.", node.pins.count),
+        _gauge("kvstore_pins_limit", "Maximum number of pins.", PINS_MAX),
+        _gauge("kvstore_watchers", "Clients watching events.", len(node.watchers)),
+        _gauge("kvstore_landing_bytes", "Landing memory given to clients.", node.landing_bytes),
+        _gauge("kvstore_landing_limit_bytes", "Maximum landing memory.", LANDING_BYTES_MAX),
+        _gauge("kvstore_memory_bytes", "Size of the hot memory.", memory.capacity_bytes),
+        _gauge("kvstore_memory_kept_bytes", "Hot memory that holds blocks.", memory.kept_bytes),
+        _counter("kvstore_memory_evictions_total", "Blocks evicted from the hot memory.", memory.evicted),
     ]
 
 
@@ -282,7 +284,7 @@ def _of_times(node: Node) -> list[Metric]:
     timings = node.timings
     failed = CounterMetricFamily(
         "kvstore_calls_failed_total",
-        "Calls that ended with a status that is not OK.",
+        "Calls that ended with a status other than OK.",
         labels=["call", "code"],
     )
     for (call, code), count in timings.calls_failed.items():
@@ -290,23 +292,23 @@ def _of_times(node: Node) -> list[Metric]:
     return [
         _histograms(
             "kvstore_put_seconds",
-            "From a block's landing in memory until it is written or synced.",
+            "Time from landing in memory to written or synced.",
             "durability",
             {Durability(one).name.lower(): histogram for one, histogram in sorted(timings.kept.items())},
         ),
         _histograms(
             "kvstore_get_seconds",
-            "From asking for a block until it is sent, by where it was.",
+            "Time from the request for a block until it is sent, by tier.",
             "tier",
             {"memory": timings.got_from_memory, "drive": timings.got_from_drive},
         ),
         _histograms(
             "kvstore_lookup_seconds",
-            "To look up one batch of keys, without its call.",
+            "Time to look up one batch of keys, without its call.",
             "what",
             {"blocks": timings.lookups},
         ),
-        _histograms("kvstore_call_seconds", "Calls over gRPC, by name.", "call", timings.calls),
+        _histograms("kvstore_call_seconds", "Duration of gRPC calls, by name.", "call", timings.calls),
         failed,
     ]
 
@@ -320,49 +322,49 @@ def _of_drives(states: Sequence[DriveState]) -> list[Metric]:
         ),
         _gauges(
             "kvstore_drive_takes_puts",
-            "1 if the drive takes puts.",
+            "1 if the drive accepts puts.",
             "drive",
             {**{number: float(one.takes_puts) for number, one in here.items()}, **away},
         ),
         _gauges(
             "kvstore_drive_capacity_bytes",
-            "What it can hold.",
+            "Capacity of the drive.",
             "drive",
             {number: one.capacity_bytes for number, one in here.items()},
         ),
         _gauges(
             "kvstore_drive_free_bytes",
-            "What of it is free.",
+            "Free space on the drive.",
             "drive",
             {number: one.free_bytes for number, one in here.items()},
         ),
         _gauges(
             "kvstore_drive_blocks",
-            "Blocks on it.",
+            "Blocks on the drive.",
             "drive",
             {number: one.blocks for number, one in here.items()},
         ),
         _gauges(
             "kvstore_drive_queued",
-            "Reads and writes that wait for it.",
+            "Reads and writes queued for the drive.",
             "drive",
             {number: one.drive_queued for number, one in here.items()},
         ),
         _gauges(
             "kvstore_drive_in_flight",
-            "Reads and writes that it is doing.",
+            "Reads and writes in flight.",
             "drive",
             {number: one.drive_in_flight for number, one in here.items()},
         ),
         _gauges(
             "kvstore_drive_doubted_blocks",
-            "Of them, those that nobody has checked since a crash.",
+            "Blocks not verified since a crash.",
             "drive",
             {number: one.doubted for number, one in here.items()},
         ),
         _gauges(
             "kvstore_drive_quarantined_bytes",
-            "Of it, what failed a check or could not be read, and is not in use again.",
+            "Space that failed a check or could not be read, and is not in use again.",
             "drive",
             {number: one.quarantined_bytes for number, one in here.items()},
         ),
@@ -375,13 +377,13 @@ def _of_tenants(node: Node, tenants: Tenants, asking: Tenant) -> list[Metric]:
     return [
         _gauges(
             "kvstore_tenant_quota_bytes",
-            "What a tenant may have on the drives, if it has a quota.",
+            "The tenant's quota on the drives, if it has one.",
             "tenant",
             {name: quota.bytes_max for name, quota in quotas.items()},
         ),
         _gauges(
             "kvstore_tenant_used_bytes",
-            "What it has of it.",
+            "Bytes of its quota that the tenant uses.",
             "tenant",
             {name: quota.used_bytes for name, quota in quotas.items()},
         ),

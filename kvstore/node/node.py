@@ -32,8 +32,8 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TIMER_TICK_MS,
 )
-from kvstore.node.asked import already_stored
 from kvstore.node.connection import Connection, check_count, refuse_expired
+from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
@@ -47,10 +47,10 @@ from kvstore.node.lookups import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.readiness import Readiness
+from kvstore.node.session_traces import Traces
+from kvstore.node.span_notes import End
 from kvstore.node.statistics import Counters
 from kvstore.node.timings import Timings
-from kvstore.node.traced import End
-from kvstore.node.traces import Traces
 from kvstore.node.turns import Turns
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
     from kvstore.storage.eviction.items import Reason
-    from kvstore.storage.keeping import Listener
+    from kvstore.storage.eviction_events import Listener
     from kvstore.storage.store import Store
     from kvstore.wire.seal import Seal
     from nic_offload.fabric import Event, Fabric
@@ -240,8 +240,8 @@ class Node:
     ) -> tuple[Connection, bytes]:
         if not self.places.left(tenant.id):
             raise Overloaded(
-                f"{len(self._connections)} clients are attached, of the {self.places.capacity} that the node's ports"
-                " (--fabric-ports) and descriptors allow, and the tenant has its share of them; detach some."
+                f"{len(self._connections)} clients are attached, of the {self.places.capacity} that the node's"
+                f" ports (--fabric-ports) and descriptors allow, and the tenant has used its share; detach some."
             )
         layout = self._layout(tenant, block_bytes_max, slots)
         try:
@@ -270,8 +270,8 @@ class Node:
                 raise
         except NoMemory as error:
             raise Overloaded(
-                f"The node's machine has no {layout.total_bytes} bytes of memory for a client's {layout.slots} slots;"
-                " attach with fewer, or later."
+                f"The node's machine lacks the {layout.total_bytes} bytes of memory for a client's"
+                f" {layout.slots} slots; attach with fewer, or later."
             ) from error
         self.places.take(tenant.id)
         if self._pins:
@@ -289,7 +289,7 @@ class Node:
                 granted, self.landing.left(tenant.id) // LandingLayout(1, block_bytes_max).slot_bytes
             )
         if granted < 1:
-            raise Overloaded("The tenant's share of the node's landing memory is all given to clients.")
+            raise Overloaded("The tenant's share of the node's landing memory is used up.")
         return LandingLayout(granted, block_bytes_max)
 
     def _let_land(self, connection: Connection, slots: int) -> None:
@@ -307,7 +307,7 @@ class Node:
             rest = connection.have_slots(new)
         except NoMemory as error:
             raise Overloaded(
-                f"The node's machine has no {size_bytes} bytes of memory for {new} more slots; try again later."
+                f"The node's machine lacks the {size_bytes} bytes of memory for {new} more slots; try again later."
             ) from error
         self.landing.take(connection.tenant, size_bytes)
         if rest is not None:  # it takes no longer than the bytes that come
@@ -540,10 +540,10 @@ class Node:
             return None
         if lease.durability is Durability.LANDED:
             self.counters.lost(error)
-            log.warning("a block that had landed could not be kept: %s", error, extra=connection.about())
+            log.warning("a landed block could not be stored: %s", error, extra=connection.about())
             return None
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
-        log.log(level, "a block could not be kept: %s", error, extra=connection.about())
+        log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)
         return code_of_error(error)
 

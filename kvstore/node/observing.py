@@ -52,4 +52,4 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
                     told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
                     async with deadline("A watcher"):
                         await context.write(told)
-            raise TenantDenied(f"{tenant.name} is no tenant of this node any more.")
+            raise TenantDenied(f"{tenant.name} is no longer a tenant of this node.")

@@ -103,7 +103,7 @@ class _Exporter(SpanExporter):
             self._lost = 0
         else:
             if not self._lost:
-                log.warning("the collector at %s takes no spans; the node goes on", self._endpoint)
+                log.warning("the collector at %s accepts no spans; the node continues", self._endpoint)
             self._lost += len(spans)
         return result
 

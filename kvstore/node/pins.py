@@ -1,10 +1,8 @@
-"""Pins: blocks that a tenant was promised for a time, so that no eviction takes them between a question and a get.
+"""Pins: blocks promised to a tenant for a time, so that they are not evicted between a look-up and a get.
 
-What always holds: a pin ends by its time at the latest, whatever became of who asked for it; a tenant's pins are found
-by that tenant alone; all pins together hold no more than half of the store's drives, and one tenant's no more than half
-of that, so that puts always find something to evict.
-What it doesn't do: keep a block from being deleted, or from expiring; outlive the process; count a block once that two
-pins hold.
+What always holds: a pin expires, even if its owner has died; only its own tenant can find it; all pins together hold
+at most half of the store's drives, and one tenant's at most half of that, so that puts always find something to
+evict. What it doesn't do: prevent deletion or expiry; outlive the process; count a block once if two pins hold it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
-    from kvstore.storage.keeping import Held
+    from kvstore.storage.eviction_events import Held
     from kvstore.storage.store import Store
 
 __all__ = ["Pinned", "Pins"]
@@ -77,19 +75,21 @@ class Pins:
 
     def _refuse_too_much(self, tenant: bytes, wanted_bytes: int) -> None:
         if self._bytes.get(tenant, 0) + wanted_bytes > self._half_bytes // 2:
-            raise Overloaded(f"A tenant pins at most {self._half_bytes // 2} bytes of this node at a time.")
+            raise Overloaded(
+                f"A tenant may pin at most {self._half_bytes // 2} bytes of this node at a time."
+            )
         if sum(self._bytes.values()) + wanted_bytes > self._half_bytes:
-            raise Overloaded(f"All tenants together pin at most {self._half_bytes} bytes of this node.")
+            raise Overloaded(f"All tenants together may pin at most {self._half_bytes} bytes of this node.")
         mine = len(self._of_tenant.get(tenant, ()))
         if mine >= PINS_OF_TENANT_MAX or self.count >= PINS_MAX:
             raise Overloaded(
-                "There are as many pins as the node counts; let some end, or pin more at a time."
+                "The node has its maximum number of pins; let some end, or pin more blocks per call."
             )
 
     def unpin(self, tenant: bytes, pins: Sequence[int]) -> int:
         """End pins of a tenant; returns how many had not ended yet."""
         if len(pins) > PINS_OF_TENANT_MAX:
-            raise ProtocolError(f"A call ends at most {PINS_OF_TENANT_MAX} pins, not {len(pins)}.")
+            raise ProtocolError(f"A call may end at most {PINS_OF_TENANT_MAX} pins, not {len(pins)}.")
         return sum(self._end(tenant, pin) for pin in pins)
 
     def expire(self) -> None:

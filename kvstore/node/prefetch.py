@@ -1,10 +1,9 @@
-"""Prefetches: blocks that somebody will want soon are read into the hot memory while nobody waits for others.
+"""Prefetches: blocks are read into the hot memory before they are requested, while no fetch is waiting.
 
-What always holds: a prefetch never reads while a fetch waits for the drive, and has no more than `PREFETCH_AHEAD_BYTES`
-of it at a time; one asks for no more than an eighth of the hot memory, and takes room only from what is not in use;
-tenants take turns. What was prefetched and is never asked for is the first to make room.
-It promises nothing: a block that is gone, or that finds no room, is left out; who asked may be told what came. It
-checks no payload: whoever sends one does.
+What always holds: a prefetch never reads while a fetch waits for the drive, and has at most `PREFETCH_AHEAD_BYTES`
+in flight; one prefetch uses at most an eighth of the hot memory, and evicts only unused blocks; tenants take turns.
+Prefetched blocks that were never requested are evicted first. It promises nothing: a missing block, or one without
+room, is left out; the caller may be told what was read. It checks no payload: the sender does.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Prefetches:
             before.end_if_over()
         mine = sum(1 for whose, _ in self._left if whose == tenant)
         if len(self._left) >= PREFETCHES_MAX or mine >= PREFETCHES_MAX // SHARES:
-            raise Overloaded("As many sessions wait to be prefetched as the node takes; fetch it instead.")
+            raise Overloaded("The node's prefetch queue is full; fetch the session instead.")
         asked = Asked(ended)
         wanted = self._first_of(tenant, flow, keys, asked)
         asked.blocks = asked.waiting = len(wanted)

@@ -48,5 +48,5 @@ class Rate:
         paid_ns = max(self._paid_ns, now_ns - _SECOND_NS)  # no more than a second is saved up
         over_ns = paid_ns + min(cost_ns, _SECOND_NS) - now_ns
         if over_ns > 0:
-            raise Overloaded("The tenant has used up its requests for now.", -(-over_ns // 1_000_000))
+            raise Overloaded("The tenant has reached its request rate.", -(-over_ns // 1_000_000))
         self._paid_ns = paid_ns + cost_ns

@@ -66,7 +66,7 @@ class Readers:
         try:
             self._of[drive] = Reader(fabric, fd, DRIVE_QUEUE_DEPTH, drive.record_format)
         except FabricError as error:
-            log.warning("What is fetched is read by Python: %s", error)
+            log.warning("Blocks are read by Python: %s", error)
 
     def __contains__(self, drive: object) -> bool:
         return drive in self._of
@@ -110,7 +110,7 @@ class Readers:
         try:
             self._of[group.drive].put(self._memory.region, tag, readings)
         except FabricError as error:  # it takes nothing more now
-            log.warning("%s They are read by Python.", error)
+            log.warning("%s Python reads them.", error)
             for fetch, _ in wanted:
                 fetch.group = None
                 self._unread(fetch)

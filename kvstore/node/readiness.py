@@ -1,9 +1,9 @@
-"""Whether the node can be reached by the fabric address that it tells: it reads a word of its own through it.
+"""Checks that the node can be reached at the fabric address it gives to clients, by reading a word of its own.
 
-What always holds: a node is ready only once that has worked, over an endpoint of the same kind and range of ports as a
-client's; until then the reason stands in words in `why`. Each try ends in `CONNECT_TIMEOUT_MS`.
-What it doesn't do: see what is between the node and its clients; a client says so itself when it attaches. Fabrics
-without IP are ready at once.
+What always holds: a node is ready only once that has worked, over an endpoint of the same kind and port range as a
+client's; until then `why` has the reason in words. Each attempt ends within `CONNECT_TIMEOUT_MS`. What it doesn't
+do: test the network between the node and its clients; a client reports that when it attaches. Fabrics without IP are
+ready at once.
 """
 
 from __future__ import annotations

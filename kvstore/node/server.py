@@ -32,10 +32,12 @@ from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.cluster_calls import ClusterService
+from kvstore.node.core_dumps import keep_out_of_dumps
 from kvstore.node.door import Door
 from kvstore.node.doorkeeper import Doorkeeper
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.gate import Gate
+from kvstore.node.health import add_standard_services
 from kvstore.node.listening import Certificates, listen
 from kvstore.node.logs import begin_logging
 from kvstore.node.lookup_calls import LookupsService
@@ -46,10 +48,8 @@ from kvstore.node.readiness import reach_itself
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
 from kvstore.node.sharing import Sharing
-from kvstore.node.standard import add_standard_services
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
-from kvstore.node.undumped import keep_out_of_dumps
 from kvstore.node.upkeep_calls import UpkeepService
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
@@ -74,10 +74,10 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig, NodeConfig
     from kvstore.node.fabric_address import Network
+    from kvstore.node.health import Health
     from kvstore.node.http import HttpServer
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
-    from kvstore.node.standard import Health
     from kvstore.storage.disk import Progress
 
 __all__ = ["add_services", "serve"]
@@ -145,27 +145,29 @@ def _reload(
         later = read_again()
         later.node()
     except ConfigError as error:
-        log.warning("%s The settings stay as they were.", error)
+        log.warning("%s The settings are unchanged.", error)
         return told
     now, at_a_start = told.changed(later)
     if "tenants" in now and told.values["tenants"] is None:
         now.remove("tenants")
-        log.warning("The node was started without tenants, and stays open to all until its next start.")
+        log.warning(
+            "The node was started without tenants, and stays open to all callers until it is restarted."
+        )
     elif "tenants" in now and later.values["tenants"] is None:
         now.remove("tenants")
-        log.warning("The node was started with tenants, and keeps those that it has until its next start.")
+        log.warning("The node was started with tenants, and keeps its current ones until it is restarted.")
     if at_a_start:
-        log.warning("%s changed, and will count from the node's next start on.", ", ".join(at_a_start))
+        log.warning("%s changed; a restart is needed to apply this.", ", ".join(at_a_start))
     counts = Settings(told.values | {name: later.values[name] for name in now}, later.file)
     config = counts.node()
     logging.getLogger().setLevel(config.log_level.upper())
-    log.info("The settings were read again: %s changed.", ", ".join(now) or "nothing")
+    log.info("The settings were reloaded: %s changed.", ", ".join(now) or "nothing")
     if config.tenants is not None:
         _reload_tenants(node, gate, config.tenants)
     if certificates is not None:
         _reload_certificates(certificates, config)
     elif config.tls_certificate is not None:
-        log.warning("That a node has TLS changes when it starts.")
+        log.warning("Turning TLS on or off needs a restart.")
     return counts
 
 
@@ -173,9 +175,9 @@ def _reload_certificates(certificates: Certificates, config: NodeConfig) -> None
     try:
         certificates.renew(config)
     except ConfigError as error:
-        log.warning("%s The certificates stay as they were.", error)
+        log.warning("%s The certificates are unchanged.", error)
     else:
-        log.info("The certificates were read again, for connections that begin from now on.")
+        log.info("The certificates were reloaded, for new connections.")
 
 
 def _reload_tenants(node: Node, gate: Gate, path: Path) -> None:
@@ -185,7 +187,7 @@ def _reload_tenants(node: Node, gate: Gate, path: Path) -> None:
         node.store.change_quotas(tenants.quotas())
         node.granted.quotas_changed()
     except ConfigError as error:
-        log.warning("%s The tenants stay as they were.", error)
+        log.warning("%s The tenants are unchanged.", error)
         return
     node.fabric_calls.limits_changed()
     gate.recheck()

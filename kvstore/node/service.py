@@ -9,9 +9,9 @@ from kvcli.version import package_version
 from kvstore.errors import Expired, ProtocolError
 from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
-from kvstore.node.asked import fetch, lease_told, reserve
 from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
+from kvstore.node.connection_calls import fetch, lease_told, reserve
 from kvstore.node.inline import deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc

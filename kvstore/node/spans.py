@@ -22,7 +22,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFl
 from kvcli.version import package_version
 from kvstore.clock import unix_offset_ns
 from kvstore.lookups import HITS, Outcome
-from kvstore.node.traced import End, PutTrace
+from kvstore.node.span_notes import End, PutTrace
 from kvstore.wire.traceparent import parent_in
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvstore.lookups import Lookup
     from kvstore.node.calls import HasMetadata
     from kvstore.node.landing import Lease
-    from kvstore.node.traced import LookupTimes
+    from kvstore.node.span_notes import LookupTimes
     from kvstore.wire.traceparent import TraceParent
 
 __all__ = ["NodeSpans"]

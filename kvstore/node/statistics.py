@@ -1,10 +1,11 @@
-"""What a node has done since it began, and where it stands: one collector, for the call Statistics and others.
+"""A node's counters and gauges: one collector, for the call `Statistics`, the metrics and the page.
 
-Counters only rise, and are added to once a batch, not once a block. Gauges are read from those who know them when
-somebody asks. Names end in their unit; what has none counts things.
+Counters only rise, and are updated once a batch, not once a block. Gauges are read from their owners on request.
+Names end in their unit; names without one are counts.
 
-What always holds: the size of an answer is bounded, since reasons are; asking costs no drive and changes nothing.
-What it doesn't do: keep anything over a restart, or count by tenant, but for the asking one's quota.
+What always holds: the size of an answer is bounded, since the number of reasons is; reading it costs no drive access
+and changes nothing.
+What it doesn't do: persist anything, or count by tenant, except for the caller's quota.
 """
 
 from __future__ import annotations

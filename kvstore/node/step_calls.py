@@ -2,7 +2,8 @@
 
 What always holds: a call sees the sessions and blocks of its caller's tenant and no others; a prefetch is answered
 within `RPC_TIMEOUT_MS`, with what is in memory by then.
-What it doesn't do: wait for the drive while a fetch does (`prefetch`), or keep a trace beyond the process (`traces`).
+What it doesn't do: wait for the drive while a fetch does (`prefetch`), or keep a trace beyond the process
+(`session_traces`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvstore.node.names import name_of
 from kvstore.steps import Step
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
-from kvstore.wire.seen import seen_message
+from kvstore.wire.step_messages import seen_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -95,7 +95,7 @@ class Caller:
     def check_node(self) -> None:
         """TenantDenied unless it is a node of the cluster."""
         if self.proved not in (None, _NODE):
-            raise TenantDenied("Only nodes of the cluster bring copies.")
+            raise TenantDenied("Only nodes of the cluster may copy blocks here.")
 
     def tenant(self, claimed: str) -> Tenant:
         """The tenant that it acts for: the one claimed, or, if a call claims none, its own."""
@@ -162,13 +162,13 @@ class Tenants:
         if credentials.token_sha256 is not None:
             name = self._of_token.get(credentials.token_sha256)
             if name is None:
-                raise NotAuthenticated("The token is not one of any tenant of this node.")
+                raise NotAuthenticated("The token does not belong to any tenant of this node.")
             return Caller(self, name)
         for one in credentials.names:
             if one in self._of_certificate:
                 return Caller(self, self._of_certificate[one])
         if credentials.names:
-            raise NotAuthenticated("The certificate's names are not those of any tenant of this node.")
+            raise NotAuthenticated("The certificate does not belong to any tenant of this node.")
         raise NotAuthenticated("The call has no token; give the client one, as `token`.")
 
     def observes(self, name: str) -> bool:
@@ -197,7 +197,7 @@ class Tenants:
     def copied(self, name: str) -> Tenant:
         """The tenant whose blocks a node of the cluster brings; TenantDenied if there is none of this name."""
         if self._entries is not None and name not in self._entries:
-            raise TenantDenied(f"There is no tenant {name[:64]!r} here.")
+            raise TenantDenied(f"There is no tenant {name[:64]!r}.")
         return self.named(name)
 
     def named(self, name: str) -> Tenant:
@@ -248,7 +248,7 @@ def _read(path: Path) -> dict[str, _Entry]:
         seen: set[str] = set()
         for name, entry in entries.items():
             if seen & getattr(entry, kind):
-                raise ConfigError(f"{path}: one of {name}'s {kind} is another tenant's as well.")
+                raise ConfigError(f"{path}: one of the {kind} of {name} also belongs to another tenant.")
             seen |= getattr(entry, kind)
     return entries
 
@@ -258,7 +258,7 @@ def _entry(path: Path, name: str, section: Any) -> _Entry:
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores.")
     if not isinstance(section, dict):
-        raise ConfigError(f"{where} is no table.")
+        raise ConfigError(f"{where} is not a table.")
     unknown = set(section) - set(_Entry.__slots__)
     if unknown:
         raise ConfigError(
@@ -266,10 +266,12 @@ def _entry(path: Path, name: str, section: Any) -> _Entry:
         )
     tokens = _texts(where, section, "tokens_sha256")
     if any(_DIGEST.fullmatch(one) is None for one in tokens):
-        raise ConfigError(f"{where}: tokens_sha256 are 64 digits of hex each; `kvstore token` prints one.")
+        raise ConfigError(
+            f"{where}: tokens_sha256 are 64 hexadecimal digits each; `kvstore token` prints one."
+        )
     certificates = _texts(where, section, "certificates")
     if not tokens | certificates:
-        raise ConfigError(f"{where}: with neither tokens_sha256 nor certificates nobody can be this tenant.")
+        raise ConfigError(f"{where}: a tenant needs tokens_sha256 or certificates.")
     requests_per_s, bytes_max = (_limit(where, section, key) for key in ("requests_per_s", "bytes"))
     observer = section.get("observer", False)
     if not isinstance(observer, bool):

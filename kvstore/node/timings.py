@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.durability import Durability
     from kvstore.node.landing import Lease
-    from kvstore.node.traces import SessionTrace
+    from kvstore.node.session_traces import SessionTrace
 
 __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
 

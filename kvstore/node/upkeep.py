@@ -156,7 +156,7 @@ class Upkeep:
             except _Changed:
                 continue
             except KvError as error:  # a drive that can't be read, perhaps
-                log.warning("The blocks could not be looked through: %s", error)
+                log.warning("The blocks could not be scanned: %s", error)
                 self.found.one_copy += 1
             finally:
                 self.is_looking = False
@@ -279,10 +279,10 @@ class Upkeep:
                 request, timeout=UPKEEP_CALL_MS / 1000, metadata=self._peers.metadata
             )
         except (grpc.aio.AioRpcError, _Changed) as error:
-            log.debug("%s was not asked for copies: %s", peer, error)
+            log.debug("%s could not be asked for copies: %s", peer, error)
             return nothing
         if told.refused or len(told.blocks) != len(blocks):
-            log.debug("%s says nothing of copies: %s", peer, told.refused)
+            log.debug("%s does not answer about copies: %s", peer, told.refused)
             return nothing
         if not told.lease or self._membership.lease_of.get(peer) != told.lease:
             return nothing  # it was away, and doesn't know it yet
@@ -372,7 +372,7 @@ class Upkeep:
 def _ended(task: asyncio.Task[None]) -> None:
     """It ends when it is told to; else that is a bug, and nothing else may hide it."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("Copies of blocks are no longer kept up.", exc_info=error)
+        log.error("Blocks are no longer replicated.", exc_info=error)
 
 
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:

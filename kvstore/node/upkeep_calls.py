@@ -99,7 +99,7 @@ class Waited:
         """Its bytes are there; _Unwelcome if it is not waited for."""
         one = self._by_name.get(name)
         if one is None or one.ticket != ticket:
-            raise _Unwelcome("The block is not waited for.")
+            raise _Unwelcome("The node does not expect the block.")
         self._drop(name, one)
 
     def _drop(self, name: Name, one: _One) -> None:
@@ -132,12 +132,12 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
     def _refusal(self, request: pb.OfferRequest) -> str:
         membership, upkeep = self._node.membership, self._node.upkeep
         if membership is None or upkeep is None:
-            return "The node keeps up no copies."
+            return "The node does not replicate."
         if not membership.lease:
             return "The node is not on its own map."
         if not request.lease or membership.lease_of.get(request.node) != request.lease:
             return "The offering node is not on this node's map."
-        return "" if upkeep.waited.has_room else "The node waits for as many blocks as it may."
+        return "" if upkeep.waited.has_room else "The node expects its maximum number of blocks."
 
     def _answer(self, tenant: bytes, request: pb.OfferRequest, lease: int) -> pb.OfferResponse:
         upkeep, store = self._node.upkeep, self._node.store
@@ -188,7 +188,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             def take(item: PutItem) -> None:
                 upkeep.waited.take((tenant.id, start.name.key), start.ticket)
                 if item.crc32c != start.crc32c:
-                    raise ProtocolError("The bytes of a copy are not those of its block.")
+                    raise ProtocolError("The bytes of the copy do not match its block.")
 
             try:
                 async with self._node.turns.moving(UPKEEP):
@@ -214,7 +214,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             self._gate.enter_operator("drain", context)
             membership, upkeep = self._node.membership, self._node.upkeep
             if membership is None or upkeep is None:
-                raise ProtocolError("The node keeps up no copies: it was started without --cluster-replicas.")
+                raise ProtocolError("The node does not replicate: it was started without --cluster-replicas.")
             state = "" if request.undo else DRAINING
             if membership.state != state:
                 await membership.say(state)

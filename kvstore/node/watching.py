@@ -1,8 +1,8 @@
-"""Watching: a tenant's own events, to those of its clients that want them, as they happen.
+"""Watching: streams a tenant's own events to those of its clients that subscribe.
 
-What always holds: nobody hears of another tenant's; each watcher has a bounded queue, and what finds no place there is
-counted and told; who reads nothing is ended; where nobody watches, an event costs one look-up a batch.
-What it doesn't do: keep events for who comes later. It doesn't tell of sessions that end by themselves.
+What always holds: a watcher sees only its own tenant's events; each watcher has a bounded queue, and dropped events
+are counted and reported; a watcher that does not read is disconnected; without watchers an event costs one look-up a
+batch. What it doesn't do: keep events for later watchers, or report sessions that expire.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Watchers:
         """Watch a tenant's events for as long as this lasts; Overloaded if too many do."""
         mine = self._of_tenant.get(tenant, [])
         if len(mine) >= WATCHERS_OF_TENANT_MAX or not self._places.left(tenant):
-            raise Overloaded("As many clients watch as the node tells of events; watch with fewer.")
+            raise Overloaded("The node has its maximum number of watching clients; watch with fewer.")
         watcher = Watcher()
         self._places.take(tenant)
         self._of_tenant[tenant] = [*mine, watcher]

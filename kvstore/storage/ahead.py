@@ -1,14 +1,14 @@
-"""Reads ahead of a walk over a drive: where the walk will look next is guessed, and read while it looks here.
+"""Read-ahead for a walk over a drive: the next positions are guessed, and read in advance.
 
-A walk over headers learns from each where the next one is, so a drive would do one small read at a time, and most of
-them do thirty in hardly more time. Blocks of one store are mostly of one size, so the next jump is mostly the last one
-again. After two equal jumps the next places are asked for, twice as many after each right guess.
+A walk over headers learns from each header where the next one is, so a drive would do one small read at a time,
+while most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump is mostly
+equal to the last one. After two equal jumps the next positions are read, twice as many after each right guess.
 
-Always holds: what `read` gives is what the drive has at that place, read after the `Ahead` was made, or StorageError. A
-guess that was wrong, or whose read failed, costs time and nothing else: the place is then read as if nobody had
-guessed. When it is closed nothing of it is in flight, so the drive's queue may be used by somebody else.
+Always holds: `read` returns what the drive has at that place, read after the `Ahead` was made, or a StorageError. A
+wrong guess, or one whose read failed, only costs time: the place is then read normally. After closing, nothing is in
+flight, so others may use the drive's queue.
 
-It doesn't see writes: nobody may write to the drive meanwhile.
+It doesn't see writes: the drive must not be written meanwhile.
 """
 
 from __future__ import annotations

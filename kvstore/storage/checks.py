@@ -1,11 +1,11 @@
-"""Reads records to see whether they are whole, for puts that would be settled with them.
+"""Verifies stored records, for puts that would be acknowledged because of them.
 
-Always holds: a record is whole if its header is exactly the one that the index names, tag included, and its payload has
-that header's CRC, all of it read from the drive since it was asked for; a read that fails is tried once more. While a
-record is read nothing new is written there, and it is not evicted for room. Memory is bounded by `CHECKS_AT_ONCE`
-pieces, and allocated with the first check; who finds none waits, in order.
+Always holds: a record is whole if its header is exactly the one in the index, tag included, and its payload has that
+header's CRC, all read from the drive after the request; a failed read is retried once. While a record is read
+nothing new is written there, and it is not evicted for room. Memory is bounded by `CHECKS_AT_ONCE` pieces, allocated
+with the first check; further checks wait, in order.
 
-It decides nothing: who asked is told, and sees what the index says by then.
+It decides nothing: it reports to the caller, which consults the index again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nic_offload.checksum import crc32c_at
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Name
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
 

@@ -19,8 +19,8 @@ from kvstore.storage.outbox import Outbox
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Entry
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.puts import Puts
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes

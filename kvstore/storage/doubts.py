@@ -1,15 +1,15 @@
-"""Blocks that are in the index though nobody knows whether their bytes are whole, by generation.
+"""Blocks in the index whose bytes have not been verified, by generation.
 
-Doubted is what a scan has found, since it reads no payloads; what was not known to be synced when a process died, since
-its drive may have lost that; what a drive could not read while it took no more writes; and all that an older build has
-left, which noted no doubts.
+Doubted blocks are those found by a scan, which reads no payloads; those not known to be synced when a process died,
+since the drive may have lost them; those that a read-only drive could not read; and all of an older build's, which
+recorded no doubts.
 
 Always holds:
 
-- A block is doubted until somebody has checked its CRC and said so (`believe`), over any number of openings: the doubts
+- A block is doubted until its CRC has been checked and confirmed (`believe`), over any number of restarts: the doubts
   are a table of the index, and go with it.
-- A doubted block is served as any other is, because its CRC is checked then. But no put is settled with it, and nobody
-  who wants to put it is told that it is stored already: that would be a promise.
+- A doubted block is served like any other, because its CRC is checked then. But no put is acknowledged because of it,
+  and a reserve does not report it as stored, since that would be a promise.
 
 It checks nothing: `kvstore.storage.checks` does.
 """

@@ -40,11 +40,11 @@ from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.eviction_events import Explanation, Held, Keeping
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import kernel_boot_id
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
-from kvstore.storage.keeping import Explanation, Held, Keeping
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
@@ -250,7 +250,7 @@ class Drive(Handle):
         """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if the queue has no room."""
         self._check(items)
         if len(items) > self.puts_left:
-            raise Overloaded("The drive has as many puts to do as it accepts.")
+            raise Overloaded("The drive's queue of puts is full.")
         self._puts.accept(items, done)
         self._quota_queue.step()
         self._set_off()
@@ -339,7 +339,7 @@ class Drive(Handle):
         """Forget blocks for good; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
         self._check(items)
         if len(items) > self.deletes_left:
-            raise Overloaded("The drive has as many deletions to do as it accepts.")
+            raise Overloaded("The drive's queue of deletions is full.")
         self._deletes.accept(items, done)
         self._set_off()
 
@@ -380,7 +380,7 @@ class Drive(Handle):
         self._check(items)
         check_steps(items)
         if len(items) > self.sessions_left:
-            raise Overloaded("The drive has as many changes of sessions to do as it accepts.")
+            raise Overloaded("The drive's queue of session changes is full.")
         self._sessions.accept(items, done)
         self._set_off()
 
@@ -541,10 +541,8 @@ class Drive(Handle):
     def _index_failed(self, error: StorageError) -> None:
         """Take no more puts: the next opening makes another index, of what the drive has then."""
         if self._writes.stopped is None:
-            log.warning("%s It is built anew at the next start.", error)
-        self._writes.stop(
-            ReadOnly(f"{error} The drive takes no more puts until the store is opened anew."), 0
-        )
+            log.warning("%s It is rebuilt at the next start.", error)
+        self._writes.stop(ReadOnly(f"{error} The drive accepts no more puts until the store is reopened."), 0)
 
     def _look_again(self) -> None:
         self._room.look_again()
@@ -569,7 +567,7 @@ class Drive(Handle):
             self._traffic.pump()
             due = self._room.is_due or self._quota_queue.is_due
             if not (self._traffic.in_flight or any(self._outboxes) or due):
-                raise StorageError("The drive lost track of what it accepted, after an earlier exception.")
+                raise StorageError("The drive is unusable after an earlier exception.")
             ready.poll()
             self.poll()
 
@@ -596,4 +594,4 @@ def check_steps(items: Sequence[SessionItem]) -> None:
     """Refuse steps of sessions that are too many, or too large."""
     check_batch(items)
     if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
-        raise ProtocolError(f"A session is appended at most {SESSION_BLOCKS_MAX} blocks at a time.")
+        raise ProtocolError(f"At most {SESSION_BLOCKS_MAX} blocks are appended to a session at a time.")

@@ -79,7 +79,7 @@ def read_set(data: Path) -> DriveSet | None:
         found = None
     if found is None or _text(found) != text:
         log.warning(
-            "%s in %s is damaged, or of an older version: which drives were in use last is asked of the drives.",
+            "%s in %s is damaged, or of an older version: the drives are asked which of them were in use last.",
             SET_NAME,
             data,
         )
@@ -129,8 +129,8 @@ def plan(
     known = [number for number, one in formatted.items() if one.set_number >= base]
     if not known and (formatted or without):
         raise StorageError(
-            "None of the drives that were in use last is there; what the others hold may be out of date, and is"
-            " voided when they come back beside one of those."
+            "None of the drives that were in use last is present; the others may be out of date, and are voided"
+            " when they return together with one of those."
         )
     blank = [number for number in sorted(found) if found[number] is None and number not in without]
     highest = max([base, *(one.set_number for one in formatted.values())])
@@ -177,7 +177,7 @@ def _refuse_to_leave_out(without: Collection[int], drive_set: DriveSet | None, d
         if drive_set is None:
             raise ConfigError(
                 f"Drive {number} cannot be left out: the folder has lost {SET_NAME}, which says which drives were in"
-                " use last. Bring all of them, once."
+                " use last. Start once with all of them."
             )
 
 
@@ -191,21 +191,21 @@ def _fault(
     """Say what is wrong with a drive that should be here."""
     if number not in found:
         return StorageError(
-            f"It is gone: the folder has no drive-{number}.kv. Bring it back, or remove index-{number} and give a new"
-            " one."
+            f"It is missing: the folder has no drive-{number}.kv. Restore it, or remove index-{number} and give"
+            f" a new one."
         )
     outcome = found[number]
     if outcome is None and number in indexes:
         return Corrupt(
-            f"It is blank, and the folder has an index of what it held. Bring the drive back, or remove index-{number}"
-            " to begin with a new one in its place."
+            f"It is blank, but the folder has its index. Restore the drive, or remove index-{number} to replace"
+            f" it with a new one."
         )
     if outcome is None or isinstance(outcome, StorageError):
         return outcome
     store_uuid = drive_set.store_uuid if drive_set else next(iter(formatted.values())).store_uuid
     if outcome.store_uuid != store_uuid:
         ours, its = store_uuid.hex()[:12], outcome.store_uuid.hex()[:12]
-        return ForeignDrive(f"It belongs to the store {its}, and this is {ours}; it was left as it is.")
+        return ForeignDrive(f"It belongs to the store {its}, and this is {ours}; it was left unchanged.")
     if outcome.drive_index != number:
         return ForeignDrive(f"It is drive {outcome.drive_index} of this store, under the wrong name.")
     return None

@@ -3,7 +3,7 @@
 Always holds: one process at a time has a folder open; the notes in the lock file survive the process, not the
 power.
 
-It doesn't open drives (`kvstore.storage.bay` does), and doesn't know which of them belong together
+It doesn't open drives (`kvstore.storage.drive_files` does), and doesn't know which of them belong together
 (`kvstore.storage.drive_set` does).
 """
 

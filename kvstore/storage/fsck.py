@@ -24,16 +24,16 @@ from kvcli.progress import bars
 from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
-from kvstore.storage.bay import FolderBay
 from kvstore.storage.doubts import Doubts
+from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, sync_folder
 from kvstore.storage.index import Index, kernel_boot_id
 from kvstore.storage.index_check import check_free, check_index
+from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, rebuild
-from kvstore.storage.roll import Roll
 from kvstore.storage.volume import Volume
 from kvstore.wire.record import SUPERBLOCK_COPIES, Superblock, parse_superblock, record_bytes
 from nic_offload.checksum import crc32c
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.storage.bay import Bay
     from kvstore.storage.disk import Disk, Progress
+    from kvstore.storage.drive_files import Bay
     from kvstore.storage.index import Entry, Name
 
 __all__ = ["Report", "check", "run"]
@@ -52,18 +52,18 @@ T = TypeVar("T")
 N = TypeVar("N", bound="tuple[bytes, ...]")
 
 _DAMAGE: Final = {  # what is wrong, and whether a new index mends it
-    "copies of the superblock that are damaged": True,
-    "damaged roll: deleted blocks may come back": True,
-    "index that cannot be believed": True,
-    "blocks missing in the index": True,
+    "damaged copies of the superblock": True,
+    "damaged roll: deleted blocks may reappear": True,
+    "unusable index": True,
+    "blocks missing from the index": True,
     "blocks in the index and not on the drive": True,
     "blocks in the index with an older generation": True,
     "blocks in the index with other fields": True,
     "records that overlap in the index": True,
-    "generations in the index without their block": True,
-    "sessions that the index has otherwise": True,
-    "counts of references that are wrong": True,
-    "drives that cannot be used": False,
+    "generations in the index without a block": True,
+    "sessions that differ in the index": True,
+    "wrong refcounts": True,
+    "unusable drives": False,
     "payloads that fail their CRC": False,
     "payloads that cannot be read": False,
 }
@@ -71,10 +71,10 @@ _NOTES: Final = (
     "blocks",
     "sessions",
     "chunks",
-    "records left by a killed process, to be voided",
-    "blocks that a session names and that are gone",
-    "drives that were left out, to be voided",
-    "blocks whose life a killed process had made longer",
+    "records of a killed process, which will be voided",
+    "missing blocks of sessions",
+    "drives that were left out, and will be voided",
+    "blocks whose expiry a killed process had extended",
 )
 
 
@@ -127,7 +127,9 @@ def run(data: Path, *, repair: bool, payloads: bool) -> int:
     verdict = "repaired" if report.repaired else "nothing is wrong"
     if report.left:
         mendable = any(_DAMAGE[what] for what in report.left)
-        verdict = "damaged; --repair mends the index" if mendable else "damaged; what is lost will be misses"
+        verdict = (
+            "damaged; --repair rebuilds the index" if mendable else "damaged; lost blocks will be misses"
+        )
     print("\n".join([*report.lines(), f"{data}: {verdict}"]))  # noqa: T201 - what the command is for
     return Status.NO if report.left else Status.DONE
 
@@ -177,14 +179,14 @@ def _usable(data: Path, bay: Bay, report: Report, last: ExitStack) -> list[tuple
         outcome = found.get(number, StorageError(f"The folder has no drive-{number}.kv."))
         if isinstance(outcome, Superblock):
             if drive_set is not None and outcome.set_number < drive_set.number:
-                report.add("drives that were left out, to be voided", f"drive {number}")
+                report.add("drives that were left out, and will be voided", f"drive {number}")
             else:
                 usable.append((number, disks[number], outcome))
             continue
-        error = outcome or Corrupt("It is blank: it was never formatted, or its formatting was cut short.")
+        error = outcome or Corrupt("It is blank: it was never formatted, or its formatting was interrupted.")
         if count == 1:
             raise error
-        report.add("drives that cannot be used", f"drive {number}: {error}")
+        report.add("unusable drives", f"drive {number}: {error}")
     return usable
 
 
@@ -224,13 +226,13 @@ class _Checked:
         try:
             first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
         except Corrupt as doubt:
-            self.report.add("index that cannot be believed", f"{example}: {doubt}")
+            self.report.add("unusable index", f"{example}: {doubt}")
             return
         try:
             self._believe(first, example)
             _compare(first, self.second, self._superblock, self.report)
         except StorageError as doubt:  # it can't be read to its end, and what was found until then stands
-            self.report.add("index that cannot be believed", f"{example}: {doubt}")
+            self.report.add("unusable index", f"{example}: {doubt}")
         finally:
             first.abandon()
 
@@ -242,7 +244,7 @@ class _Checked:
                 _, extents = extents_around(index, self._superblock)
                 check_free(self.disk, self._superblock, extents, self._begun)
         except Corrupt as doubt:
-            self.report.add("index that cannot be believed", f"{example}: {doubt}")
+            self.report.add("unusable index", f"{example}: {doubt}")
 
     def count(self, everywhere: list[Index]) -> None:
         """Say how much there is; a block that a session names may be on any drive."""
@@ -252,7 +254,7 @@ class _Checked:
         self.report.add("chunks", count=sum(1 for _ in manifests.all_chunks()))
         for name, _ in manifests.all_references():
             if all(index.lookup([name])[0] is None for index in everywhere):
-                self.report.add("blocks that a session names and that are gone", name[1].hex())
+                self.report.add("missing blocks of sessions", name[1].hex())
 
     def swap(self, boot_id: str) -> None:
         """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
@@ -277,9 +279,9 @@ def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
         with suppress(StorageError):
             if parse_superblock(disk.read_at(copy * PAGE_BYTES, PAGE_BYTES)) == superblock:
                 continue
-        report.add("copies of the superblock that are damaged", f"copy {copy}")
+        report.add("damaged copies of the superblock", f"copy {copy}")
     if Roll(disk, superblock).is_damaged:
-        report.add("damaged roll: deleted blocks may come back")
+        report.add("damaged roll: deleted blocks may reappear")
 
 
 def _compare(first: Index, second: Index, superblock: Superblock, report: Report) -> None:
@@ -296,9 +298,9 @@ def _compare(first: Index, second: Index, superblock: Superblock, report: Report
         if ours_of != drives_of:
             newer = drives_of is not None and drives_of.place.generation > newest
             if not first.was_clean and (ours_of is None or newer):
-                report.add("records left by a killed process, to be voided", session.session.hex())
+                report.add("records of a killed process, which will be voided", session.session.hex())
             else:
-                report.add("sessions that the index has otherwise", session.session.hex())
+                report.add("sessions that differ in the index", session.session.hex())
     _check_references(theirs, report)
 
 
@@ -311,11 +313,11 @@ def _compare_block(
     if drives is None:
         report.add("blocks in the index and not on the drive", example)
     elif not clean and ours is not None and ours == drives._replace(expires_ms=ours.expires_ms):
-        report.add("blocks whose life a killed process had made longer", example)
+        report.add("blocks whose expiry a killed process had extended", example)
     elif not clean and (ours is None or drives.generation > newest):
-        report.add("records left by a killed process, to be voided", example)
+        report.add("records of a killed process, which will be voided", example)
     elif ours is None:
-        report.add("blocks missing in the index", example)
+        report.add("blocks missing from the index", example)
     elif ours.generation < drives.generation:
         report.add("blocks in the index with an older generation", example)
     elif ours.generation > drives.generation:
@@ -330,9 +332,9 @@ def _compare_owners(index: Index, report: Report) -> None:
         entry = index.lookup([name])[0]
         count += 1
         if entry is None or (entry.generation, entry.offset, entry.length) != (generation, offset, length):
-            report.add("generations in the index without their block", str(generation))
+            report.add("generations in the index without a block", str(generation))
     if count < len(index):
-        report.add("generations in the index without their block", count=len(index) - count)
+        report.add("generations in the index without a block", count=len(index) - count)
 
 
 def _check_references(manifests: Manifests, report: Report) -> None:
@@ -344,11 +346,11 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     for tenant, chunk, _, count in manifests.all_chunks():
         wanted.update((tenant, key) for key in set(manifests.chunk_keys(tenant, chunk)))
         if naming.pop((tenant, chunk), 0) != count:
-            report.add("counts of references that are wrong", chunk.hex())
+            report.add("wrong refcounts", chunk.hex())
     for name, count in manifests.all_references():
         if wanted.pop(name, 0) != count:
-            report.add("counts of references that are wrong", name[1].hex())
-    report.counts["counts of references that are wrong"] += len(wanted) + len(naming)
+            report.add("wrong refcounts", name[1].hex())
+    report.counts["wrong refcounts"] += len(wanted) + len(naming)
 
 
 def _check_payloads(

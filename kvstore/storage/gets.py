@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Index
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
 
@@ -114,7 +114,9 @@ class Gets:
             self.outbox.add(read.done, hit)
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
-            self._miss(item, read.done, MissReason.CORRUPT, "the header on the drive is not this block's")
+            self._miss(
+                item, read.done, MissReason.CORRUPT, "the header on the drive does not belong to this block"
+            )
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
         self.outbox.add(done, GetDone(item.tag, Miss(reason, detail)))

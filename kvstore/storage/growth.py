@@ -30,7 +30,7 @@ def appended(manifest: Manifest, item: SessionItem) -> tuple[Manifest, list[byte
     """Append a turn, or the rest of one; what fills a chunk becomes one."""
     if item.first_block is not None and item.first_block != manifest.blocks:
         raise SessionRefused(
-            f"The session has {manifest.blocks} blocks, and these were to stand behind {item.first_block}."
+            f"The session has {manifest.blocks} blocks, and these were to follow block {item.first_block}."
         )
     new, payloads = longer(manifest, item.keys)
     turns = list(manifest.turns)

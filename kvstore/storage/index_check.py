@@ -50,7 +50,7 @@ __all__ = ["check_free", "check_index"]
 _NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
 _SESSION_NAME_BYTES: Final = TENANT_BYTES + USER_BYTES + SESSION_BYTES
 _PLACE: Final = struct.Struct("<QI")  # how the rows of records begin
-_NO_PLACE: Final = "a row says a place where no record can be"
+_NO_PLACE: Final = "a row has an impossible place"
 _GENERATION: Final = struct.Struct(">Q")
 
 
@@ -83,7 +83,7 @@ def check_free(disk: Disk, superblock: Superblock, extents: Extents, begun: Begu
     Records of lower generations than that are no contradiction: their writers died before they were published.
     """
     if (begun.drive_uuid, begun.epoch) != (superblock.drive_uuid, superblock.epoch):
-        raise Corrupt("nobody knows which records were begun after it")
+        raise Corrupt("the records begun after it are unknown")
     codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
     for start in extents.some_starts(FREE_HEADERS_CHECKED_MAX):
         offset = start * PAGE_BYTES
@@ -93,7 +93,7 @@ def check_free(disk: Disk, superblock: Superblock, extents: Extents, begun: Begu
             continue
         header = codec.parse(page[:HEADER_USED_BYTES], 0, offset)
         if not isinstance(header, Flaw) and header.generation > begun.generation:
-            raise Corrupt("it is of an earlier time than a record on the drive")
+            raise Corrupt("it is older than a record on the drive")
 
 
 def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) -> None:
@@ -165,7 +165,7 @@ def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:
     for name, entry in zip(names, found, strict=True):
         assert entry is not None, "the rows have been held against each other"
         if entry.offset + record_bytes(entry.length) > superblock.capacity_bytes:
-            raise Corrupt("a row says a place beyond the drive")
+            raise Corrupt("a row has a place beyond the drive")
         try:
             page = disk.read_at(entry.offset, PAGE_BYTES)
         except StorageError:
@@ -175,4 +175,4 @@ def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:
             continue  # the drive's own damage: a get will see it
         said = (header.kind, header.tenant + header.key, header.generation, header.length, header.crc32c)
         if said != (Kind.BLOCK, name, entry.generation, entry.length, entry.crc32c):
-            raise Corrupt("a row says something else than its record's header")
+            raise Corrupt("a row differs from its record's header")

@@ -96,7 +96,7 @@ def open_index(
         except StorageError as doubt:
             extents = None
             if not blank:
-                log.warning("The index in %s is built anew from the drive: %s.", folder, _half(doubt))
+                log.warning("The index in %s is rebuilt from the drive: %s.", folder, _half(doubt))
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()

@@ -114,9 +114,7 @@ class Manifests:
             for chunk in manifest.chunks[from_chunk : -(-until // SESSION_CHUNK_BLOCKS)]:
                 row = transaction.get(tenant + chunk, db=self._index.chunks)
                 if row is None:
-                    raise StorageError(
-                        "The index contradicts itself: a session names a chunk that is not there."
-                    )
+                    raise StorageError("The index contradicts itself: a session lists a missing chunk.")
                 keys += split_keys(row[_CHUNK.size : -CHECK_BYTES])
         if until > len(manifest.chunks) * SESSION_CHUNK_BLOCKS:
             keys += manifest.tail
@@ -171,7 +169,7 @@ class Manifests:
         with self._index.reading() as transaction:
             row = transaction.get(tenant + chunk, db=self._index.chunks)
         if row is None:
-            raise StorageError("A chunk of the session has gone meanwhile.")
+            raise StorageError("A chunk of the session was removed meanwhile.")
         return split_keys(row[_CHUNK.size : -CHECK_BYTES])
 
     def all(self) -> Iterator[tuple[SessionName, Stored]]:
@@ -249,7 +247,7 @@ class _Change:
             if written is not None:
                 self._freed.append(written[0])  # another session was first with the same chunk
         elif written is None:
-            raise StorageError("A chunk of the session has gone meanwhile.")
+            raise StorageError("A chunk of the session was removed meanwhile.")
         else:
             assert chunk_key(written[1]) == chunk
             self._put_chunk(chunk, written[0], 1, written[1])
@@ -258,7 +256,7 @@ class _Change:
     def _drop_chunk(self, chunk: bytes) -> None:
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
         if row is None:
-            raise StorageError("The index contradicts itself: a session names a chunk that is not there.")
+            raise StorageError("The index contradicts itself: a session lists a missing chunk.")
         *place, count = _CHUNK.unpack_from(row)
         if count > 1:
             self._put_chunk(chunk, Place._make(place), count - 1, row[_CHUNK.size : -CHECK_BYTES])
@@ -306,5 +304,5 @@ def _listed(session: bytes, manifest: Manifest) -> Listed:
 def _stored(row: Sequence[int] | bytes) -> Stored:
     manifest = parse_manifest(bytes(row[_PLACE.size : -CHECK_BYTES]))
     if manifest is None:
-        raise StorageError("The index contradicts itself: a session's row is none.")
+        raise StorageError("The index contradicts itself: a session's row is invalid.")
     return Stored(Place._make(_PLACE.unpack_from(bytes(row[: _PLACE.size]))), manifest)

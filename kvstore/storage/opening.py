@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.storage.bay import Bay
     from kvstore.storage.disk import Disk, Progress
+    from kvstore.storage.drive_files import Bay
     from kvstore.storage.drive_set import Plan
     from kvstore.storage.folder import FolderLock
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.checks import Checks
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Index, Name
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes
@@ -129,7 +129,7 @@ class Puts:
         """The lane will say no more of what it has, if it has anything: it may be on the drive, or not."""
         if not self._on_lane:
             return
-        error = ReadOnly("The fabric's thread hangs, and nobody knows what it has written.")
+        error = ReadOnly("The fabric's thread hangs, and its writes are unknown.")
         lost, self._on_lane = self._on_lane, {}
         self._writes.lane_is_lost(error)
         for write in lost.values():
@@ -359,7 +359,7 @@ class _Write(Charged):
 def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
     assert item.slot_address % PAGE_BYTES == 0
     if 0 < item.expires_ms <= now_ms:
-        return Expired("The block's time to live was over before it was put.")
+        return Expired("The block's time to live ended before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
         return StorageError(
             f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."

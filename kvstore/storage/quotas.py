@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.items import Eviction
-    from kvstore.storage.keeping import Keeping
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.writes import Owner, Writes
 
@@ -91,7 +91,7 @@ class Quotas:
         new = [tenant for tenant in bytes_max if tenant not in self._numbers]
         if len(self._numbers) + len(new) > QUOTA_OWNERS_MAX:
             raise ConfigError(
-                f"{QUOTA_OWNERS_MAX} tenants have had a quota since the node was started; start it anew."
+                f"{QUOTA_OWNERS_MAX} tenants have had a quota since the node was started; restart it."
             )
         self._pages_max = {tenant: limit // PAGE_BYTES for tenant, limit in bytes_max.items()}
         for tenant in new:
@@ -259,9 +259,7 @@ class QuotaQueue:
                 self._more = self._more or made.more
                 break
             else:
-                self._refuse(
-                    write, "All of the tenant's blocks that could go are guarded, and the block exceeds"
-                )
+                self._refuse(write, "All of the tenant's other blocks are guarded, and the block exceeds")
             waiting.popleft()
         return made.blocks
 

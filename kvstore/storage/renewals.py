@@ -29,10 +29,10 @@ from kvstore.storage.writes import write_error
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import PutItem, PutsDone
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.writes import Writes
     from kvstore.wire.record import HeaderCodec

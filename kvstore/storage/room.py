@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.clearing import Clearing
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import RecordWrite, Writes
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["Room"]
 
 _WHY: Final = {
-    Stuck.EMPTY: "no block is stored that could go",
-    Stuck.PINNED: "all blocks that could go are being read",
-    Stuck.WRITING: "all blocks that could go wait for a sync",
-    Stuck.LEASED: "all blocks that could go are leased",
-    Stuck.PROTECTED: "all blocks that could go are protected",
+    Stuck.EMPTY: "no block is stored that could be evicted",
+    Stuck.PINNED: "all blocks are being read",
+    Stuck.WRITING: "all blocks wait for a sync",
+    Stuck.LEASED: "all blocks are leased",
+    Stuck.PROTECTED: "all blocks are protected",
 }
 _FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # nobody will end these by and by
 
@@ -173,7 +173,7 @@ class Room:
         self._scattered_pages = min(self._scattered_pages, search.pages)
         self._wait_or_refuse(
             search,
-            "too much that has a guard, or is a session's own record, lies between what could go",
+            "guarded blocks, or records of sessions, leave no contiguous room",
             for_good=not self._keeping.has_passing_guards(),
         )
         return False

@@ -1,12 +1,12 @@
-"""The way of a quarantined extent back into use: all of it is overwritten with zeros.
+"""Returns quarantined extents to use by overwriting them with zeros.
 
-Always holds: an extent comes here when its header is wiped, and nobody reads it any more; it is free when the drive has
-written all of it without an error, which is also when a drive replaces a sector that it could not read. After an error
-it stays out of use, and is charged to its tenant (`kvstore.storage.keeping`), until the store is opened anew: nothing
-of that outlives the process, and what is put there then finds out whether the drive can write it. Of one drive one
-piece is written at a time, behind other work.
+Always holds: an extent arrives here after its header is wiped and all reads of it have ended. It is free once the drive
+has written all of it without an error, which is also when a drive replaces a bad sector. After an error it stays out of
+use, and is charged to its tenant (`kvstore.storage.eviction_events`), until the store is reopened: the error is not
+remembered beyond the process, and the next put there tries the drive again. One piece of a drive is written at a time,
+after other work.
 
-A close does not wait for what has not begun: the next opening finds no record there.
+A close does not wait for scrubs that have not begun: the next opening finds no record there.
 """
 
 from __future__ import annotations

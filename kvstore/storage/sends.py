@@ -18,9 +18,9 @@ from kvstore.storage.traffic import Elsewhere
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.traffic import Traffic
 
 __all__ = ["Send", "Sends"]

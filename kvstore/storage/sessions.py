@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import SessionsDone
-    from kvstore.storage.keeping import Keeping
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
@@ -223,7 +223,7 @@ class Sessions:
             self._refuse_to_protect(item)
             return stored.manifest._replace(protected=item.blocks), []
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
-            raise SessionRefused("There is a session of this name already.")
+            raise SessionRefused("A session of this name already exists.")
         if source is None or source.tenant != name.tenant:
             raise NoSession("There is no such session.")
         if stored is None:
@@ -250,7 +250,7 @@ class Sessions:
             )
         if item.blocks and not all(keeping.may_protect(item.name) for keeping in self._all_keeping()):
             raise SessionRefused(
-                "The store protects as many sessions as it counts; end the protection of some."
+                "The store has its maximum number of protected sessions; end the protection of some."
             )
 
     def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
@@ -271,7 +271,7 @@ class Sessions:
             names = [name for name, entry in zip(names, drive.lookup(names), strict=True) if entry is None]
             if not names:
                 return
-        raise SessionRefused("A session names only blocks that are stored; one of these is not.")
+        raise SessionRefused("A session may list only stored blocks; one of these is not.")
 
     def _unreferenced(self, changed: Changed) -> Changed:
         """Leave out of what a change has set free the blocks that sessions on other drives name."""
@@ -356,7 +356,7 @@ class Sessions:
         try:
             changed = self._manifests.replace(name, None, {})
         except StorageError as error:
-            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
         self.deadlines.set(name, 0)
         for keeping in self._all_keeping():

@@ -35,14 +35,14 @@ from kvstore.durability import Durability
 from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BLOCKS_MAX
 from kvstore.placement import Placement
-from kvstore.storage.bay import FolderBay
+from kvstore.storage.all_drives import AllManifests, Deletions, SessionSteps
 from kvstore.storage.drive import check_batch, check_steps
-from kvstore.storage.everywhere import AllManifests, Deletions, SessionSteps
+from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.eviction.items import together
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.eviction_events import restore_sessions
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.items import DriveState, GetDone, Statistics
-from kvstore.storage.keeping import restore_sessions
 from kvstore.storage.opening import open_drives
 from kvstore.storage.quotas import Quotas
 from kvstore.storage.renewals import lives_as_long
@@ -54,10 +54,11 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.config import DriveSpec
-    from kvstore.storage.bay import Bay
     from kvstore.storage.disk import Progress
     from kvstore.storage.drive import Drive
+    from kvstore.storage.drive_files import Bay
     from kvstore.storage.eviction.items import Guard, Refusal
+    from kvstore.storage.eviction_events import Explanation, Held, Listener
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.items import (
         DeleteItem,
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
         SessionItem,
         SessionsDone,
     )
-    from kvstore.storage.keeping import Explanation, Held, Listener
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.quotas import Quota
 
@@ -165,7 +165,7 @@ class Store(Handle):
         check_batch(items)
         by_drive = self._puts_by_drive(items)
         if any(len(some) > drive.puts_left for drive, some in by_drive.items()):
-            raise Overloaded("A drive has as many puts to do as it accepts.")
+            raise Overloaded("A drive's queue of puts is full.")
         for drive, some in by_drive.items():
             drive.put(some, done)
 
@@ -400,7 +400,7 @@ class Store(Handle):
         """Finish what goes from one drive to another."""
         while self._deletions.outbox.promised or self._steps.outbox.promised:
             if not any(drive.is_busy for drive in self.drives):
-                raise StorageError("The store lost track of what it accepted, after an earlier exception.")
+                raise StorageError("The store is unusable after an earlier exception.")
             self._ready.poll()
             self.poll()
 

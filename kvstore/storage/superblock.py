@@ -56,7 +56,7 @@ def find_superblock(disk: Disk) -> Superblock | None:
     if disk.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
         raise StorageError(
             f"The drive has {disk.capacity_bytes} bytes, fewer than the "
-            f"{DRIVE_CAPACITY_BYTES_MIN} of the smallest drive: it was truncated, or is no drive."
+            f"{DRIVE_CAPACITY_BYTES_MIN} of the smallest drive: it was truncated, or is not a drive."
         )
     if disk.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
         raise StorageError(
@@ -72,7 +72,7 @@ def find_superblock(disk: Disk) -> Superblock | None:
     if disk.capacity_bytes < superblock.capacity_bytes:
         raise StorageError(
             f"The drive was truncated: it has {disk.capacity_bytes} bytes "
-            f"and was made with {superblock.capacity_bytes}."
+            f"and was created with {superblock.capacity_bytes}."
         )
     return superblock
 
@@ -101,9 +101,7 @@ def _unreadable(pages: list[bytes]) -> StorageError:
             return WrongVersion(
                 f"The drive has format version {version}; this build reads version {FORMAT_VERSION}."
             )
-    return Corrupt(
-        "The drive's superblock is damaged, or the drive holds something else; it was left as it is."
-    )
+    return Corrupt("The drive's superblock is damaged, or the drive holds other data; it was left unchanged.")
 
 
 def format_drive(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ReadOnly
 from kvstore.limits import GENERATIONS_PER_DRIVE
-from kvstore.storage.roll import write_roll
+from kvstore.storage.live_roll import write_roll
 from kvstore.storage.superblock import write_superblock
 from kvstore.wire.record import HeaderCodec
 
@@ -82,7 +82,7 @@ class Volume:
     def _reserve(self, generation: int) -> None:
         ceiling = self._ceiling_above(generation)
         if generation >= ceiling:
-            raise ReadOnly("The drive has used up all its generations and takes no more puts.")
+            raise ReadOnly("The drive has used up all its generations and accepts no more puts.")
         self._write(self.superblock._replace(generation_ceiling=ceiling))  # waits for the drive, very rarely
 
     def _ceiling_above(self, generation: int) -> int:

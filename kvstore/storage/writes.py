@@ -223,7 +223,7 @@ class Writes:
         try:
             generation = self._volume.take_generations(records)
         except StorageError as error:
-            self.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            self.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             return
         page = self._extents.allocate(pages)
         assert page is not None
@@ -345,7 +345,7 @@ class Writes:
         failure = None
         if result < 0:
             failure = ReadOnly(
-                f"The drive could not be synced: {os.strerror(-result)}; it takes no more puts."
+                f"The drive could not be synced: {os.strerror(-result)}; it accepts no more puts."
             )
             self.stop(failure, 0)
             sync.awaited += self._awaiting + self._unhurried
@@ -369,7 +369,7 @@ class Writes:
         """Say to a later one why nothing is taken any more."""
         if isinstance(self.stopped, NoSpace):
             return NoSpace(str(self.stopped))
-        return ReadOnly("The drive failed earlier and takes no more puts until the store is opened anew.")
+        return ReadOnly("The drive failed earlier and accepts no more puts until the store is reopened.")
 
     def _publish(self, records: list[RecordWrite]) -> None:
         by_owner: dict[Owner, list[RecordWrite]] = {}
@@ -379,7 +379,7 @@ class Writes:
             for owner, owned in by_owner.items():
                 owner.publish(owned)
         except StorageError as error:
-            self.stop(ReadOnly(f"{error} The store takes no more puts."), records[0].generation)
+            self.stop(ReadOnly(f"{error} The store accepts no more puts."), records[0].generation)
             return
         if records:
             self._published_generation = records[-1].generation
@@ -388,7 +388,7 @@ class Writes:
         try:
             return self._volume.take_generation()
         except StorageError as error:
-            self.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            self.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
 
     def _fail(self, record: RecordWrite, error: StorageError) -> None:
@@ -440,5 +440,5 @@ class _Sync:
 def write_error(result: int) -> StorageError:
     """Give what a failed write means."""
     if -result in _FULL_ERRNOS:
-        return NoSpace("The file system under the drive has no space left; the store takes no more puts.")
-    return ReadOnly(f"The drive could not be written: {os.strerror(-result)}; it takes no more puts.")
+        return NoSpace("The file system under the drive has no space left; the store accepts no more puts.")
+    return ReadOnly(f"The drive could not be written: {os.strerror(-result)}; it accepts no more puts.")

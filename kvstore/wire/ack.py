@@ -61,21 +61,21 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
     AckCode.NO_SPACE: (NoSpace, "The node's drives have no extent free for the block."),
     AckCode.QUOTA_EXCEEDED: (
         QuotaExceeded,
-        "The tenant's quota of bytes is used up, and none of its blocks may go.",
+        "The tenant's quota of bytes is used up, and none of its blocks may be evicted.",
     ),
-    AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and takes no more writes."),
+    AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and is read-only."),
     AckCode.KEY_TAKEN: (
         KeyTaken,
-        "Another block is stored under the key; the bytes of this put were not kept.",
+        "Another block is stored under the key; the bytes of this put were not stored.",
     ),
     AckCode.DIFFERS: (
         Corrupt,
-        "The bytes that came to the node are not those that were sent; they were not kept.",
+        "The bytes that arrived at the node are not those that were sent; they were not stored.",
     ),
-    AckCode.EXPIRED: (Expired, "The block's time to live was over before it was put."),
+    AckCode.EXPIRED: (Expired, "The block's time to live ended before it was put."),
     AckCode.STORAGE_FAILED: (
         StorageError,
-        "The node could not keep the block; its log says why.",
+        "The node could not store the block; its log says why.",
     ),  # any other
 }
 
@@ -101,9 +101,7 @@ def error_of_code(code: int) -> KvError | None:
         return None
     known = _ERRORS.get(code)
     if known is None:
-        return StorageError(
-            f"The node did not keep the block, for a reason that is not known here (code {code})."
-        )
+        return StorageError(f"The node did not store the block, for an unknown reason (code {code}).")
     kind, sentence = known
     return kind(sentence)
 
@@ -118,5 +116,5 @@ def miss_of_code(code: int) -> Miss | None:
     if code == AckCode.SERVED:
         return None
     if code == AckCode.CANCELLED:
-        return Miss(MissReason.NODE_AWAY, "it did not come by the deadline, and was cancelled")
+        return Miss(MissReason.NODE_AWAY, "it did not arrive by the deadline, and was cancelled")
     return Miss(MissReason(code & ~_MISS))

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8c6ea2f5eb71b4408ec19851d2eca49e
+# Generated from proto sources with BLAKE2b 5d9fc002ae494a62af75a4538d881ea8
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

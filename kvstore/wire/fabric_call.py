@@ -222,7 +222,7 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
     if row is None:
         raise ProtocolError(f"There is no call {kind} over the fabric.")
     if len(data) - rows_at != blocks * row.size:
-        raise ProtocolError(f"A call over the fabric names {blocks} blocks and its length says otherwise.")
+        raise ProtocolError(f"The length of a call over the fabric does not match its {blocks} blocks.")
     call = Call(
         generation,
         CallKind(kind),
@@ -263,7 +263,7 @@ def metadata_of(data: bytes) -> Metadata:
         name, value = data[at : at + name_bytes], data[at + name_bytes : at + name_bytes + value_bytes]
         at += name_bytes + value_bytes
         if at > len(data):
-            raise ProtocolError("The metadata of a call over the fabric is cut off.")
+            raise ProtocolError("The metadata of a call over the fabric is truncated.")
         headers.append(
             (name.decode("ascii", "replace"), value if binary else value.decode("ascii", "replace"))
         )
@@ -323,8 +323,8 @@ def length_said(start: bytes) -> int:
 def _check(data: bytes, generation: int, least_bytes: int) -> None:
     """Refuse what is not whole, or is not the one that is due."""
     if len(data) < least_bytes or length_said(data[:LENGTH_END]) != len(data):
-        raise ProtocolError("What came over the fabric is not as long as it says.")
+        raise ProtocolError("A fabric message does not have the length it states.")
     if crc32c(data[_CRC_BYTES:]) != int.from_bytes(data[:_CRC_BYTES], "little"):
-        raise ProtocolError("What came over the fabric differs from its checksum.")
+        raise ProtocolError("A fabric message fails its checksum.")
     if int.from_bytes(data[LENGTH_END : LENGTH_END + 8], "little") != generation:
-        raise ProtocolError("What came over the fabric is not of this call.")
+        raise ProtocolError("A fabric message does not belong to this call.")

@@ -121,19 +121,19 @@ def _merge(message: kvstore_pb2.BlockName | kvstore_pb2.GetMiss, view: memoryvie
     try:
         message.MergeFromString(bytes(view))
     except DecodeError as error:
-        raise ProtocolError("A message of a stream of blocks is none.") from error
+        raise ProtocolError("A message of a stream of blocks is invalid.") from error
 
 
 def _text(view: memoryview) -> str:
     try:
         return bytes(view).decode()
     except UnicodeDecodeError as error:
-        raise ProtocolError("A tenant's name is no text.") from error
+        raise ProtocolError("A tenant's name is not text.") from error
 
 
 def _bytes(value: int | memoryview) -> memoryview:
     if isinstance(value, int):
-        raise ProtocolError("A message of a stream of blocks has a number where bytes belong.")
+        raise ProtocolError("A message of a stream of blocks has a number in place of bytes.")
     return value
 
 
@@ -161,9 +161,9 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         elif kind in (_FIXED_64, _FIXED_32):
             length = 8 if kind == _FIXED_64 else 4
         else:
-            raise ProtocolError("A message of a stream of blocks has a field of no known kind.")
+            raise ProtocolError("A message of a stream of blocks has a field of an unknown type.")
         if length > len(view) - at:
-            raise ProtocolError("A message of a stream of blocks is cut short.")
+            raise ProtocolError("A message of a stream of blocks is truncated.")
         yield field, view[at : at + length]
         at += length
 
@@ -174,4 +174,4 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
         number |= (byte & _SEVEN_BITS) << 7 * count
         if byte < _MORE:
             return number & (1 << 64) - 1, at + count + 1
-    raise ProtocolError("A message of a stream of blocks is cut short.")
+    raise ProtocolError("A message of a stream of blocks is truncated.")

@@ -76,6 +76,6 @@ def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_is_no_part_and_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "disk", "--data", str(tmp_path)]) == 2
-    assert "'disk' is no part to measure; choose from memory, link, drive" in capsys.readouterr().err
+    assert "'disk' is not a part; choose from memory, link, drive" in capsys.readouterr().err
     assert main(["bench", "--data", str(tmp_path / "none")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_who_is_unknown_is_a_miss_with_its_reason(rig: Rig) -> None:
     ahead = rig.arrivals.arrived(request("dora"))
     assert ahead.miss == Miss(MissReason.UNKNOWN, "Nothing is known of this user.")
     nothing = rig.arrivals.arrived(request("eve", tenant="theta"))
-    assert nothing.miss == Miss(MissReason.UNKNOWN, "No rule is for this request.")
+    assert nothing.miss == Miss(MissReason.UNKNOWN, "No rule matches this request.")
     counted = rig.arrivals.arrived(request("carl"), rig.place)
     assert counted.miss is not None
     assert rig.arrivals.statistics().missed == 2

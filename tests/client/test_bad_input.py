@@ -165,7 +165,7 @@ BAD_RESERVES = [  # of a connection that is there, where none is named
     ),
     (
         pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(), ack_word=ACK_WORDS + GRANTED_PUTS)]),
-        "not one of the client's",
+        "is not one of them",
     ),
     (
         pb.ReserveRequest(lease_ms=LEASE_TIMEOUT_MS_MAX + 1, blocks=[pb.ReserveBlock(name=name())]),
@@ -201,7 +201,7 @@ def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(
     request = pb.FetchRequest(
         connection=number_of(rig), blocks=[pb.FetchBlock(name=name(), ack_word=ACK_WORDS + GRANTED_PUTS)]
     )
-    with pytest.raises(grpc.RpcError, match="not one of the client's"):
+    with pytest.raises(grpc.RpcError, match="is not one of them"):
         stub.Fetch(request, timeout=WAIT_S)
 
 
@@ -253,7 +253,7 @@ def test_a_chunk_that_is_too_large_is_refused_in_our_words(node: NodeProcess) ->
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert type(error_from_rpc("A put", refused.value)) is errors.ProtocolError
             assert refused.value.details() == (
-                f"A chunk of {8 * MIB} bytes came, and one has at most {CHUNK_BYTES_MAX}; send the block in several."
+                f"A chunk has at most {CHUNK_BYTES_MAX} bytes, not {8 * MIB}; send the block in several."
             )
         half = [pb.PutRequest(chunk=large[:CHUNK_BYTES_MAX])] * 2
         stub.Put(iter([start, *half]), timeout=WAIT_S)  # as the sentence says
@@ -376,7 +376,7 @@ def test_two_nodes_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_said_to_be(tmp_path: Path, node: NodeProcess) -> None:
     port = int(node.target.rpartition(":")[2])
-    with pytest.raises(NodeUnavailable, match="is taken by another process"):
+    with pytest.raises(NodeUnavailable, match="is in use by another process"):
         small_node(tmp_path / "other", port=port)
 
 

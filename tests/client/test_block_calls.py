@@ -158,7 +158,7 @@ def test_a_pins_time_is_bounded_and_so_is_their_number(node_here: NodeInProcess)
             assert stub.Unpin(pb.UnpinRequest(pins=[answer.pin]), timeout=20).ended == 1
         for _ in range(PINS_OF_TENANT_MAX):  # none ends by its time, however long this takes
             client.pin([key(0)], time_to_live_ms=PIN_TIMEOUT_MS_MAX)
-        with pytest.raises(Overloaded, match="as many pins"):
+        with pytest.raises(Overloaded, match="maximum number of pins"):
             client.pin([key(0)])
         with small_client(node_here.target, tenant="another") as another:
             another.put_inline(key(0), b"x")

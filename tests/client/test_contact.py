@@ -102,7 +102,7 @@ def test_a_certificate_that_is_asked_for_is_a_step(strict: NodeProcess, pki: Pat
     assert broken_step(with_one) is None
     without = broken_step(Reach((strict.target,), ca=pki / "ca.pem"))
     assert without is not None
-    assert without.said == "the node asks for a certificate"
+    assert without.said == "the node requires a client certificate"
     foreign = broken_step(
         Reach(
             (strict.target,),
@@ -112,7 +112,7 @@ def test_a_certificate_that_is_asked_for_is_a_step(strict: NodeProcess, pki: Pat
         )
     )
     assert foreign is not None
-    assert foreign.said == "the node does not take this client's certificate"
+    assert foreign.said == "the node rejects this client's certificate"
 
 
 def test_each_failure_has_a_sentence_of_its_own(
@@ -122,11 +122,11 @@ def test_each_failure_has_a_sentence_of_its_own(
     cases: list[tuple[Reach, str, str, str]] = [
         (Reach(("nobody.invalid:1",)), "name", "has no address", "Is the name right"),
         (Reach((free_port,)), "connection", "Connection refused", "Is the node running"),
-        (Reach((web_server,)), "protocol", "a web server", "port for calls"),
-        (Reach((secure.target,)), "protocol", "speaks TLS, and this client does not", "ca"),
-        (Reach((shared_node.target,), tls=True), "TLS", "speaks no TLS", "Leave out"),
-        (Reach((secure.target,), tls=True), "TLS", "self-signed|unable to get", "Say who signed it"),
-        (Reach((secure.target,), ca=pki / "other" / "ca.pem"), "TLS", "does not hold", "Say who signed it"),
+        (Reach((web_server,)), "protocol", "an HTTP port", "the gRPC port"),
+        (Reach((secure.target,)), "protocol", "uses TLS, and this client does not", "ca"),
+        (Reach((shared_node.target,), tls=True), "TLS", "does not use TLS", "Leave out"),
+        (Reach((secure.target,), tls=True), "TLS", "self-signed|unable to get", "Set its CA"),
+        (Reach((secure.target,), ca=pki / "other" / "ca.pem"), "TLS", "is not valid", "Set its CA"),
         (Reach((f"127.0.0.2:{port}",), ca=pki / "ca.pem"), "connection", "refused", "this its port"),
     ]
     said: set[str] = set()
@@ -143,8 +143,8 @@ def test_a_name_that_is_not_in_the_certificate_is_told(secure: NodeProcess, pki:
     port = secure.target.rpartition(":")[2]
     step = broken_step(Reach((f"localhost:{port}",), ca=pki / "ca.pem"))
     assert step is not None
-    assert "certificate does not hold" in step.said
-    assert "a name that stands in its certificate" in step.advice
+    assert "certificate is not valid" in step.said
+    assert "a name from the node's certificate" in step.advice
 
 
 def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
@@ -158,7 +158,7 @@ def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
 def test_a_call_that_finds_no_node_says_which_step_failed(
     call: str, free_port: str, secure: NodeProcess
 ) -> None:
-    for target, words in ((free_port, "Is the node running"), (secure.target, "speaks TLS")):
+    for target, words in ((free_port, "Is the node running"), (secure.target, "uses TLS")):
         with Client(target) as client, pytest.raises(NodeUnavailable) as raised:
             getattr(client, call)()
         assert target in str(raised.value)

@@ -144,7 +144,7 @@ def test_a_trace_of_nothing(node: NodeProcess) -> None:
     assert "named as a turn" in traced(node, "ada")
     node.kill()
     node.start()
-    assert traced(node, "ada").startswith("The node has seen nothing of this session")
+    assert traced(node, "ada").startswith("The node has no events of this session")
     assert json.loads(traced(node, "ada", "--json")) == []
     with small_client(node.target) as client, pytest.raises(NoSession):
         client.session("ada", "chat").trace()  # another tenant's is none

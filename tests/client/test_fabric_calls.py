@@ -245,7 +245,7 @@ def test_a_spoilt_call_ends_the_connection_and_nothing_else(rig: Rig, node: Node
     )
     arm(rig.client.fabric, [spoilt])
     wait_until(lambda: link.error is not None, "the link has ended")
-    assert "differs from its checksum" in node.log()
+    assert "fails its checksum" in node.log()
     assert get(rig, [block]) == [Hit(block.key)]
     assert rig.is_exact(block)
 

@@ -49,7 +49,7 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 
 def full(*_: object) -> None:
-    raise Overloaded("The drive has as many puts to do as it accepts.")
+    raise Overloaded("The drive's queue of puts is full.")
 
 
 def is_settled(node: NodeInProcess) -> bool:

@@ -382,7 +382,7 @@ def test_tenants_read_again_lose_and_gain_without_a_restart(
     tenants.write_text("[")
     os.kill(guarded.pid, signal.SIGHUP)
     wait_until(
-        lambda: "The tenants stay as they were" in guarded.log(), "the node refuses a file that is no TOML"
+        lambda: "The tenants are unchanged" in guarded.log(), "the node refuses a file that is no TOML"
     )
     with small_client(guarded.target, token="zeta-2") as client:
         assert client.put_inline(KEY, b"x") is Durability.WRITTEN
@@ -527,7 +527,7 @@ def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
     ("more", "why"),
     [
         (("--tls-cert", "x"), "come together"),
-        (("--tls-clients", "x"), "only over TLS"),
+        (("--tls-clients", "x"), "Client certificates need TLS"),
         (("--tls-cert", "/nowhere", "--tls-key", "/nowhere"), "/nowhere could not be read"),
         (
             ("--tls-cert", "/etc/passwd", "--tls-key", "/etc/passwd"),

@@ -111,7 +111,7 @@ def test_a_part_that_no_block_has_is_refused_by_the_node(rig: Rig, by_rpc: bool)
         except KvError as error:
             outcome = error
         assert not isinstance(outcome, Hit)
-        assert not by_rpc or "behind the first" in str(outcome)
+        assert not by_rpc or "after the first" in str(outcome)
         assert untouched(rig)
 
 

@@ -145,7 +145,7 @@ def test_what_can_not_be_a_block_of_pieces_is_refused(rig: Rig) -> None:
     key = rig.key(0)
     with pytest.raises(InvalidArgument, match="together"):
         Block(key, rig.from_region, 0, 1, pieces=pieces)
-    with pytest.raises(InvalidArgument, match="behind the first"):
+    with pytest.raises(InvalidArgument, match="after the first"):
         Block.of_pieces(key, pieces, whole=3 * PAGE, skip=PAGE + 1)
     part = Block.of_pieces(key, pieces, whole=3 * PAGE, skip=PAGE)
     for put in (rig.client.arm, rig.client.reserve):

@@ -179,7 +179,7 @@ def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sente
     flag = TriggeredNotify(1 << 40, link.endpoint, link.peer, *at, generation)  # as the client's own
     arm(rig.client.fabric, [flag])
     wait_until(lambda: link.error is not None, "the link has ended")
-    assert "was not made by the connection's client" in node.log()
+    assert "did not come from the connection's client" in node.log()
     block = rig.block(0)
     put(rig, [block])
     assert get(rig, [block]) == [Hit(block.key)]
@@ -235,7 +235,7 @@ def test_a_forged_answer_is_an_error_and_leases_nothing(
         return answer(place, generation)
 
     monkeypatch.setattr(calls, "answer", forged)
-    with pytest.raises(ProtocolError, match="not the node's"):
+    with pytest.raises(ProtocolError, match="did not come from the node"):
         rig.client.reserve([rig.block(0)])
     monkeypatch.undo()
     is_well(rig, link, 1)

@@ -96,7 +96,7 @@ def test_a_get_whose_deadline_finds_it_waiting_is_a_miss_and_the_node_is_never_a
     for outcome in outcomes:
         assert isinstance(outcome, Miss)
         assert outcome.reason is MissReason.NODE_AWAY
-        assert "before the node was asked" in outcome.detail
+        assert "before the node was called" in outcome.detail
     assert took_s < FETCH_CANCEL_MS / 1000
     assert [get.wait() for get in (*long, behind)] == [[Hit(block.key)]] * (len(long) + 1)
     assert get(rig, [block]) == [Hit(block.key)]
@@ -114,7 +114,7 @@ def test_a_reserve_that_waits_ends_at_its_deadline_and_leaves_the_link(
     with stopped(node):
         gets = ask_in_all_places(rig, block)
         monkeypatch.setattr(rig.client._core.asking, "_timeout_ns", 100_000_000)
-        with pytest.raises(DeadlineExceeded, match="before the node was asked"):
+        with pytest.raises(DeadlineExceeded, match="before the node was called"):
             rig.client.reserve([rig.block(1)])
         monkeypatch.undo()
         assert rig.client._core.link is link
@@ -276,7 +276,7 @@ def test_gets_whose_deadlines_end_at_any_moment_write_nothing_afterwards_and_kee
             thread.join(60)
         assert were_right == [True] * (threads_count * turns)
         assert any(isinstance(one, Hit) for one in told)
-        assert any("before the node was asked" in one.detail for one in told if isinstance(one, Miss))
+        assert any("before the node was called" in one.detail for one in told if isinstance(one, Miss))
         now = link_of(rig.client)
         assert get(rig, blocks[:3]) == [Hit(block.key) for block in blocks[:3]]
         if now is link:  # or the machine stood still for longer than a node has to confirm

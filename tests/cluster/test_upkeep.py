@@ -349,7 +349,7 @@ def test_who_is_not_on_the_map_under_its_lease_is_refused(other: Stranger) -> No
 def test_other_bytes_than_were_put_are_not_taken(pair: World, other: Stranger) -> None:
     key = one_key()
     answer = other.offer([key])
-    with pytest.raises(grpc.RpcError, match="not those of its block"):
+    with pytest.raises(grpc.RpcError, match="do not match its block"):
         other.copy(key, answer.ticket, crc=crc32c(data(key)) ^ 1)
     assert pair.there(other.node, [key]) == [False]
 

@@ -136,7 +136,7 @@ def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
 def test_a_reload_leaves_a_node_without_tenants_alive(node: NodeProcess) -> None:
     assert node._process is not None
     node._process.send_signal(signal.SIGHUP)
-    while "settings were read again" not in node.log():
+    while "settings were reloaded" not in node.log():
         assert node._process.poll() is None
     assert node._process.poll() is None
 

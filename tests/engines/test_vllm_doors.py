@@ -130,7 +130,7 @@ def test_without_the_fabric_that_it_has_to_have_an_engine_computes(
     with Engine(place, f"no fabric {load}", model, kv_transfer_config=ours(filled.target, **extra)) as engine:
         chats.check(engine, range(1))
         assert engine.count("missing_blocks") > 0
-        assert engine.log().count("No KV is kept: ") == 1
+        assert engine.log().count("KV is not stored: ") == 1
         assert "Traceback" not in engine.log()
 
 

@@ -268,7 +268,7 @@ def test_weights_are_known_by_their_content_or_their_commit(named: dict[str, lis
 
 @pytest.mark.parametrize("what", ["not found", "branch"])
 def test_weights_that_are_not_known_are_to_be_named(what: str, named: dict[str, list[str] | str]) -> None:
-    assert "name them with `weights`" in str(named[what])
+    assert "set `weights`" in str(named[what])
 
 
 def test_an_offloadingspec_tells_adapters_apart_by_their_content(

@@ -145,4 +145,4 @@ def test_a_spec_that_is_not_told_its_model_does_not_start(told: dict[str, Any]) 
 
 
 def test_two_specs_of_one_engine_never_share_their_memory(told: dict[str, Any]) -> None:
-    assert "nodes or tenants of their own" in told["second"]
+    assert "need different nodes or tenants" in told["second"]

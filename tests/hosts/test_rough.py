@@ -240,7 +240,7 @@ def test_a_client_that_claims_to_be_elsewhere_is_refused_unless_it_is_listed(sit
     claiming = site.caller(site.one, f"{site.node.ipv4}:7070", fabric_address="10.77.1.2")
     refusal = claiming("put", blocks(), 1)
     assert refusal.startswith(
-        "AddressRefused: The client's fabric address 10.77.1.2 is not where its call comes from"
+        "AddressRefused: The client's fabric address 10.77.1.2 is not the source of its call"
     )
     assert "--fabric-clients" in refusal
     assert node.end() == 0

@@ -44,7 +44,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     [
         (KeyboardInterrupt(), Status.INTERRUPTED, ""),
         (BrokenPipeError(), Status.DONE, ""),
-        (MemoryError(), Status.FAILED, "x: The machine gave no memory for it.\n"),
+        (MemoryError(), Status.FAILED, "x: Out of memory.\n"),
         (FileNotFoundError(2, "No such file", "/a/b"), Status.FAILED, "x: /a/b: No such file.\n"),
         (OSError(28, "No space left on device"), Status.FAILED, "x: No space left on device.\n"),
         (ValueError("It is 3."), Status.USAGE, "x: It is 3.\n"),
@@ -137,7 +137,7 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["serve", "--data", "{}/node", "--hot", "9999GiB"], 2, "more memory than this machine has"),
+        (["serve", "--data", "{}/node", "--hot", "9999GiB"], 2, "exceeds this machine's memory"),
         (["serve", "--data", "/proc/x"], 1, "/proc/x cannot be used"),
         (["demo", "--data", "/proc/x"], 1, "/proc/x"),
         (["fsck", "{}/none"], 2, "There is no data folder"),

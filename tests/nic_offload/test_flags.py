@@ -114,7 +114,7 @@ def test_words_that_somebody_could_cut_are_not_opened() -> None:
     fd = os.memfd_create("triggerkv-flags")
     try:
         os.ftruncate(fd, 16)
-        with pytest.raises(KvError, match="could be cut"):
+        with pytest.raises(KvError, match="could be truncated"):
             FlagWords.open(f"/proc/{os.getpid()}/fd/{fd}")
     finally:
         os.close(fd)

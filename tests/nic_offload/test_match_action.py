@@ -136,7 +136,7 @@ def test_removing_gives_the_next_best_and_leaves_no_mask_behind() -> None:
     table.remove(high)
     assert hit(table, request()) == "low"
     assert table.statistics()._asdict() == {"entries": 1, "entries_of_file": 0, "guards": 0, "masks": 1}
-    with pytest.raises(RuleError, match="not among those that were added"):
+    with pytest.raises(RuleError, match="was not added at run time"):
         table.remove(high)
 
 
@@ -225,7 +225,7 @@ def test_entries_behind_one_key_are_bounded() -> None:
     table = Table()
     for low in range(ENTRIES_PER_KEY_MAX):
         table.add(rule(source_port=f"{low + 1}-65535"))
-    with pytest.raises(TableFull, match="join some of their ranges"):
+    with pytest.raises(TableFull, match="merge some of their ranges"):
         table.add(rule(source_port="1000-65535"))
     assert len(table) == ENTRIES_PER_KEY_MAX
     assert hit(table, request(source_port=100)) == "source_port=100-65535"
@@ -242,8 +242,8 @@ def test_a_twin_is_refused_with_the_name_of_the_other() -> None:
 @pytest.mark.parametrize(
     ("actions", "fields", "message"),
     [
-        ((DENY, FETCH), {}, "deny is terminal"),
-        ((FETCH, DENY), {}, "deny is terminal"),
+        ((DENY, FETCH), {}, "deny must be last"),
+        ((FETCH, DENY), {}, "deny must be last"),
         ((FETCH, FETCH), {}, "each action once"),
         ((Action(ActionKind.ROUTE),), {}, "route takes a node"),
         ((Action(ActionKind.STORE, "node"),), {}, "route takes a node"),
@@ -252,7 +252,11 @@ def test_a_twin_is_refused_with_the_name_of_the_other() -> None:
         ((), {"sessions": "h", "tenant": "a"}, "sessions belongs to one user"),
         ((), {"bind": [{"source": "10.0.0.1"}], "user": "a"}, "bind belongs to one user"),
         ((), {"bind": [{}], "tenant": "t", "user": "a"}, "at least one field"),
-        ((), {"bind": [{"protocol": 6}], "tenant": "t", "user": "a", "source": "10.0.0.1"}, "nowhere else"),
+        (
+            (),
+            {"bind": [{"protocol": 6}], "tenant": "t", "user": "a", "source": "10.0.0.1"},
+            "only be in the bindings",
+        ),
     ],
 )
 def test_a_rule_that_can_mean_nothing_is_refused(
@@ -263,7 +267,7 @@ def test_a_rule_that_can_mean_nothing_is_refused(
 
 
 def test_a_rule_without_actions_is_refused() -> None:
-    with pytest.raises(KvError, match="from 1 to 8"):
+    with pytest.raises(KvError, match="takes 1 to 8"):
         Rule(Pattern(), ())
 
 

@@ -79,7 +79,7 @@ def test_protocols_by_name_and_number() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("source", "10.0.0.1/8", "source takes a prefix with nothing behind its length; write 10.0.0.0/8"),
+        ("source", "10.0.0.1/8", "source takes a prefix with no bits set after its length; write 10.0.0.0/8"),
         ("source", "10.0.0", "source takes an IP address or a prefix such as"),
         ("source", "10.0.0.0/33", "source takes an IP address or a prefix"),
         ("source", "fe80::1%eth0", "source takes an IP address or a prefix"),

@@ -69,7 +69,7 @@ GOOD = '[[rule]]\nname = "first"\nactions = ["fetch"]\n\n'
     ("text", "message"),
     [
         ("[[rule]\n", r"The rules are not TOML: .*line 1.*\."),
-        ("x = 1", r"The rules hold 'x'; all that can stand there is \[\[rule\]\]\."),
+        ("x = 1", r"The rules contain 'x'; only \[\[rule\]\] is allowed\."),
         ("[rule]\nactions = []", r"A rule begins with \[\[rule\]\], in double brackets\."),
         ("rule = [1]", r"A rule begins with \[\[rule\]\], in double brackets\."),
         (
@@ -79,10 +79,10 @@ GOOD = '[[rule]]\nname = "first"\nactions = ["fetch"]\n\n'
         (GOOD + "  [[ rule ]]\nname = 5", r"Rule 2 \(line 5\): name takes a text of .* not 5\."),
         (
             GOOD + GOOD,
-            r"Rule 2 \(line 5\): name takes a name of its own; Rule 1 \(line 1\) has 'first' too\.",
+            r"Rule 2 \(line 5\): name must be unique; Rule 1 \(line 1\) has 'first' too\.",
         ),
         ('[[rule]]\nname = "n"', r"Rule 1 \(line 1\), 'n': actions takes a list, each item one of fetch.*\."),
-        ("[[rule]]\nactions = []", r"Rule 1 \(line 1\): actions takes from 1 to 8 of them, not 0\."),
+        ("[[rule]]\nactions = []", r"Rule 1 \(line 1\): actions takes 1 to 8 actions, not 0\."),
         (
             '[[rule]]\nactions = ["drop"]',
             r"Rule 1 \(line 1\): actions takes one of fetch, .*, count, or \{ route = \"NODE\" \}, not 'drop'\.",
@@ -91,7 +91,7 @@ GOOD = '[[rule]]\nname = "first"\nactions = ["fetch"]\n\n'
         ("[[rule]]\nactions = [{ route = 5 }]", r"Rule 1 \(line 1\): route takes a text .*, not 5\."),
         (
             '[[rule]]\nname = "a: b"\nactions = ["deny", "fetch"]',
-            r"Rule 1 \(line 1\), 'a: b': deny is terminal; .*\.",
+            r"Rule 1 \(line 1\), 'a: b': deny must be last, .*\.",
         ),
         (
             '[[rule]]\nactions = ["fetch"]\npriority = "high"',
@@ -103,7 +103,7 @@ GOOD = '[[rule]]\nname = "first"\nactions = ["fetch"]\n\n'
         ),
         (
             '[[rule]]\nactions = ["fetch"]\nsource = "10.0.0.1/8"',
-            r"Rule 1 \(line 1\): source takes a prefix with nothing behind its length; write 10\.0\.0\.0/8 .*\.",
+            r"Rule 1 \(line 1\): source takes a prefix with no bits set after its length; write 10\.0\.0\.0/8 .*\.",
         ),
         (
             '[[rule]]\nactions = ["fetch"]\nbind = { source = "10.0.0.1" }',

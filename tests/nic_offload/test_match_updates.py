@@ -163,5 +163,5 @@ def test_a_rule_of_the_file_is_not_removed_one_by_one() -> None:
     table = Table()
     table.replace([rule(tenant="acme", user="a", bind=[{"protocol": "tcp"}])])
     for entry in table:
-        with pytest.raises(RuleError, match="leave by replacing"):
+        with pytest.raises(RuleError, match="replace the file's rules"):
             table.remove(entry)

@@ -336,7 +336,7 @@ def test_an_extent_that_could_not_be_is_refused(bad: object, word: str) -> None:
 def test_bounds_at_which_something_could_never_be_fetched_are_refused() -> None:
     with pytest.raises(KvError, match="users_max"):
         Limits(users_max=0)
-    with pytest.raises(KvError, match="has to fit"):
+    with pytest.raises(KvError, match="must not exceed"):
         Limits(extent_bytes_max=10, user_bytes_in_flight_max=9)
-    with pytest.raises(KvError, match="has to fit"):
+    with pytest.raises(KvError, match="must not exceed"):
         replace(SMALL, bytes_in_flight_max=24)

@@ -138,7 +138,7 @@ def test_words_without_their_bell_are_refused() -> None:
         fd = os.memfd_create("triggerkv-flags", os.MFD_ALLOW_SEALING)
         try:
             os.write(fd, bytes(64))
-            with pytest.raises(KvError, match="could be cut"):
+            with pytest.raises(KvError, match="could be truncated"):
                 FlagWords.open(f"/proc/self/fd/{fd}")
         finally:
             os.close(fd)

@@ -25,21 +25,21 @@ def test_an_address_is_told_in_its_own_family_and_read_again(text: str) -> None:
 
 
 def test_an_address_of_ipv6_is_none_in_a_fabric_of_ipv4() -> None:
-    with pytest.raises(ValueError, match="no address of IPv4"):
+    with pytest.raises(ValueError, match="not an IPv4 address"):
         SocketAddress(ip_of("fd00::7"), 7071).packed(4)
 
 
 @pytest.mark.parametrize("family", [0, 1, 10, 16, 40, 65535])
 def test_bytes_of_another_family_are_no_address(family: int) -> None:
     data = struct.pack("=H", family) + SocketAddress(ip_of("127.0.0.1"), 7071).told[2:]
-    with pytest.raises(ValueError, match="no address of IPv4 or IPv6"):
+    with pytest.raises(ValueError, match="not an IPv4 or IPv6 address"):
         SocketAddress.of(data)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 8, 15, 17, 27, 28, 29, 256])
 def test_bytes_of_another_length_are_no_address(length: int) -> None:
     data = SocketAddress(ip_of("127.0.0.1"), 7071).told.ljust(256, b"\0")[:length]
-    with pytest.raises(ValueError, match="no address of IPv4 or IPv6"):
+    with pytest.raises(ValueError, match="not an IPv4 or IPv6 address"):
         SocketAddress.of(data)
 
 

@@ -69,7 +69,7 @@ def test_an_attach_without_a_usable_address_leaves_nothing_in_the_node(
 ) -> None:
     with Client(node.target, slots=1, block_bytes_max=4096) as client:
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.client.own_side.SocketAddress.told", b"")
+            patched.setattr("kvstore.client.own_address.SocketAddress.told", b"")
             with pytest.raises(KvError):
                 client.attach()
         wait_until(lambda: is_as_before(node), "nothing is left")
@@ -98,13 +98,13 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
     rig = Rig(node)
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
-        with pytest.raises(Overloaded, match=r"has no \d+ bytes of memory for a client's \d+ slots"):
+        with pytest.raises(Overloaded, match=r"lacks the \d+ bytes of memory for a client's \d+ slots"):
             rig.client.attach()
     assert is_as_before(node)
     block = rig.block(0, 1000)
     with monkeypatch.context() as patched:
         patched.setattr(connection_module, "populate", lambda *_: allocate(MORE_THAN_THERE_IS))
-        with pytest.raises(Overloaded, match=r"has no \d+ bytes of memory for 1 more slots"):
+        with pytest.raises(Overloaded, match=r"lacks the \d+ bytes of memory for 1 more slots"):
             rig.client.reserve([block])
     assert node.call(lambda inside: inside.landing_bytes) == 0
     put(rig, [block])

@@ -92,12 +92,12 @@ def test_a_new_certificate_is_shown_to_who_comes_from_then_on(
         for made, other in ((two, one), (one, two)):  # more than once
             give(tmp_path, made)
             assert is_taken(node, other)  # until it is told to
-            reload(node, "The certificates were read again")
+            reload(node, "The certificates were reloaded")
             for taken in (is_taken, is_taken_by_http):
                 assert taken(node, made)
                 assert not taken(node, other)
         give(tmp_path, two)
-        reload(node, "The certificates were read again")
+        reload(node, "The certificates were reloaded")
         early.statistics()
         assert early.is_attached  # over the connection that it has
 
@@ -121,7 +121,7 @@ def test_a_bad_file_leaves_the_certificate_that_is_in_force(
         (tmp_path / name).write_bytes((pki / content).read_bytes() if isinstance(content, str) else content)
     reload(node, said)
     (line,) = [line for line in node.log().splitlines() if said in line]
-    assert line.endswith("The certificates stay as they were.")
+    assert line.endswith("The certificates are unchanged.")
     assert is_taken(node, pki / "one")
     assert is_taken_by_http(node, pki / "one")
 
@@ -135,7 +135,7 @@ def test_authorities_of_clients_are_read_again(pki: Path, tmp_path: Path) -> Non
         assert is_taken(node, one, **shown[one])
         assert not is_taken(node, one, **shown[two])
         shutil.copy(two / "ca.pem", tmp_path / "ca.pem")
-        reload(node, "The certificates were read again")
+        reload(node, "The certificates were reloaded")
         assert is_taken(node, one, **shown[two])
         assert not is_taken(node, one, **shown[one])
         assert not is_taken(node, one)  # who has none
@@ -146,9 +146,9 @@ def test_whether_there_is_tls_changes_at_a_start_only(pki: Path, tmp_path: Path)
     paths = f'tls_cert = "{tmp_path}/node.pem"\ntls_key = "{tmp_path}/node.key"\n'
     file = tmp_path / "node.toml"
     for before, after, said in (
-        (paths, "", "The certificates stay as they were."),
-        (paths, f'{paths}tls_clients = "{tmp_path}/ca.pem"\n', "The certificates stay as they were."),
-        ("", paths, "That a node has TLS changes when it starts."),
+        (paths, "", "The certificates are unchanged."),
+        (paths, f'{paths}tls_clients = "{tmp_path}/ca.pem"\n', "The certificates are unchanged."),
+        ("", paths, "Turning TLS on or off needs a restart."),
     ):
         file.write_text(before)
         with small_node(tmp_path / "node", arguments=("--config", str(file))) as node:

@@ -84,7 +84,7 @@ def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> No
         stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
         began = time.monotonic()
         call = stub.Attach(nothing(), metadata=(("authorization", "Bearer acme"),), timeout=WAIT_S)
-        with pytest.raises(grpc.RpcError, match="first message did not come"):
+        with pytest.raises(grpc.RpcError, match="first message did not arrive"):
             next(call)
         took = time.monotonic() - began
     assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -152,7 +152,7 @@ def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_co
                 link.sendall(h2.data(1, b"spoken", ends=True))
                 assert b"spoken" in await asyncio.to_thread(answered, link, 5)
                 link.sendall(h2.headers(3, "/test/Echo"))
-                assert b"did not come within" in await asyncio.to_thread(answered, link, 5)
+                assert b"did not arrive within" in await asyncio.to_thread(answered, link, 5)
         finally:
             await server.stop(None)
 
@@ -185,7 +185,7 @@ def test_who_takes_no_answer_is_told_of_and_has_its_share_of_them_and_no_more(
             with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
                 for number in range(1, 9, 2):
                     link.sendall(h2.headers(number, "/test/Large") + h2.data(number, b"", ends=True))
-                assert b"have not been taken" in await asyncio.to_thread(answered, link, 5)
+                assert b"unread answers" in await asyncio.to_thread(answered, link, 5)
                 assert keeps._answers.total == 3 << 20
                 await until(lambda: len(still) == 3)
                 assert set(still) == {"ipv4:{}:{}".format(*link.getsockname())}

@@ -90,7 +90,7 @@ def test_an_address_that_the_call_does_not_come_from_is_refused_and_in_the_audit
         name, sentence = refusal_of(node.target, SocketAddress(ip_of("127.0.0.2"), 7071).told)
     assert name == "AddressRefused"
     assert sentence.startswith(
-        "The client's fabric address 127.0.0.2 is not where its call comes from (127.0.0.1)"
+        "The client's fabric address 127.0.0.2 is not the source of its call (127.0.0.1)"
     )
     (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
     assert (line["what"], line["outcome"]) == ("attach", "refused")
@@ -186,14 +186,14 @@ def test_a_fabric_beyond_loopback_needs_what_listening_there_needs(tmp_path: Pat
 
 
 def test_a_client_of_a_family_that_is_not_told_is_refused_in_words(fabric: Fabric) -> None:
-    with pytest.raises(ProtocolError, match="of another family; give the node a --fabric-address"):
+    with pytest.raises(ProtocolError, match="of another family; set a --fabric-address"):
         FabricAddress("127.0.0.1").open(fabric, SocketAddress(ip_of("fd00::7"), 1))
 
 
 def test_ports_are_taken_in_turn_and_are_overloaded_when_they_are_used_up(fabric: Fabric) -> None:
     ports, ip = Ports(17_201, 17_203), ip_of("127.0.0.5")
     open_now = [open_endpoint(fabric, ip, ports) for _ in range(3)]
-    with pytest.raises(Overloaded, match=r"all of 17201-17203 are taken on 127\.0\.0\.5"):
+    with pytest.raises(Overloaded, match=r"all of 17201-17203 are in use on 127\.0\.0\.5"):
         open_endpoint(fabric, ip, ports)
     taken = [SocketAddress.of(one.address()).port for one in open_now]
     assert taken == [17_201, 17_202, 17_203]
@@ -224,7 +224,7 @@ def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "10.0.0.1/8", "10.0.0.0/33", "10.0.0.0/8,,"])
 def test_what_is_no_list_of_networks_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no list of networks"):
+    with pytest.raises(ConfigError, match="not a list of networks"):
         parse_networks(text)
 
 
@@ -276,7 +276,7 @@ def test_a_node_that_cannot_reach_itself_is_not_ready_says_why_and_tries_again(t
         for line in node.stderr:
             if "not ready" in line:
                 break
-        why = f"Each attachment has a port of its own, and all of {port}-{port} are taken on 127.0.0.1"
+        why = f"Each attachment needs a port, and all of {port}-{port} are in use on 127.0.0.1"
         assert why in line
         status, text = status_of(f"{url}/readyz")
         assert (status, text.startswith(f"not ready: {why}")) == (503, True)

@@ -22,7 +22,7 @@ from kvstore.names import block_key, layout_fingerprint
 from kvstore.node.lookups import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
-from kvstore.wire.looked import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
+from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
 from nic_offload.memory import allocate
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
@@ -209,7 +209,7 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     assert (from_caller.by_caller, from_caller.blocks) == (True, 4)
     assert outcomes(from_caller)[-1] == (3, Outcome.NODE_AWAY)
     assert from_caller.took_us >= 300_000
-    assert "did not come in time" in from_caller.detail
+    assert "did not arrive in time" in from_caller.detail
 
 
 def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(tmp_path: Path, h
         began_s = time.monotonic()
         assert node.stop() == 0
         assert time.monotonic() - began_s < STOP_S + SPANS_STOP_MS / 1000
-        assert node.log().count("takes no spans") <= 1
+        assert node.log().count("accepts no spans") <= 1
         assert "Traceback" not in node.log()
     hanging.close()
     silent.close()
@@ -179,7 +179,7 @@ def test_a_collector_that_comes_back_gets_spans_again(tmp_path: Path) -> None:
     port = _lasting_port()
     with start(tmp_path, f"http://127.0.0.1:{port}") as node:
         exists(node.target, TRACEPARENT[1])
-        wait_until(lambda: "takes no spans; the node goes on" in node.log(), "the log line")
+        wait_until(lambda: "accepts no spans; the node continues" in node.log(), "the log line")
         receiver = Receiver(port=port)
         exists(node.target, TRACEPARENT[1])
         receiver.wait_for("kvstore.node.exists")

@@ -51,7 +51,7 @@ def test_a_device_with_something_on_it_is_left_alone(tmp_path: Path, device: Pat
     with device.open("r+b") as raw:
         raw.seek(65536 + 64)
         raw.write(mark)
-    with pytest.raises(Corrupt, match="holds something else"):
+    with pytest.raises(Corrupt, match="holds other data"):
         open_over(tmp_path / "node", device)
     with device.open("rb") as raw:
         raw.seek(65536 + 64)

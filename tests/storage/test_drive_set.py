@@ -216,7 +216,7 @@ def _held_by(rig: Rig, position: int) -> set[int]:
 def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig: Rig) -> None:
     rig.store.close()
     (rig.data / SET_NAME).unlink()
-    refused(rig, ConfigError, "Bring all of them", without=(1,))
+    refused(rig, ConfigError, "Start once with all of them", without=(1,))
     opened(rig)
     assert stored(rig) == set(PAYLOADS)
     assert read_set(rig.data) is not None
@@ -304,7 +304,7 @@ def test_a_drive_that_has_become_blank_is_not_formatted_unless_its_index_is_remo
     ours = on(rig, 0)
     rig.store.close()
     rig.disks[1] = FakeDisk()
-    refused(rig, Corrupt, "It is blank, and the folder has an index")
+    refused(rig, Corrupt, "It is blank, but the folder has its index")
     shutil.rmtree(rig.data / "index-1")
     opened(rig)
     assert stored(rig) == ours
@@ -373,7 +373,7 @@ def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: Rig) -> None:
     rig.away = set()
     report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id)
     assert report.damage == []
-    assert report.counts["drives that were left out, to be voided"] == 1
+    assert report.counts["drives that were left out, and will be voided"] == 1
     assert report.counts["blocks"] == len(left)
     rig.disks = fresh(rig.disks)
     rig.open()
@@ -489,7 +489,7 @@ def test_a_file_with_something_in_it_is_not_formatted_nor_linked(files: Rig, tmp
     thesis.write_bytes(bytes(65536) + b"years of work" + bytes(DRIVE_CAPACITY_BYTES_MIN))
     before = thesis.read_bytes()
     known, files.specs = files.specs, [DriveSpec(thesis)]
-    with pytest.raises(Corrupt, match="holds something else"):
+    with pytest.raises(Corrupt, match="holds other data"):
         files.open()
     assert thesis.read_bytes() == before
     files.specs = known
@@ -508,7 +508,7 @@ def test_a_drive_of_another_store_is_not_linked(files: Rig, tmp_path: Path) -> N
         files.open()
     assert not (files.data / "drive-2.kv").is_symlink()
     files.specs = [*known, other.specs[1]]
-    with pytest.raises(ConfigError, match="has another one of that number"):
+    with pytest.raises(ConfigError, match="has another drive"):
         files.open()
     files.specs = known
     files.open()
@@ -527,7 +527,7 @@ def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: P
     """It may be the name of a device, which will not be there any better for a file in its place."""
     rig = Rig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / "nvme9n1")]
-    with pytest.raises(ConfigError, match="say its size"):
+    with pytest.raises(ConfigError, match="give its size"):
         rig.open()
     assert not (tmp_path / "nvme9n1").exists()
 

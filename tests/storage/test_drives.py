@@ -374,11 +374,11 @@ def test_fsck_finds_and_mends_each_drive_by_itself(tmp_path: Path) -> None:
         rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
         report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id, repair=repair, payloads=True)
         assert (report.counts["blocks"], report.counts["sessions"]) == (BLOCKS, 1)
-        assert report.counts["blocks that a session names and that are gone"] == 0
+        assert report.counts["missing blocks of sessions"] == 0
         return report.left if repair else report.damage
 
     before = dict(rig.disks[0].pages)
-    assert checked() == ["index that cannot be believed"]
+    assert checked() == ["unusable index"]
     assert checked(repair=True) == []
     assert rig.disks[0].pages == before, "the drive whose index was right is left alone"
     assert checked() == []
@@ -399,7 +399,7 @@ def test_fsck_goes_on_without_a_drive_that_cannot_be_opened(tmp_path: Path) -> N
     rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
     rig.away = {1}
     report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id)
-    assert report.damage == ["drives that cannot be used"]
+    assert report.damage == ["unusable drives"]
     assert report.counts["blocks"] == BLOCKS - theirs
 
 

@@ -14,7 +14,7 @@ from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, SESSION_BLOCKS_MAX, TIM
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.eviction.items import Guard, Reason, Refusal
-from kvstore.storage.keeping import Held, watermarks
+from kvstore.storage.eviction_events import Held, watermarks
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes, records_begin
 from tests.storage.fakes import FakeDisk
@@ -345,7 +345,7 @@ def test_a_put_does_not_wait_for_ever(small: Rig) -> None:
     for tag in tags:
         error = small.put_done[tag].error
         assert isinstance(error, NoSpace)
-        assert str(error).endswith("all blocks that could go are leased.")
+        assert str(error).endswith("all blocks are leased.")
     assert small.store.statistics().takes_puts
     small.clock.now_ms += 60_000
     later = small.start_put(1003, PAYLOAD)
@@ -565,7 +565,7 @@ def test_where_a_block_went_can_be_asked(small: Rig) -> None:
     assert store.explain(TENANT, key(5)).stored
     for number, said in [
         (3, "it was deleted"),
-        (4, "it was forgotten because it failed a check or could not be read"),
+        (4, "it was dropped because it failed a check or could not be read"),
     ]:
         done, _ = small.get(number)
         assert done.miss is not None

@@ -93,7 +93,7 @@ def _garbage(rig: Rig) -> None:
 def test_an_index_that_is_gone_or_broken_is_made_anew(filled: Rig, harm: Callable[[Rig], None]) -> None:
     filled.store.close()
     harm(filled)
-    assert check(filled.data).damage == ["index that cannot be believed"]
+    assert check(filled.data).damage == ["unusable index"]
     assert check(filled.data, repair=True).left == []
     assert check(filled.data).damage == []
     is_whole(filled)
@@ -109,7 +109,7 @@ def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> N
         filled.store.close()
     shutil.rmtree(filled.data / "index-0")
     (filled.data / "yesterday").rename(filled.data / "index-0")
-    assert check(filled.data, boot_id=BOOT).damage == ["index that cannot be believed"]
+    assert check(filled.data, boot_id=BOOT).damage == ["unusable index"]
     assert check(filled.data, boot_id=BOOT, repair=True).repaired
     is_whole(filled)
     assert filled.get(200)[1] == b"today"
@@ -118,7 +118,7 @@ def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> N
 @pytest.mark.parametrize(
     ("what", "change"),
     [
-        ("blocks missing in the index", lambda index: index.remove([(TENANT, key(5))])),
+        ("blocks missing from the index", lambda index: index.remove([(TENANT, key(5))])),
         (
             "blocks in the index and not on the drive",
             lambda index: index.publish([((TENANT, key(999)), index.lookup([(TENANT, key(5))])[0])]),
@@ -142,13 +142,13 @@ def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> N
             ),
         ),
         (
-            "generations in the index without their block",
+            "generations in the index without a block",
             lambda index: index.write(
                 lambda transaction: transaction.put(struct.pack(">Q", 10**6), bytes(60), db=index.generations)
             ),
         ),
         (
-            "counts of references that are wrong",
+            "wrong refcounts",
             lambda index: index.write(
                 lambda transaction: transaction.put(
                     TENANT + key(140), struct.pack("<I", 7), db=index.references
@@ -156,7 +156,7 @@ def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> N
             ),
         ),
         (
-            "sessions that the index has otherwise",
+            "sessions that differ in the index",
             lambda index: index.write(
                 lambda transaction: transaction.delete(
                     TENANT + b"a-user-of-tests!" + (2).to_bytes(16, "little"), db=index.sessions
@@ -198,8 +198,8 @@ def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(fill
     poke(drive, (2 + superblock.roll_copy) * PAGE_BYTES, b"garbage")
     report = check(filled.data, repair=True)
     assert report.damage[:2] == [
-        "copies of the superblock that are damaged",
-        "damaged roll: deleted blocks may come back",
+        "damaged copies of the superblock",
+        "damaged roll: deleted blocks may reappear",
     ]
     assert check(filled.data).damage == []
     is_whole(filled)
@@ -231,7 +231,7 @@ def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
     assert "nothing is wrong" in capsys.readouterr().out
     shutil.rmtree(filled.data / "index-0")
     assert main(["fsck", str(filled.data)]) == 3
-    assert "index that cannot be believed" in capsys.readouterr().out
+    assert "unusable index" in capsys.readouterr().out
     assert main(["fsck", str(filled.data), "--repair"]) == 0
     assert "repaired" in capsys.readouterr().out
     assert main(["fsck", str(filled.data)]) == 0

@@ -372,8 +372,8 @@ def put_both(index: Index, transaction: Any, entry: Any) -> None:
         (_session, "a row was changed"),
         (_reference, "a row was changed"),
         (_beyond, "beyond the drive"),
-        (_odd, "where no record can be"),
-        (_elsewhere, "something else than its record's header"),
+        (_odd, "has an impossible place"),
+        (_elsewhere, "differs from its record's header"),
     ],
 )
 def test_a_contradiction_is_seen(killed: Rig, change: Callable[[Index, Any], object], why: str) -> None:

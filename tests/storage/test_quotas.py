@@ -29,7 +29,7 @@ from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.storage.keeping import Held
+    from kvstore.storage.eviction_events import Held
 
 OTHER = b"another-tenants!"
 FREE = b"has-no-quota----"
@@ -296,7 +296,7 @@ def test_nothing_is_taken_from_a_drive_that_has_failed(tmp_path: Path) -> None:
 def test_more_tenants_than_can_be_counted_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.quotas.QUOTA_OWNERS_MAX", 2)
     rig.store.change_quotas({TENANT: BLOCK, OTHER: BLOCK})
-    with pytest.raises(ConfigError, match="start it anew"):
+    with pytest.raises(ConfigError, match="restart it"):
         rig.store.change_quotas({FREE: BLOCK})
     assert rig.store.quota(TENANT).bytes_max == BLOCK
 

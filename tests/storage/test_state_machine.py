@@ -32,7 +32,7 @@ from tests.storage.fakes import FakeDisk
 from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
 
 if TYPE_CHECKING:
-    from kvstore.storage.keeping import Held
+    from kvstore.storage.eviction_events import Held
 
 EXAMPLES = int(os.environ.get("TRIGGERKV_MACHINE_EXAMPLES", "0"))
 PAGES = 96

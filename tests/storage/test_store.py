@@ -294,7 +294,7 @@ def test_close_does_not_wait_for_what_an_exception_has_lost(
         broken.delattr(Index, "publish")
         with pytest.raises(AttributeError):
             rig.put(1, b"x")
-    with pytest.raises(StorageError, match="lost track"):
+    with pytest.raises(StorageError, match="unusable after an earlier exception"):
         rig.store.close()
     rig.disk = FakeDisk(rig.disk.pages if rig.disk else None)
     rig.open()

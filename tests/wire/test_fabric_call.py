@@ -149,7 +149,7 @@ def test_what_contradicts_itself_is_refused_though_its_checksum_holds(
 def test_metadata_that_runs_over_its_end_is_refused() -> None:
     data = bytearray(packed(CALL, ROWS))
     struct.pack_into("<H", data, 65, 60_000)
-    with pytest.raises(ProtocolError, match="cut off"):
+    with pytest.raises(ProtocolError, match="truncated"):
         read_call(summed(bytes(data)), 7)
 
 
@@ -164,7 +164,7 @@ def test_an_error_comes_out_as_it_went_in() -> None:
 
 
 def test_an_answer_to_another_call_is_none() -> None:
-    with pytest.raises(ProtocolError, match="not of this call"):
+    with pytest.raises(ProtocolError, match="does not belong to this call"):
         leases_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 8)
 
 

@@ -91,7 +91,7 @@ def test_a_call_is_as_the_page_says() -> None:
     ] == [*row[1:6]]
     part = wire.rows_of_parts([row._replace(skip=16, part=17)])
     assert part[:64] == there
-    assert "two more numbers of 4 bytes each" in PAGE
+    assert "two more 4-byte numbers" in PAGE
     assert struct.unpack("<II", part[64:]) == (16, 17)
     assert len(there) == sum(size for _, _, size in block)
 
@@ -101,7 +101,7 @@ def test_a_reserve_and_its_answer_are_as_the_page_says() -> None:
     row = wire.rows_of_reserve([wire.ReserveRow(b"k" * 32, 11, 12)])
     assert len(row) == 40
     assert row == wire.rows_of_fetch([wire.FetchRow(b"k" * 32, 11, 12, 0, 0, 0)])[:40]
-    assert "first three of these, 40 bytes" in PAGE
+    assert "first three fields, 40 bytes" in PAGE
     assert block
     data = wire.leases_bytes(7, [wire.Leased(slot=1, already_stored=True, generation=2, payload=3, flag=4)])
     assert number(data, answer, "its length") == len(data) == 24 + 32
@@ -115,6 +115,6 @@ def test_the_numbers_in_the_text_are_the_codes() -> None:
     assert f"{wire.CALL_BYTES >> 10} KiB each" in PAGE
     assert f"{wire.ANSWER_BYTES >> 10} KiB each" in PAGE
     assert f"1 to {BATCH_BLOCKS_MAX:,}" in PAGE
-    assert f"Of a get `{AckCode.SERVED:#x}`" in PAGE
+    assert f"For a get `{AckCode.SERVED:#x}`" in PAGE
     assert (wire.AnswerCode.DONE, wire.AnswerCode.BYTES) == (1, 2)
     assert f"`{AckCode.LEASE_EXPIRED:#x}` to `{AckCode.DIFFERS:#x}`" in PAGE

@@ -261,7 +261,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
             try:
                 work()
             except Exception:  # LMCache goes on, whatever it was
-                log.exception("The node was not told.")
+                log.exception("The node was not notified.")
 
         with self._lock:
             if not self._closed:

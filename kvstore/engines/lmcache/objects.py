@@ -47,8 +47,8 @@ def place(name: bytes, memory: Any) -> Place:
     """Say where an object lies; LayoutError if that is no plain memory."""
     raw = memory.raw_tensor
     if raw is None or raw.device.type != "cpu" or not raw.is_contiguous():
-        raise LayoutError("An object of LMCache's does not lie in plain memory.")
+        raise LayoutError("An object of LMCache is not in plain memory.")
     length = memory.get_size()
     if not 0 < length <= raw.nbytes:
-        raise LayoutError(f"An object of LMCache's has {length} bytes in memory of {raw.nbytes}.")
+        raise LayoutError(f"An object of LMCache has {length} bytes in {raw.nbytes} bytes of memory.")
     return Place(name, raw.data_ptr(), length)

@@ -108,7 +108,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         except FabricError:
             raise  # only if it was said that there must be one
         except Exception:
-            log.exception("The pool %s can't be stored; SGLang goes on without.", name)
+            log.exception("The pool %s can't be stored; SGLang continues without it.", name)
 
     def _open(self, piece_bytes: int) -> Carrier:
         with self._lock:
@@ -308,7 +308,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
             with self._lock:
                 ours, self._ours = list(self._ours), OrderedDict()
             found = self._open(0).delete(ours)
-            log.info("Deleted %d of the %d objects that were stored from here.", found, len(ours))
+            log.info("Deleted %d of the %d objects that this process stored.", found, len(ours))
 
         self._safely("Clearing", delete, None)
 

@@ -59,7 +59,7 @@ class Mover:
         try:
             self._region = client.register(self._memory)
         except FabricError as error:
-            log.warning("There is no fabric here (%s); blocks are sent inside gRPC.", error)
+            log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
 
     @property
     def capacity_bytes(self) -> int:

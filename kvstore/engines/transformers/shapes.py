@@ -88,7 +88,7 @@ def _of_config(config: Any, text: Any) -> list[LayerShape]:
     if not windows:  # an empty cache grows plain layers
         windows = [None] * text.num_hidden_layers
     if getattr(text, "kv_lora_rank", None) is not None:
-        raise LayoutError(f"A {text.model_type} has a latent KV: say what each layer keeps (`layers=`).")
+        raise LayoutError(f"A {text.model_type} has latent KV: describe each layer (`layers=`).")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return [LayerShape(heads, width, width, window) for window in windows]
@@ -100,5 +100,5 @@ def _window(number: int, layer: Any) -> int | None:
     if type(layer) is DynamicLayer:
         return None
     raise LayoutError(
-        f"Layer {number} is kept in a {type(layer).__name__}, which is more than K and V by token."
+        f"Layer {number} is kept in a {type(layer).__name__}, which holds more than K and V for each token."
     )

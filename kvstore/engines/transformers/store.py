@@ -204,7 +204,7 @@ class ChatSession:
         """Store what the cache has beyond what is stored, as a turn. `tokens` are those it was made of, at least."""
         numbers, cached = _numbers(tokens), cache.get_seq_length()
         if len(numbers) < cached:
-            raise InvalidArgument(f"The cache holds {cached} tokens, and {len(numbers)} were given.")
+            raise InvalidArgument(f"The cache has {cached} tokens, and {len(numbers)} were given.")
         self._store.check(cache, cached)
         known = 0
         try:
@@ -254,7 +254,7 @@ def _numbers(tokens: Any) -> list[int]:
 def _why(saved: _Known, tokens: int) -> str:
     if not saved.blocks:
         return "Nothing is saved under this name."
-    return f"What the session has behind token {tokens} is of other tokens, or of more than were given."
+    return f"The session differs after token {tokens}, or has more tokens than were given."
 
 
 def _miss(error: KvError) -> Miss:

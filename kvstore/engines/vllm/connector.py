@@ -55,7 +55,7 @@ def _or(otherwise: Callable[[], Any]) -> Callable[[F], F]:
             try:
                 return call(self, *arguments, **named)
             except Exception:  # there is nothing the engine could do about it
-                log.exception("%s failed; the engine computes what it does not get.", call.__name__)
+                log.exception("%s failed; the engine computes missing blocks.", call.__name__)
                 return otherwise()
 
         return cast("F", guarded)
@@ -90,7 +90,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._identity = identify(vllm_config, kv_cache_config, self._settings.weights)
         except KvError as reason:
             if role is KVConnectorRole.SCHEDULER:  # once, not once a worker as well
-                log.warning("No KV is kept: %s", reason)
+                log.warning("KV is not stored: %s", reason)
             return
         events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
@@ -105,7 +105,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             if loads and self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
-                    'kv_load_failure_policy is not "recompute": a request whose KV does not come fails.'
+                    'kv_load_failure_policy is not "recompute": a request whose KV does not arrive fails.'
                 )
 
     @property
@@ -137,7 +137,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except (
             Exception
         ) as reason:  # whatever it was, requests that were promised blocks must not wait for ever
-            log.warning("No KV is kept: %s", reason, exc_info=not isinstance(reason, KvError))
+            log.warning("KV is not stored: %s", reason, exc_info=not isinstance(reason, KvError))
             self._working = Absent(is_async=self._settings.is_async(len(self._identity.groups)))
 
     @_or(_nothing)

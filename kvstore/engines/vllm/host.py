@@ -75,7 +75,7 @@ class HostMemory:
             except FabricError as error:
                 if transport == "fabric":
                     raise
-                log.warning("There is no fabric here (%s); chunks are sent inside gRPC.", error)
+                log.warning("No fabric is available (%s); chunks are sent inside gRPC.", error)
         self._lock = threading.Condition()
         self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # the one used longest ago first
         self._free = list(range(len(memory) // slot_bytes))

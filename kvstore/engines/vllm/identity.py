@@ -117,7 +117,7 @@ def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
     """Name what this engine has; LayoutError if it can't be named."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise LayoutError("Context-parallel ranks share blocks in a way that has no name here.")
+        raise LayoutError("Context-parallel ranks are not supported.")
     model = model_of(vllm_config, kv_cache_config, weights)
     groups = tuple(
         _group(number, group, vllm_config, model)
@@ -191,7 +191,7 @@ def _specs(group: Any) -> list[Any]:
     of_layers = [specs.get(name, spec) for name in group.layer_names]
     for one in of_layers:
         if getattr(one, "non_causal", False):
-            raise LayoutError("Attention that looks ahead makes KV that depends on the tokens behind it.")
+            raise LayoutError("With attention that looks ahead, KV depends on later tokens.")
     return of_layers
 
 
@@ -213,7 +213,7 @@ def _group(number: int, group: Any, vllm_config: Any, model: Model) -> Group:
     parallel = vllm_config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if stages > 1:
-        raise LayoutError("Pipeline stages have layers that the scheduler does not know.")
+        raise LayoutError("Pipeline stages are not supported: the scheduler does not know all layers.")
     layers = tuple(
         Layer(
             heads=one.num_kv_heads * ranks,
@@ -259,9 +259,7 @@ def _weights(model_config: Any, given: str) -> list[Any]:
     weights = model_config.model_weights or model_config.model
     found = given or weights_name(str(weights), model_config.revision, commit)
     if not found:
-        raise LayoutError(
-            f"{weights} has no weights that could be told from others: name them with `weights` in the settings."
-        )
+        raise LayoutError(f"{weights} has no weights to identify: set `weights`.")
     return [
         found,
         # A user who names the weights may forget to name them anew for another revision.

@@ -46,7 +46,7 @@ class Lookups:
             with as_request(request_id):  # for `kvstore explain`
                 return self._usable(digests)
         except KvError as error:
-            log.debug("Nothing is known of a request's blocks: %s", error)
+            log.debug("A request's blocks could not be looked up: %s", error)
         except Exception:  # the engine goes on, whatever it was
             log.exception("A look-up failed; the prompt is computed.")
         return 0

@@ -77,18 +77,18 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         engine = self.extra_config.get(ENGINE)
         if not isinstance(engine, Engine):
             raise ConfigError(
-                "A TriggerKvOffloadingSpec has to be told which model this is: "
-                'let kv_connector be "TriggerKvOffloadingConnector", not "OffloadingConnector".'
+                "A TriggerKvOffloadingSpec needs the model's identity: "
+                'set kv_connector to "TriggerKvOffloadingConnector", not "OffloadingConnector".'
             )
         self._engine = engine
         if self.blocks_per_chunk != 1:
-            raise ConfigError("A chunk is one block here: leave out block_size and blocks_per_chunk.")
+            raise ConfigError("A chunk is one block: leave out block_size and blocks_per_chunk.")
         self._rank_bytes = config.worker_kv_bytes_per_block
         ranks = max(1, config.parallel.world_size)
         self._slot_bytes = -(-self._rank_bytes * ranks // _PAGE) * _PAGE
         if not 0 < self._slot_bytes <= BLOCK_BYTES_MAX:
             raise ConfigError(
-                f"A block has {self._slot_bytes} bytes on all ranks; we take {BLOCK_BYTES_MAX}."
+                f"A block has {self._slot_bytes} bytes on all ranks; the limit is {BLOCK_BYTES_MAX}."
             )
         if self._settings.host_bytes < 2 * self._slot_bytes:
             raise ConfigError(f"host_bytes must hold some blocks of {self._slot_bytes} bytes.")
@@ -131,7 +131,7 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         except OSError:
             os.close(self._claimed)
             raise ConfigError(
-                "Two offloading connectors of one engine need nodes or tenants of their own."
+                "Two offloading connectors of one engine need different nodes or tenants."
             ) from None
 
     def _memory(self) -> mmap.mmap:

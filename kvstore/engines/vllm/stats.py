@@ -12,15 +12,15 @@ __all__ = ["COUNTS", "PromMetrics", "Stats"]
 # Each is a count since it was last told.
 COUNTS = {
     "hit_tokens": "Tokens whose KV was found on the node and not in the engine",
-    "loaded_bytes": "Bytes of KV that came from the node",
-    "load_ns": "Nanoseconds that loads took, one beside another counted twice",
-    "missing_blocks": "Blocks that were promised and did not come; they were computed",
-    "stored_blocks": "Blocks that are stored, all of their pages, on all workers",
+    "loaded_bytes": "Bytes of KV received from the node",
+    "load_ns": "Nanoseconds spent in loads; concurrent ones count twice",
+    "missing_blocks": "Blocks promised but not received, and computed",
+    "stored_blocks": "Blocks stored with all their pages, on all workers",
     "saved_pages": "Pages sent to the node",
     "saved_bytes": "Bytes of KV sent to the node",
-    "unsaved_pages": "Pages that the node did not take in time",
-    "skipped_pages": "Pages that were not saved because earlier ones still waited for the node",
-    "withheld_pages": "Pages that were not saved because a load of their step had failed",
+    "unsaved_pages": "Pages that the node did not accept in time",
+    "skipped_pages": "Pages not saved because earlier ones still waited for the node",
+    "withheld_pages": "Pages not saved because a load of their step had failed",
     "lookups_late": "Look-ups that the node did not answer in time",
 }
 

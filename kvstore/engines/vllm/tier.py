@@ -56,13 +56,13 @@ _LOADING_THREADS = 2  # so that one request's load does not wait for all of anot
 _STORING_PART = 4
 _SHUTDOWN_S = 10.0  # until what is under way has ended, once the client is closed
 _COUNTS = {
-    "loaded_chunks": "Chunks that came from the node",
-    "missing_chunks": "Chunks that were promised and did not come; they were computed",
-    "stored_chunks": "Chunks that the node has stored",
-    "unsaved_chunks": "Chunks that the node did not take in time",
-    "skipped_chunks": "Chunks that were not stored because earlier ones still waited for the node",
-    "evicted_chunks": "Chunks that came, and the pool evicted before they were used: it is too small",
-    "late_lookups": "Chunks that the node had not answered for in time",
+    "loaded_chunks": "Chunks received from the node",
+    "missing_chunks": "Chunks promised but not received, and computed",
+    "stored_chunks": "Chunks stored on the node",
+    "unsaved_chunks": "Chunks that the node did not accept in time",
+    "skipped_chunks": "Chunks not stored because earlier ones still waited for the node",
+    "evicted_chunks": "Chunks received, but evicted by a too small pool before use",
+    "late_lookups": "Chunks that the node did not answer for in time",
 }
 
 
@@ -121,8 +121,8 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         engine = given.pop(ENGINE, None)
         if not isinstance(engine, Engine):
             raise ConfigError(
-                "A tier has to be told which model this is: "
-                'let kv_connector be "TriggerKvTieringConnector", not "OffloadingConnector".'
+                "A tier needs the model's identity: "
+                'set kv_connector to "TriggerKvTieringConnector", not "OffloadingConnector".'
             )
         self._engine = engine
         settings = TierSettings.of(given, where=f"The tier {tier_type!r}")
@@ -158,7 +158,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._ended: list[JobResult] = []
         self._counts: dict[str, int] = {}
         log.info(
-            "Chunks of %d bytes are kept on %s, over %s.",
+            "Chunks of %d bytes are stored on %s, over %s.",
             self._size,
             ", ".join(settings.reach.nodes),
             "the fabric" if over_fabric else "gRPC",

@@ -56,7 +56,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
     try:
         layout = identify_chunks(vllm_config, kv_cache_config, weights)
     except KvError as reason:
-        log.warning("No KV is kept: %s", reason)
+        log.warning("KV is not stored: %s", reason)
         return Engine(b"", saves=False, loads=False)
     return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
 

@@ -82,7 +82,7 @@ def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> 
             if settings.transport == "fabric":
                 client.close()
                 raise
-            log.warning("There is no fabric here (%s); blocks are sent inside gRPC.", error)
+            log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
     return _InsideRpc(client, memory, copies)
 
 

@@ -76,9 +76,9 @@ class Turns:
             try:
                 work()
             except KvError as error:
-                log.debug("A session was not told of a turn: %s", error)
+                log.debug("A turn was not added to a session: %s", error)
             except Exception:  # the engine goes on, whatever it was
-                log.exception("Telling a session of a turn failed.")
+                log.exception("Adding a turn to a session failed.")
             finally:
                 self._room.release()
 
@@ -89,7 +89,7 @@ class Turns:
             try:
                 self._append_once(session, keys, tokens)
             except SessionRefused as error:
-                log.debug("Trying again in a moment: %s", error)
+                log.debug("Retrying: %s", error)
                 self._never.wait(_TRY_WAIT_S)
                 continue
             return

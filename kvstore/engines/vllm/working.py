@@ -51,7 +51,7 @@ class Working:
         self._stored: dict[tuple[int, bytes], int] = {}
         self.stats = Stats()
         log.info(
-            "KV of %d groups is kept on %s, over %s.",
+            "KV of %d groups is stored on %s, over %s.",
             len(identity.groups),
             settings.reach.node,
             transport.name,

@@ -52,7 +52,7 @@ class Reason(enum.IntEnum):
 
     SPACE = 1  # room was needed, and this one was the policy's choice
     STRANDED = 2  # room was needed, and the block stood behind a gap in its only session
-    EXPIRED = 3  # its time to live was over
+    EXPIRED = 3  # its time to live had ended
     SUPERSEDED = 4  # a newer record has taken its name
     DELETED = 5  # somebody said so
     QUARANTINED = 6  # it failed a check

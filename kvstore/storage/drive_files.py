@@ -1,11 +1,11 @@
-"""Where a store's drives come from: files and block devices, under names of their numbers in the data folder.
+"""The files of a store's drives: files, or links to files and block devices, named by number in the data folder.
 
 `drive-0.kv` is a file of the folder, or a link to a file elsewhere or to a raw block device; so are those of higher
-numbers. A drive that is given for the first time gets its link here: under its own number if it has been formatted,
-else under the first one that is free.
+numbers. A new drive gets its link here: under its own number if it has been formatted, else under the first free
+one.
 
-Always holds: a file that we make has its full size from the moment that it has its name; no link is made over another;
-a file is made only where a size was given with its name; what was linked for an opening that then fails is taken back.
+Always holds: a file that we create has its full size before it has its name; no link replaces another; a file is
+created only if a size was given with its name; if opening fails, links made for it are removed.
 
 It formats nothing, and writes nothing to a drive (`kvstore.storage.drive_set` has the rules for that).
 """
@@ -89,7 +89,7 @@ class FolderBay:
         if not os.path.lexists(path):
             if spec.capacity_bytes is None:  # it may have been meant to be a device
                 raise ConfigError(
-                    f"There is no {path}. To have a file made there, say its size: {path}:100GiB"
+                    f"{path} does not exist. To create a file there, give its size: {path}:100GiB"
                 )
             _preallocate(path, spec.capacity_bytes)
         elif not (path.is_block_device() or path.is_file()):
@@ -99,7 +99,7 @@ class FolderBay:
             number = self._free_number()
         elif number in linked:
             raise ConfigError(
-                f"{path} is a drive {number}, and the folder {self._data} has another one of that number."
+                f"{path} is drive {number}, and the folder {self._data} has another drive {number}."
             )
         link = drive_path(self._data, number)
         link.symlink_to(
@@ -126,20 +126,16 @@ class FolderBay:
 
 def _preallocate(path: Path, capacity_bytes: int | None) -> None:
     if capacity_bytes is None:
-        raise ConfigError(f"There is no drive {path} and no capacity was given to make one with.")
+        raise ConfigError(f"There is no drive {path}, and no capacity to create one with.")
     if capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-        raise ConfigError(
-            f"A drive has at least {DRIVE_CAPACITY_BYTES_MIN} bytes; {capacity_bytes} were asked for."
-        )
+        raise ConfigError(f"A drive has at least {DRIVE_CAPACITY_BYTES_MIN} bytes, not {capacity_bytes}.")
     if capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
-        raise ConfigError(
-            f"A drive has at most {DRIVE_CAPACITY_BYTES_MAX} bytes; {capacity_bytes} were asked for."
-        )
+        raise ConfigError(f"A drive has at most {DRIVE_CAPACITY_BYTES_MAX} bytes, not {capacity_bytes}.")
     part = path.with_name(f"{path.name}.part")  # a crash leaves this name, which is made anew
     try:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StorageError(f"The drive {path} could not be made: {error.strerror}.") from error
+        raise StorageError(f"The drive {path} could not be created: {error.strerror}.") from error
     try:
         os.posix_fallocate(fd, 0, capacity_bytes // PAGE_BYTES * PAGE_BYTES)
         os.fsync(fd)
@@ -149,7 +145,7 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
             raise NoSpace(
                 f"The file system of {path.parent} has no room for {capacity_bytes} bytes."
             ) from error
-        raise StorageError(f"The drive {path} could not be made: {error.strerror}.") from error
+        raise StorageError(f"The drive {path} could not be created: {error.strerror}.") from error
     finally:
         os.close(fd)
     part.rename(path)

@@ -1,6 +1,6 @@
-"""A node's process leaves no core dump, and no other process of its user looks into its memory.
+"""Disables core dumps, and access by other processes of the same user to the node's memory.
 
-What always holds: it is done before a drive is opened or a key is read. What it doesn't do: keep root out.
+What always holds: this happens before a drive is opened or a key is read. What it doesn't do: keep root out.
 """
 
 from __future__ import annotations

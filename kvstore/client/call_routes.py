@@ -1,8 +1,8 @@
-"""How a client's reserves and fetches reach its node: over the fabric, or by gRPC where that can't be.
+"""Routes a client's reserves and fetches to its node: over the fabric, or by gRPC if that is not possible.
 
-What always holds: a call is made once, one way or the other, and both ways it means the same and fails with the same
-errors; when the node's answer is not known, the link is lost. But a fetch whose deadline is over while it is being
-asked for is cancelled, as one is that the node has taken: others use the link as well.
+What always holds: a call is made once, and means the same and fails with the same errors on both routes; if the
+node's answer is unknown, the link is lost. The exception is a fetch whose deadline passes while it is being sent: it
+is cancelled like one that the node has accepted, since others use the link as well.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Asking:
         with self._client.lock:
             if not get.ask(deadline_ns):  # and it has been told why
                 asked.failed(
-                    link.error or DeadlineExceeded("The deadline was over before the node was asked.")
+                    link.error or DeadlineExceeded("The deadline passed before the node was called.")
                 )
                 return
             metadata = (*asked.metadata, *metadata_of(watch))

@@ -1,7 +1,7 @@
-"""The roll: which of the older records on the drive were live at the last opening that was not clean.
+"""The roll: which older records on the drive were live at the last start after an unclean shutdown.
 
-Always holds: a roll is durable before the superblock makes it count, in the copy that doesn't count yet; a roll
-with a wrong CRC voids nothing, so damage to it can bring a deleted block back and cannot lose a stored one.
+Always holds: a roll is durable, in the unused copy, before the superblock makes it current; a roll with a wrong CRC
+voids nothing, so damage to it can bring a deleted block back but cannot lose a stored one.
 
 It doesn't say what is live now: the index does.
 """

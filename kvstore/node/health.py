@@ -1,8 +1,8 @@
-"""The standard services beside ours: health, by which supervisors see that a node serves, and reflection for tools.
+"""The standard gRPC services: health, for supervisors, and reflection, for tools.
 
-What always holds: `Check` of health needs no token and tells nothing but whether the node serves; whatever stays open
-or tells what calls there are (`Watch`, reflection) passes the gate like our own calls.
-A node whose drives have all failed serves on, because what is on them can be read: `Status` says more than health does.
+What always holds: `Check` of health needs no token and reports only whether the node serves; long-lived calls and
+those that list services (`Watch`, reflection) are authenticated like all others. A node whose drives have all failed
+keeps serving, because they can still be read: `Status` says more than health does.
 """
 
 from __future__ import annotations

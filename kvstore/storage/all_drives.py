@@ -1,11 +1,11 @@
-"""What concerns all drives of a store at once: deletions, steps of sessions, and reading sessions.
+"""Operations that concern all drives of a store: deletions, steps of sessions, and reading sessions.
 
-Always holds: a deletion is reported when every drive has reported it, with the first error if there was one; the steps
-of one session go to the drive that holds it, in order; a removal is synced before it is reported, so that nothing of a
-session is left when another drive takes its name; the blocks that go with a session are reported gone when they are
-gone from every drive.
+Always holds: a deletion is reported when every drive has reported it, with the first error if there was one; the
+steps of one session go to the drive that holds it, in order; a removal is synced before it is reported, so that
+nothing of a session is left when another drive takes its name; blocks deleted with a session are reported when they
+are gone from every drive.
 
-It isn't used by a store of one drive.
+A store of one drive does not use it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Deletions:
     def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
         """Have each drive delete them. Overloaded, and nothing done, if one has no room."""
         if any(len(items) > drive.deletes_left for drive in self._drives):
-            raise Overloaded("A drive has as many deletions to do as it accepts.")
+            raise Overloaded("A drive's queue of deletions is full.")
         self.outbox.promised += len(items)
         batch = _Deletions(self.outbox, items, done, len(self._drives))
         numbered = [item._replace(tag=at) for at, item in enumerate(items)]
@@ -86,7 +86,7 @@ class SessionSteps:
         for item in items:
             by_drive.setdefault(self._where(item.name), []).append(item)
         if any(len(some) > self._drives[where].sessions_left for where, some in by_drive.items()):
-            raise Overloaded("A drive has as many changes of sessions to do as it accepts.")
+            raise Overloaded("A drive's queue of session changes is full.")
         self.outbox.promised += len(items)
         for where, some in by_drive.items():
             drive = self._drives[where]

@@ -1,8 +1,8 @@
-"""A look-up under way: the outcomes of its blocks as they come, one byte each, and when what of it was done.
+"""A look-up in progress: the outcome of each block, one byte each, and the times of its phases.
 
-What always holds: it is recorded once, whoever ends it; blocks that have no outcome then were given up by their caller.
-How a block went is found out for the first `LOOKUP_MISSES_EXPLAINED_MAX` that miss, so that a look-up of a thousand
-blocks that nobody has costs the node no more than that.
+What always holds: it is recorded once, whichever way it ends; blocks without an outcome then were given up by their
+caller. The reason is found only for the first `LOOKUP_MISSES_EXPLAINED_MAX` misses, so that a look-up of a thousand
+unknown blocks costs the node no more than that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.limits import LOOKUP_MISSES_EXPLAINED_MAX
 from kvstore.lookups import Lookup, Outcome, outcome_of_miss, runs_of
 from kvstore.miss import MissReason
-from kvstore.node.traced import LookupTimes
+from kvstore.node.span_notes import LookupTimes
 from kvstore.storage.eviction.items import Reason
 
 if TYPE_CHECKING:

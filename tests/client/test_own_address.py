@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block
-from kvstore.client.own_side import OwnSide, say_first_word
+from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.errors import (
     AddressRefused,
     ConfigError,
@@ -86,7 +86,7 @@ def test_an_address_and_ports_that_were_given_are_taken(fabric: Fabric) -> None:
     with pytest.raises(Overloaded, match="17401-17401"):
         side.open_endpoint(fabric, TIMEOUT_S)
     endpoint.close()
-    with pytest.raises(ConfigError, match="no IP address"):
+    with pytest.raises(ConfigError, match="not an IP address"):
         OwnSide(Reach(("127.0.0.1:7070",), provider="net", fabric_address="nowhere")).open_endpoint(
             fabric, TIMEOUT_S
         )
@@ -103,13 +103,13 @@ GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
 
 @pytest.mark.parametrize("family", [0, 1, 40])
 def test_what_a_node_tells_is_of_a_family_that_libfabric_takes(fabric: Fabric, family: int) -> None:
-    with pytest.raises(ProtocolError, match="told a fabric address that is none"):
+    with pytest.raises(ProtocolError, match="fabric address is not valid"):
         OwnSide.add_peer(fabric, struct.pack("=H", family) + GOOD[2:])
 
 
 @pytest.mark.parametrize("told", [b"", GOOD[:-1], GOOD + b"\0"])
 def test_what_a_node_tells_has_the_length_of_its_family(fabric: Fabric, told: bytes) -> None:
-    with pytest.raises(ProtocolError, match="told a fabric address that is none"):
+    with pytest.raises(ProtocolError, match="fabric address is not valid"):
         OwnSide.add_peer(fabric, told)
 
 
@@ -132,7 +132,7 @@ def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_
 
 def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProcess) -> None:
     with small_client(node.target, fabric_address="127.0.0.9") as client:
-        with pytest.raises(AddressRefused, match="not where its call comes from") as caught:
+        with pytest.raises(AddressRefused, match="not the source of its call") as caught:
             client.attach()
         assert caught.value.caller == "127.0.0.1"
 
@@ -157,7 +157,7 @@ def test_a_get_that_has_no_time_to_connect_opens_no_breaker(
                 assert not client._core.breaker.is_open
         (miss,) = client.get([wanted], timeout_s=TIMEOUT_S)
         assert isinstance(miss, Miss)
-        assert miss.reason is MissReason.UNKNOWN, "the node was asked"
+        assert miss.reason is MissReason.UNKNOWN, "the node was called"
 
 
 def test_a_name_that_is_not_resolved_in_a_callers_time_says_nothing_of_the_node(
@@ -165,7 +165,7 @@ def test_a_name_that_is_not_resolved_in_a_callers_time_says_nothing_of_the_node(
 ) -> None:
     let_go = threading.Event()
     monkeypatch.setattr(
-        "kvstore.client.own_side.socket.getaddrinfo", lambda *_, **__: [][let_go.wait(TIMEOUT_S) :]
+        "kvstore.client.own_address.socket.getaddrinfo", lambda *_, **__: [][let_go.wait(TIMEOUT_S) :]
     )
     side = OwnSide(Reach(("node.invalid:7070",), provider="net"))
     with pytest.raises(DeadlineExceeded, match=r"not resolved within 0\.1 s"):

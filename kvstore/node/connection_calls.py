@@ -1,6 +1,6 @@
-"""What a client asks for its connection, whichever way the call came: to lease slots, to have blocks sent.
+"""Executes a connection's calls to lease slots and to fetch blocks, for both transports (fabric and gRPC).
 
-What always holds: a call is refused as a whole or taken as a whole; the connection is its caller's.
+What always holds: a call is accepted or refused as a whole; the connection belongs to the caller.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvstore.errors import ProtocolError
 from kvstore.lookups import Kind
 from kvstore.node.connection import check_block, check_count, check_generation
 from kvstore.node.fetch import FetchRequest
-from kvstore.node.traces import SeenGet
+from kvstore.node.session_traces import SeenGet
 from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.fabric_call import Leased
 
@@ -80,7 +80,7 @@ def fetch(
         check_generation(row.ack_generation)
         if row.skip if not row.part else row.skip > row.length - row.part:
             raise ProtocolError(
-                f"A block of {row.length} bytes has no {row.part} of them behind the first {row.skip}."
+                f"A block of {row.length} bytes has no {row.part} bytes after the first {row.skip}."
             )
     trace = node.traces.hear(told, connection.tenant)
     seen = None

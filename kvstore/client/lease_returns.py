@@ -1,9 +1,8 @@
-"""Leases on their way back to the node, and the words that belong to them.
+"""Returns leases to the node, and reuses their acknowledgement words safely.
 
-What always holds: a word is used for something else only when the node will put nothing more there for the lease. A
-lease may end at the node just before it hears that it is given back, and then the word that says so is under way: it
-would lie over the acknowledgement of whatever has the word next, which nobody would ever see. The node's answer says of
-which leases that is so, and their words are waited for first.
+What always holds: a word is reused only when the node will write nothing more to it for its lease. A lease may
+expire at the node just before its return arrives, and then the word that reports it is in flight: it would overwrite
+the acknowledgement of the word's next use. The node's answer lists such leases, and their words are awaited first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a node notes of traced work until its spans can be made; nothing of OpenTelemetry is needed for that.
+"""What a node records of sampled work until its spans are made; it needs no OpenTelemetry.
 
-What always holds: of one put there are `SPAN_GROUPS_MAX` groups at most, whatever the number of its blocks. It lives as
-long as a lease has it, and no longer.
+What always holds: one put has at most `SPAN_GROUPS_MAX` groups, whatever its number of blocks. A note lives as long
+as a lease refers to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Look-ups for the wire and for the log on the disk, which has the same messages.
+"""Look-ups as messages, for the wire and for the log on disk.
 
-What always holds: a kind or an outcome that a later version has made up is taken for UNSPECIFIED; texts are cut to
-their bounds on the way out.
+What always holds: kinds and outcomes of a later version are read as UNSPECIFIED; texts are cut to their bounds when
+written.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""A client's own end of the fabric: from which of its addresses it reaches its node, and the first word that it sends.
+"""A client's own end of the fabric: its address towards the node, and the first word that it sends.
 
-Each attachment has an endpoint on the address of ours on the way to where the node is at that moment, unless one was
-given; so a node may move, and a host may have several addresses. The client is the first to connect, by a word that
-means nothing: the node's bytes come back over the same connection (with net, tcp and tcp;ofi_rxm), so a client needs no
-port that is open to the outside.
+Each attachment has an endpoint at this machine's address on the current route to the node, unless one was given; so
+a node may move, and a host may have several addresses. The client connects first, with a word that is not read: the
+node's bytes come back over the same connection (with net, tcp and tcp;ofi_rxm), so a client needs no open port.
 
-What always holds: what a node tells of its address has the family and the length that libfabric expects before
-libfabric sees it; nothing here waits longer than it may; a caller's time that was too short is a DeadlineExceeded, and
-says nothing of the node.
-What it doesn't do: go through a NAT.
+What always holds: an address sent by a node has the family and the length that libfabric expects before libfabric
+sees it; every wait has a deadline; a caller's timeout that was too short is a DeadlineExceeded, and does not blame
+the node. What it doesn't do: pass a NAT.
 """
 
 from __future__ import annotations
@@ -109,10 +107,10 @@ class OwnSide:
             node = SocketAddress.of(told)
             known_as = node.packed(fabric.ip_version)
         except ValueError as error:
-            raise ProtocolError(f"The node told a fabric address that is none here: {error}.") from None
+            raise ProtocolError(f"The node's fabric address is not valid here: {error}.") from None
         if not is_reachable(node):
             raise ProtocolError(
-                f"The node tells that its fabric is at {node}, which is no machine's own; give it a --fabric-address."
+                f"The node's fabric address {node} is not an address of a machine; give it a --fabric-address."
             )
         return fabric.add_peer(known_as)
 
@@ -121,7 +119,7 @@ class OwnSide:
         try:
             return ip_of(address)
         except ValueError:
-            raise ConfigError(f"{address!r} is no IP address of this machine.") from None
+            raise ConfigError(f"{address!r} is not an IP address of this machine.") from None
 
     def _source(self, timeout_s: float) -> Ip:
         """The address of ours on the way to where the node is now."""
@@ -136,10 +134,10 @@ class OwnSide:
         for ip in ips if len(ips) > 1 else ():
             left_s = min(_PROBE_TIMEOUT_S, (until_ns - clock.monotonic_ns()) / 1e9)
             if left_s <= 0:
-                raise DeadlineExceeded(f"No way to {self._target} was found within {timeout_s:.1f} s.")
+                raise DeadlineExceeded(f"No route to {self._target} was found within {timeout_s:.1f} s.")
             with suppress(OSError, ValueError), socket.create_connection((str(ip), port), left_s) as way:
                 return ip_of(way.getsockname()[0])
-        raise NodeUnavailable(f"There is no way from this machine to {self._target}.")
+        raise NodeUnavailable(f"There is no route from this machine to {self._target}.")
 
 
 def _addresses(host: str, timeout_s: float) -> list[Ip]:
@@ -213,13 +211,13 @@ def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
     if not word.came:
         was_short = is_short and word.is_late
         failure = link.error or NodeUnavailable(
-            f"The node tells that its fabric is at {SocketAddress.of(link.node_address)}, and nothing answered there"
+            f"The node's fabric address is {SocketAddress.of(link.node_address)}, and nothing answered there"
             f" within {timeout_s:.1f} s: are the node's fabric ports open to this machine (docs/operating.md)?"
         )
         client.lose(link, failure)
         if was_short:
             raise DeadlineExceeded(
-                f"The call's {timeout_s:.3f} s were over before it was connected to the node."
+                f"The call's {timeout_s:.3f} s passed before it was connected to the node."
             )
         raise failure
     with client.lock:

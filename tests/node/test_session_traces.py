@@ -19,11 +19,11 @@ from kvstore.limits import (
 )
 from kvstore.names import block_key
 from kvstore.node.names import name_of
-from kvstore.node.traces import SeenGet, Traces
+from kvstore.node.session_traces import SeenGet, Traces
 from kvstore.steps import Step
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
-from kvstore.wire.seen import STEPS_HEADER, machine_clock
+from kvstore.wire.step_messages import STEPS_HEADER, machine_clock
 from tests.node.in_process import NodeInProcess
 from tests.node.test_tenants import HeldClock
 

@@ -1,4 +1,4 @@
-"""What a call that did not come by gRPC says in its headers, as what gRPC brings has them."""
+"""The headers of a call over the fabric, in the form in which gRPC delivers them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What was seen of a session's steps, as it travels: in a header of any call, or in a message.
+"""Events of a session's steps as messages: in a header of any call, or in a message.
 
-What always holds: a header is bounded; a step that is not known here is skipped by whoever reads, and no error.
+What always holds: a header is bounded; a reader skips unknown steps without an error.
 """
 
 from __future__ import annotations

@@ -58,17 +58,17 @@ _MISSES: Final = {Reason.EXPIRED: MissReason.EXPIRED, Reason.QUOTA: MissReason.Q
 _SAID: Final = {
     Reason.SPACE: "evicted for room",
     Reason.STRANDED: "evicted for room, since its session had a gap before it",
-    Reason.CLEARED: "evicted for room that had to be in one piece",
+    Reason.CLEARED: "evicted for contiguous room",
     Reason.QUOTA: "evicted because its tenant was at the quota and put more",
-    Reason.EXPIRED: "removed when its time to live was over",
+    Reason.EXPIRED: "removed when its time to live had ended",
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
-    Reason.QUARANTINED: "forgotten because it failed a check or could not be read",
+    Reason.QUARANTINED: "dropped because it failed a check or could not be read",
 }
 
 
 Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
-"""Hears of blocks that are stored now or, with a reason, gone; once a batch."""
+"""Called once a batch with blocks that were stored or, with a reason, removed."""
 
 
 class Held(NamedTuple):
@@ -89,13 +89,13 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         """Say it in one sentence."""
         if self.stored and self.doubted:
-            return "The block was found when the node began after a crash, and has not been checked yet."
+            return "The block was found after a crash, and has not been checked yet."
         if self.stored:
             return "The block is stored."
         if self.gone is None:
-            return "The block was never stored here, or it went too long ago to be remembered."
+            return "The block was never stored here, or was removed too long ago to be remembered."
         since_s, idle_s = (self.now_ms - self.gone.at_ms) / 1000, self.gone.idle_ms / 1000
-        return f"The block was {_SAID[self.gone.reason]} {since_s:.1f} s ago, after {idle_s:.1f} s without a use."
+        return f"The block was {_SAID[self.gone.reason]} {since_s:.1f} s ago, after {idle_s:.1f} s idle."
 
     @property
     def miss(self) -> Miss:
@@ -210,7 +210,7 @@ class Keeping:
             assert len(names) == len(victims), "the core and the index know different blocks"
             gone = self._forget(names)
         except StorageError as error:
-            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             return
         for reason in {victim.reason for victim in victims} if self.listener is not None else ():
             self._tell(
@@ -289,7 +289,7 @@ class Keeping:
         try:
             return self._index.remove(names)
         except StorageError as error:
-            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
 
     def _leave_ground(
@@ -346,7 +346,7 @@ class Keeping:
         if not protected or protected + self.marks.low_pages + pages <= self._pages:
             return None
         return NoSpace(
-            f"The drive has no room for {pages * PAGE_BYTES} bytes that would stay: {protected * PAGE_BYTES} of its"
+            f"The drive has no room for {pages * PAGE_BYTES} bytes: {protected * PAGE_BYTES} of its"
             f" {self._pages * PAGE_BYTES} are protected."
         )
 

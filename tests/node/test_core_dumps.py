@@ -39,7 +39,7 @@ def test_memory_for_blocks_is_in_no_dump() -> None:
 
 def test_a_process_that_is_kept_out_of_dumps_says_so() -> None:
     code = (
-        "import ctypes, resource; from kvstore.node.undumped import keep_out_of_dumps; keep_out_of_dumps();"
+        "import ctypes, resource; from kvstore.node.core_dumps import keep_out_of_dumps; keep_out_of_dumps();"
         "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), resource.getrlimit(resource.RLIMIT_CORE))"
     )
     ran = subprocess.run(

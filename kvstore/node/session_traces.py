@@ -1,9 +1,9 @@
-"""What was seen of sessions lately: a bounded ring for each, of what the node did and what callers reported.
+"""Recent events of sessions: a bounded ring for each, of the node's own events and those reported by callers.
 
-What always holds: `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps, and no more; the tenant who has most of them makes
-room. A batch is one note, whatever the number of its blocks, and a call that is for no session costs nothing but the
-look for its header. A tenant's traces are found under its own names only.
-What it doesn't do: decide anything, or outlive the process. A trace is for people: what is lost of it is lost.
+What always holds: there are at most `TRACES_MAX` sessions of `TRACE_STEPS_MAX` steps; the tenant with the most
+sessions makes room. A batch is one event, whatever its number of blocks, and a call without a session costs only the
+look-up of its header. A tenant finds only its own traces. What it doesn't do: influence anything, or outlive the
+process. A trace is for people, and may be lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.limits import (
 from kvstore.node.names import name_of
 from kvstore.steps import Seen, Step
 from kvstore.wire import steps_pb2 as pb
-from kvstore.wire.seen import STEPS_HEADER, machine_clock, seen_of
+from kvstore.wire.step_messages import STEPS_HEADER, machine_clock, seen_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -181,13 +181,13 @@ class Traces:
                 try:
                     return self.told(tenant, pb.SeenByCaller.FromString(value))
                 except DecodeError:
-                    raise ProtocolError(f"The header {STEPS_HEADER} is no SeenByCaller.") from None
+                    raise ProtocolError(f"The header {STEPS_HEADER} is not a SeenByCaller.") from None
         return None
 
     def told(self, tenant: bytes, message: pb.SeenByCaller) -> SessionTrace:
         """Take down what a caller saw."""
         if len(message.seen) > STEPS_REPORTED_MAX:
-            raise ProtocolError(f"A call tells of {STEPS_REPORTED_MAX} steps at most.")
+            raise ProtocolError(f"A call reports at most {STEPS_REPORTED_MAX} steps.")
         if any(len(seen.detail.encode()) > STEP_DETAIL_BYTES_MAX for seen in message.seen):
             raise ProtocolError(f"A step's detail has at most {STEP_DETAIL_BYTES_MAX} bytes.")
         trace = self.of(name_of(tenant, message.user, message.session))
