@@ -172,6 +172,7 @@ __all__ = [
     "SESSION_LABEL_BYTES_MAX",
     "SESSION_LINKS_MIN",
     "SESSION_LINKS_PER_BLOCK",
+    "SESSION_SLICE_BLOCKS",
     "SESSION_STEP_BLOCKS",
     "SESSION_TIME_TO_LIVE_MS_MAX",
     "SESSION_TURNS_MAX",
@@ -264,6 +265,7 @@ SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSION_STEP_BLOCKS = 2048  # of one are read at a time; a change of more is a long one
+SESSION_SLICE_BLOCKS = 2 * SESSION_CHUNK_BLOCKS  # of one are changed at a time
 SESSIONS_LISTED_STEP = 1  # of a list are read at a time: a long one takes a millisecond
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 

@@ -2,13 +2,14 @@
 
 What always holds: a call sees the sessions of its caller's tenant and no others, since a session's name on the drive
 has the tenant's in it; steps of one session are done one after the other, each whole or not at all. Many blocks, or
-many sessions, are read in the tenant's turns of the node's thread, in steps with others' turns between them; a large
-session is changed in one go. Of such reads and changes a tenant makes one at a time.
+many sessions, are read in the tenant's turns of the node's thread, in steps with others' turns between them; the store
+changes a large session in slices. Of such reads and changes a tenant makes one at a time.
 What it doesn't do: move a block's bytes, or know what is in them.
 """
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
@@ -33,12 +34,13 @@ from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvstore.node.calls import Context
     from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
+    from kvstore.node.turns import Turn
     from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Listed, SessionName, Stored
     from kvstore.wire.manifest import Manifest
@@ -94,7 +96,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             looking = self._node.lookups.begin(context, tenant.id, Kind.SESSION, 0, name)
             until = request.first_block + request.blocks
             try:
-                manifest, keys = await self._read(name, request.first_block, until)
+                async with self._reading(name, request.blocks) as turn:
+                    manifest, keys = await self._read(turn, name, request.first_block, until)
+                    answer = await _answer(turn, manifest, keys)
             except NoSession:
                 if (
                     request.blocks
@@ -106,15 +110,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 looking.blocks = manifest.blocks
                 looking.all_are(Outcome.NAMED, len(keys))
                 looking.over()
-            return pb.GetSessionResponse(
-                blocks=manifest.blocks,
-                turns=[
-                    pb.Turn(first_block=turn.first_block, tokens=turn.tokens, began_unix_ms=turn.at_ms)
-                    for turn in manifest.turns
-                ],
-                keys=keys,
-                expires_unix_ms=manifest.expires_ms,
-            )
+            return answer
         raise AssertionError
 
     async def ListSessions(  # noqa: N802
@@ -270,7 +266,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Begin to read a session's first blocks into memory."""
         async with refusals(context, self._node.counters):
             name = _name(self._enter("prefetch session", context, request.name), request.name)
-            _, keys = await self._read(name, 0, SESSION_BLOCKS_MAX)
+            async with self._reading(name, SESSION_BLOCKS_MAX) as turn:
+                _, keys = await self._read(turn, name, 0, SESSION_BLOCKS_MAX)
             trace = self._node.traces.of(name)
             trace.saw(Step.PREFETCHING, len(keys))
             asked = self._node.prefetches.add(
@@ -287,34 +284,36 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self._node.traces.hear(context, tenant.id)
         return tenant
 
-    async def _read(self, name: SessionName, first: int, until: int) -> tuple[Manifest, list[bytes]]:
-        """A session, and some of its keys: those that it had at one time, though it may change meanwhile."""
-        if until - first <= SESSION_STEP_BLOCKS:
-            return await self._read_in_steps(name, first, until)
-        over = await self._node.turns.long(
-            name.tenant
-        )  # else hundreds of calls would all have parts of theirs
+    @asynccontextmanager
+    async def _reading(self, name: SessionName, blocks: int) -> AsyncIterator[Turn]:
+        """Read so many blocks of a session in turns; a long reading is one of its tenant's at a time."""
+        over = _nothing
+        if blocks > SESSION_STEP_BLOCKS:  # else hundreds of calls would all have parts of theirs
+            over = await self._node.turns.long(name.tenant)
         try:
-            return await self._read_in_steps(name, first, until)
+            async with self._node.turns.of(name.tenant) as turn:
+                yield turn
         finally:
             over()
 
-    async def _read_in_steps(self, name: SessionName, first: int, until: int) -> tuple[Manifest, list[bytes]]:
-        async with self._node.turns.of(name.tenant) as turn:
-            for last_try in (False, True):
-                manifest, keys = self._stored(name).manifest, list[bytes]()
-                try:
-                    for at in range(first, min(until, manifest.blocks), SESSION_STEP_BLOCKS):
-                        if keys:
-                            await turn.next()
-                        step = min(at + SESSION_STEP_BLOCKS, until)
-                        keys += self._node.store.manifests.keys_of(name.tenant, manifest, at, step)
-                except StorageError:
-                    if last_try:
-                        raise
-                    await turn.next()  # it was cut, or removed, meanwhile
-                else:
-                    return manifest, keys
+    async def _read(
+        self, turn: Turn, name: SessionName, first: int, until: int
+    ) -> tuple[Manifest, list[bytes]]:
+        """A session, and some of its keys: those that it had at one time, though it may change meanwhile."""
+        for last_try in (False, True):
+            manifest, keys = self._stored(name).manifest, list[bytes]()
+            try:
+                for at in range(first, min(until, manifest.blocks), SESSION_STEP_BLOCKS):
+                    if keys:
+                        await turn.next()
+                    step = min(at + SESSION_STEP_BLOCKS, until)
+                    keys += self._node.store.manifests.keys_of(name.tenant, manifest, at, step)
+            except StorageError:
+                if last_try:
+                    raise
+                await turn.next()  # it was cut, or removed, meanwhile
+            else:
+                return manifest, keys
         raise AssertionError
 
     def _stored(self, name: SessionName) -> Stored:
@@ -369,6 +368,27 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             raise Overloaded(f"A tenant protects at most {PROTECTED_SESSIONS_OF_TENANT_MAX} sessions.")
         if len(protected) >= PROTECTED_SESSIONS_MAX:
             raise Overloaded("The node protects as many sessions as it can; end the protection of some.")
+
+
+async def _answer(turn: Turn, manifest: Manifest, keys: list[bytes]) -> pb.GetSessionResponse:
+    """Say what a session is made of, in steps: a long one has megabytes."""
+    answer = pb.GetSessionResponse(
+        blocks=manifest.blocks,
+        turns=[
+            pb.Turn(first_block=one.first_block, tokens=one.tokens, began_unix_ms=one.at_ms)
+            for one in manifest.turns
+        ],
+        expires_unix_ms=manifest.expires_ms,
+    )
+    for at in range(0, len(keys), SESSION_STEP_BLOCKS):
+        if at:
+            await turn.next()
+        answer.keys.extend(keys[at : at + SESSION_STEP_BLOCKS])
+    return answer
+
+
+def _nothing() -> None:
+    """End what was not begun."""
 
 
 def _name(tenant: Tenant, name: pb.SessionName) -> SessionName:

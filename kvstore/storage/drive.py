@@ -363,12 +363,7 @@ class Drive(Handle):
             else:
                 then(error)
 
-        try:
-            self.keeping.drop(names, Reason.DELETED)
-        except StorageError as error:
-            then(error)
-            return
-        self._wipes.free((), wiped)
+        self._sessions.drop(names, wiped)
         self._set_off()
 
     def holds_session(self, name: SessionName) -> bool:
@@ -465,6 +460,7 @@ class Drive(Handle):
         self._traffic.poll()
         self._writes.settle_finished()
         self._puts.settle_renewed()
+        self._sessions.slices.step()
         self._wipes.settle_finished()
         if not self._closed:
             self._sessions.expire(min(self.sessions_left, SESSIONS_EXPIRED_AT_ONCE))
@@ -556,7 +552,7 @@ class Drive(Handle):
 
     def _wake_if_due(self) -> None:
         # Reports are given, and room is made, only from `poll`, so what needs no drive has to bring it about.
-        if any(self._outboxes) or self._room.is_due or self._quota_queue.is_due:
+        if self._is_due or any(self._outboxes):
             os.eventfd_write(self.fileno(), 1)
 
     def _drain(self) -> None:
@@ -565,16 +561,19 @@ class Drive(Handle):
         while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            due = self._room.is_due or self._quota_queue.is_due
-            if not (self._traffic.in_flight or any(self._outboxes) or due):
+            if not (self._traffic.in_flight or any(self._outboxes) or self._is_due):
                 raise StorageError("The drive is unusable after an earlier exception.")
             ready.poll()
             self.poll()
 
     @property
+    def _is_due(self) -> bool:
+        return self._room.is_due or self._quota_queue.is_due or bool(self._sessions.slices)
+
+    @property
     def is_busy(self) -> bool:
         """Tell whether anything that was accepted has not ended."""
-        if any(outbox.promised for outbox in self._outboxes):
+        if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
             return True
         return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0
 

@@ -390,11 +390,6 @@ class Keeping:
         """Note that a session has no more than so many blocks."""
         self.core.left(self._digest(*name), blocks, self._clock.wall_ms())
 
-    def removed(self, name: SessionName) -> None:
-        """Note that a session is gone, and its protection with it."""
-        self.unprotect(name)
-        self.cut(name, 0)
-
     # What is asked.
 
     def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:

@@ -10,6 +10,10 @@ wiped only when it has been synced, or when the session itself goes.
 - What is protected of a session stands in its manifest, so it is protected in every life of the store.
 - A session whose time is over is gone for every step that begins then, and leaves the drive by `expire`; if it came
   back by power loss, it would be over still.
+- A long step is done in slices (`kvstore.storage.slices`), so that others have the thread between them. What the index
+  says of a session changes in one transaction: before it, the blocks of an append are looked up and its records queued;
+  behind it, the eviction is told and blocks are deleted. A step is reported, and the next of its session begun, when
+  all of its slices are done. A crash between two of them is one behind that transaction or before it.
 
 It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more; of those it
 deletes what is on its own drive.
@@ -32,6 +36,7 @@ from kvstore.limits import (
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
+    SESSION_SLICE_BLOCKS,
     TENANT_BYTES,
     USER_BYTES,
 )
@@ -41,13 +46,14 @@ from kvstore.storage.growth import appended, longer, refuse_longer
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
+from kvstore.storage.slices import Slices
 from kvstore.storage.writes import RecordWrite
 from kvstore.wire.manifest import Manifest, chunk_key, cut_turns, pack_manifest, session_key
 from kvstore.wire.record import Header, Kind, record_bytes
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction_events import Keeping
@@ -101,6 +107,7 @@ class Sessions:
         self._steps: dict[SessionName, deque[_Step]] = {}  # the first of each is under way
         self._replaced: dict[SessionName, list[Place]] = {}  # older manifests, until newer ones are synced
         self.outbox: Outbox[SessionDone] = Outbox()
+        self.slices = Slices()
 
     def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
         """Take steps on; each is reported through the outbox."""
@@ -133,9 +140,28 @@ class Sessions:
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a step when its last record has ended."""
         assert isinstance(record, _Record)
-        step = record.step
-        step.left -= 1  # each of its records ends once
-        step.error = step.error or error
+        record.step.error = record.step.error or error
+        self._one_less(record.step)
+
+    def drop(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> None:
+        """Delete those of these blocks that no session names, in slices; `then` hears when their headers are wiped."""
+        self.slices.begin(self._dropping(names, then))
+
+    def _dropping(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> Iterator[None]:
+        try:
+            for at in range(0, len(names), SESSION_SLICE_BLOCKS):
+                if at:
+                    yield
+                some = names[at : at + SESSION_SLICE_BLOCKS]  # another session may name them by now
+                self._keeping.drop(self._unnamed(some), Reason.DELETED)
+        except StorageError as error:
+            then(error)
+        else:
+            self._wipes.free((), then)
+
+    def _one_less(self, step: _Step) -> None:
+        """Note that one of the records of a step has ended, or its slices behind them."""
+        step.left -= 1
         if step.left == 0:
             if step.error is not None:
                 self._void(step)
@@ -161,33 +187,38 @@ class Sessions:
         self._wipes.free(((one.offset, len(one.payload)) for one in written), wiped)
 
     def _begin(self, step: _Step) -> None:
+        self.slices.begin(self._doing(step))
+
+    def _doing(self, step: _Step) -> Iterator[None]:
         try:
             _refuse(step.item)
             if self._writes.stopped is not None:
                 raise self._writes.stopped_again()
             over = self._is_over(self._manifests.get(step.item.name))
             if step.item.step is SessionStep.REMOVE or (over and step.item.step is SessionStep.EXPIRE):
-                self._remove(step)
+                yield from self._remove(step)
             elif step.item.step is SessionStep.EXPIRE:
                 self._end(step)  # it was given more time meanwhile
             elif over:
                 self._begin_anew(step)
             elif (before := self._done_before(step.item)) is not None:
-                self._done_again(step, before)
+                yield from self._done_again(step, before)
             else:
-                self._write(step, self._wanted(step.item))
+                if step.item.step is SessionStep.APPEND:
+                    yield from self._refuse_unknown(step.item)
+                yield from self._write(step, self._wanted(step.item))
         except StorageError as error:
             step.error = error
             self._end(step)
 
-    def _done_again(self, step: _Step, before: Manifest) -> None:
+    def _done_again(self, step: _Step, before: Manifest) -> Iterator[None]:
         """Leave an append at what it was, but for when the session ends: there the last word counts."""
         expires_ms = step.item.expires_ms
         if expires_ms is None or expires_ms == before.expires_ms:
             step.manifest = before
             self._end(step)
         else:
-            self._write(step, (before._replace(expires_ms=expires_ms), []))
+            yield from self._write(step, (before._replace(expires_ms=expires_ms), []))
 
     def _is_over(self, stored: Stored | None) -> bool:
         return stored is not None and stored.is_over(self._clock.wall_ms())
@@ -211,7 +242,6 @@ class Sessions:
         """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
         if item.step is SessionStep.APPEND:
-            self._refuse_unknown([(name.tenant, key) for key in item.keys])
             stored = self._manifests.get(name)
             return appended(stored.manifest if stored else _empty(item), item)
         source = item.source if item.step is SessionStep.FORK else name
@@ -265,35 +295,51 @@ class Sessions:
                 return copy._replace(turns=turns), payloads
         raise NoSession("There is no such session.")
 
-    def _refuse_unknown(self, names: list[Name]) -> None:
+    def _refuse_unknown(self, item: SessionItem) -> Iterator[None]:
+        for at in range(0, len(item.keys), SESSION_SLICE_BLOCKS):
+            if at:
+                yield
+            names = [(item.name.tenant, key) for key in item.keys[at : at + SESSION_SLICE_BLOCKS]]
+            if not self._knows(names):
+                raise SessionRefused("A session may list only stored blocks; one of these is not.")
+
+    def _knows(self, names: list[Name]) -> bool:
         having: list[Index | Neighbour] = [self._index, *self._others]
         for drive in having:
             names = [name for name, entry in zip(names, drive.lookup(names), strict=True) if entry is None]
             if not names:
-                return
-        raise SessionRefused("A session may list only stored blocks; one of these is not.")
+                return True
+        return False
 
     def _unreferenced(self, changed: Changed) -> Changed:
         """Leave out of what a change has set free the blocks that sessions on other drives name."""
         names = changed.unreferenced
         for other in self._others:
-            counts = other.manifests.references(names)
-            names = [name for name, count in zip(names, counts, strict=True) if not count]
+            names = _without_references(other.manifests, names)
         return changed._replace(unreferenced=names)
 
-    def _write(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> None:
+    def _unnamed(self, names: Sequence[Name]) -> Sequence[Name]:
+        """Give those of these blocks that no session names, wherever it is."""
+        for manifests in (self._manifests, *(other.manifests for other in self._others)):
+            names = _without_references(manifests, names)
+        return names
+
+    def _write(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> Iterator[None]:
         step.manifest, payloads = wanted
         tenant = step.item.name.tenant
-        records = [
-            _Record(self._writes, self, step, Kind.CHUNK, tenant, chunk_key(payload), payload)
-            for payload in payloads
-        ]
+        step.left = len(payloads) + 1
+        for at, payload in enumerate(payloads):
+            if at and not at * SESSION_CHUNK_BLOCKS % SESSION_SLICE_BLOCKS:
+                yield
+            self._add(_Record(self._writes, self, step, Kind.CHUNK, tenant, chunk_key(payload), payload))
+        # The head last, so that it is published behind its chunks.
         key = session_key(step.manifest.user, step.manifest.session)
         step.head = _Record(self._writes, self, step, Kind.SESSION, tenant, key, pack_manifest(step.manifest))
-        step.records = [*records, step.head]  # the head last, so that it is published behind its chunks
-        step.left = len(step.records)
-        for record in step.records:
-            self._writes.add(record)
+        self._add(step.head)
+
+    def _add(self, record: _Record) -> None:
+        record.step.records.append(record)
+        self._writes.add(record)
 
     def _publish_step(self, step: _Step) -> None:
         assert step.head is not None
@@ -302,27 +348,58 @@ class Sessions:
             return
         written = {record.key: (record.place, record.payload) for record in step.records[:-1]}
         try:
+            before = self._manifests.get(step.item.name) if step.item.step is SessionStep.TRUNCATE else None
             changed = self._manifests.replace(step.item.name, Stored(step.head.place, step.manifest), written)
         except StorageError as error:
             step.error = error
             return
         self.deadlines.set(step.item.name, step.manifest.expires_ms)
-        self._tell(step.item, step.manifest.blocks)
         self._free_when_synced(step.item.name, changed)
         with suppress(StorageError):  # another drive's index: the step is done, and says less than it could
             step.changed = self._unreferenced(changed)
+        step.left += 1
+        self.slices.begin(self._telling(step, step.manifest, before))
 
-    def _tell(self, item: SessionItem, blocks: int) -> None:
+    def _telling(self, step: _Step, manifest: Manifest, before: Stored | None) -> Iterator[None]:
         """Let the eviction know, on every drive, which blocks the session has now."""
-        keys = self._manifests.keys(item.name) or () if item.step is SessionStep.FORK else item.keys
-        first = blocks - len(keys) if item.first_block is None else item.first_block
-        for keeping in self._all_keeping():
-            if item.step is SessionStep.TRUNCATE:
-                keeping.cut(item.name, blocks)
-            elif item.step is SessionStep.PROTECT:
-                keeping.protect_first(item.name, item.blocks)
+        item = step.item
+        try:
+            if item.step is SessionStep.PROTECT:
+                for keeping in self._all_keeping():
+                    keeping.protect_first(item.name, item.blocks)
+            elif item.step is SessionStep.TRUNCATE:
+                blocks = manifest.blocks if before is None else before.manifest.blocks
+                yield from self._cut(item.name, blocks, manifest.blocks)
             else:
-                keeping.joined(item.name, keys, first)
+                yield from self._joined(item, manifest)
+        except StorageError as error:
+            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+            step.error = step.error or error
+        self._one_less(step)
+
+    def _joined(self, item: SessionItem, manifest: Manifest) -> Iterator[None]:
+        blocks = manifest.blocks if item.step is SessionStep.FORK else len(item.keys)
+        first = manifest.blocks - blocks if item.first_block is None else item.first_block
+        for at in range(0, blocks, SESSION_SLICE_BLOCKS):
+            if at:
+                yield
+            until = min(at + SESSION_SLICE_BLOCKS, blocks)
+            keys = (
+                self._manifests.keys_of(item.name.tenant, manifest, at, until)
+                if item.step is SessionStep.FORK
+                else item.keys[at:until]
+            )
+            for keeping in self._all_keeping():
+                keeping.joined(item.name, keys, first + at)
+
+    def _cut(self, name: SessionName, before: int, blocks: int) -> Iterator[None]:
+        """Let the eviction know that a session has lost its last blocks, the last of them first."""
+        for until in range(before - SESSION_SLICE_BLOCKS, blocks, -SESSION_SLICE_BLOCKS):
+            for keeping in self._all_keeping():
+                keeping.cut(name, until)
+            yield
+        for keeping in self._all_keeping():
+            keeping.cut(name, blocks)
 
     def _all_keeping(self) -> list[Keeping]:
         return [self._keeping, *(other.keeping for other in self._others)]
@@ -351,8 +428,9 @@ class Sessions:
 
         self._writes.after_sync(synced, unhurried=True)
 
-    def _remove(self, step: _Step) -> None:
+    def _remove(self, step: _Step) -> Iterator[None]:
         name = step.item.name
+        stored = self._manifests.get(name)
         try:
             changed = self._manifests.replace(name, None, {})
         except StorageError as error:
@@ -360,7 +438,7 @@ class Sessions:
             raise
         self.deadlines.set(name, 0)
         for keeping in self._all_keeping():
-            keeping.removed(name)
+            keeping.unprotect(name)
         self._doubtful.add(name)
         # Older manifests of this name must not outlive it, synced or not.
         places = self._replaced.pop(name, [])
@@ -369,14 +447,13 @@ class Sessions:
         self._wipes.free((place.offset, place.length) for place in places)
         self._free_when_synced(name, changed._replace(manifest=None))
         step.changed = self._unreferenced(changed)
-        if step.item.delete_blocks:
-            self._keeping.drop(step.changed.unreferenced, Reason.DELETED)
+        yield from self._cut(name, 0 if stored is None else stored.manifest.blocks, 0)
 
         def wiped(error: StorageError | None) -> None:
             step.error = error
             self._end(step)
 
-        self._wipes.free((), wiped)
+        yield from self._dropping(step.changed.unreferenced if step.item.delete_blocks else (), wiped)
 
     def _end(self, step: _Step) -> None:
         waiting = self._steps[step.item.name]
@@ -455,6 +532,11 @@ class _Record(RecordWrite):
             self.crc32c,
             0,
         )
+
+
+def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Name]:
+    counts = manifests.references(names)
+    return [name for name, count in zip(names, counts, strict=True) if not count]
 
 
 def _nobody(_: Sequence[SessionDone]) -> None:

@@ -348,6 +348,59 @@ def lists(told: Told, until: float, _: str) -> Told:
     return done
 
 
+def forks(told: Told, until: float, _: str) -> Told:
+    """Two loops that fork the longest session there may be, cut the fork and remove it."""
+    stub, done = sessions_pb2_grpc.SessionsStub(_channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
+
+    def work(session: str) -> None:
+        name = sessions.SessionName(user=LARGE.user, session=session)
+        calls: tuple[tuple[Any, Any], ...] = (
+            (stub.ForkSession, sessions.ForkSessionRequest(source=LARGE, name=name)),
+            (
+                stub.TruncateSession,
+                sessions.TruncateSessionRequest(name=name, blocks=SESSION_BLOCKS_MAX // 2),
+            ),
+            (stub.RemoveSession, sessions.RemoveSessionRequest(name=name)),
+        )
+        while time.monotonic() < until:
+            for call, request in calls:
+                try:
+                    call(request, metadata=_bearer(told), timeout=20)
+                    ended = "OK"
+                except grpc.RpcError as error:
+                    ended = error.code().name
+                done[ended] = done.get(ended, 0) + 1
+
+    _all_at_once(work, ["fork 1", "fork 2"])
+    return done
+
+
+def stored(told: Told, until: float, _: str) -> Told:
+    """Four loops that ask for all keys of the longest session there may be, as a resume of it does."""
+    stub, done = sessions_pb2_grpc.SessionsStub(_channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
+    ask = sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX)
+
+    def work(_: str) -> None:
+        while time.monotonic() < until:
+            try:
+                stub.GetSession(ask, metadata=_bearer(told), timeout=20)
+                ended = "OK"
+            except grpc.RpcError as error:
+                ended = error.code().name
+            done[ended] = done.get(ended, 0) + 1
+
+    _all_at_once(work, [""] * 4)
+    return done
+
+
+def _all_at_once(work: Callable[[str], None], names: list[str]) -> None:
+    working = [threading.Thread(target=work, args=(name,)) for name in names]
+    for one in working:
+        one.start()
+    for one in working:
+        one.join()
+
+
 def flood(told: Told, until: float, _: str) -> Told:
     """Puts and gets of large blocks over many connections: the drive, and all memory that blocks go through."""
     done: dict[str, int] = {}
@@ -423,6 +476,8 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         heavy,
         unread,
         lists,
+        forks,
+        stored,
         flood,
         unknown,
         forge,

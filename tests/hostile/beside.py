@@ -160,7 +160,7 @@ class Beside:
         self.close()
 
 
-def check_speed(alone: Times, under: Times) -> None:
-    """TooSlow, if the neighbour was more than twice as slow."""
-    if under.p99_s > SLOWER_MAX * max(alone.p99_s, NOISE_S):
+def check_speed(alone: Times, under: Times, slower_max: float = SLOWER_MAX) -> None:
+    """TooSlow, if the neighbour was more than twice as slow, or so many times."""
+    if under.p99_s > slower_max * max(alone.p99_s, NOISE_S):
         raise TooSlow(f"p99 {under.p99_s * 1000:.1f} ms beside the attack, {alone.p99_s * 1000:.1f} alone")

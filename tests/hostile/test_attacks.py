@@ -93,6 +93,15 @@ def test_lists_of_large_sessions(beside: Beside) -> None:
     check_speed(alone, under)
 
 
+@pytest.mark.parametrize(("name", "slower_max"), [("forks", 2.0), ("stored", 4.0)])
+def test_forks_and_reads_of_a_large_session(beside: Beside, name: str, slower_max: float) -> None:
+    """An answer of two megabytes is encoded, and given to gRPC, in one go: its neighbour may wait for one."""
+    make_large_sessions({"port": beside.port, "token": "evil"})
+    alone, under, did = beside.endure(name, token="evil")
+    assert did["OK"] > 0
+    check_speed(alone, under, slower_max)
+
+
 @pytest.mark.parametrize("call", ["Exists", "Prefix", "Explain"])
 def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)

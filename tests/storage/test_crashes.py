@@ -316,6 +316,7 @@ def test_crashes(data: Path, monkeypatch: pytest.MonkeyPatch, first_seed: int) -
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
     monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 3)
     for seed in range(first_seed, first_seed + BATCH):
+        slice_sessions(monkeypatch, seed)
         run(data / str(seed), seed)
         shutil.rmtree(data / str(seed))
 
@@ -325,8 +326,14 @@ def test_crashes_with_two_drives(data: Path, first_seed: int, monkeypatch: pytes
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
     for seed in range(first_seed, first_seed + BATCH):
         monkeypatch.setattr(os, "urandom", random.Random(seed).randbytes)  # uuids decide what lies where
+        slice_sessions(monkeypatch, seed)
         run(data / str(seed), seed, drives=2)
         shutil.rmtree(data / str(seed))
+
+
+def slice_sessions(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Let steps of sessions be done in many slices, or in one; a crash comes between any two of them."""
+    monkeypatch.setattr("kvstore.storage.sessions.SESSION_SLICE_BLOCKS", (1, 2, 252)[seed % 3])
 
 
 def run(data: Path, seed: int, drives: int = 1) -> None:

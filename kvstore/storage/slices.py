@@ -1,0 +1,39 @@
+"""Long work on the node's one thread, in slices with other work between them.
+
+Always holds: the slices of one piece of work are done in order, and those of several pieces in turns, one slice in each
+`step`. The first slice is done at once, so that work of one slice never waits.
+It doesn't know what the work is, nor how long a slice takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Slices"]
+
+
+class Slices:
+    """All work of a drive that has slices left."""
+
+    __slots__ = ("_begun",)
+
+    def __init__(self) -> None:
+        self._begun: deque[Iterator[None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    def begin(self, work: Iterator[None]) -> None:
+        """Do the first slice of some work; it yields where others may have the thread."""
+        for _ in work:
+            self._begun.append(work)
+            return
+
+    def step(self) -> None:
+        """Do one slice of the work that has waited longest."""
+        if self._begun:
+            self.begin(self._begun.popleft())
