@@ -224,7 +224,10 @@ def test_an_inline_put_of_another_length_than_announced_is_refused(node: NodePro
     with grpc.insecure_channel(node.target) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
         start = pb.PutRequest(start=pb.PutStart(tenant="t", name=name(length=10)))
-        for chunk, says in ((b"123", "3 bytes came and 10"), (b"x" * 11, "More bytes came than the 10")):
+        for chunk, says in (
+            (b"123", "3 bytes arrived and 10"),
+            (b"x" * 11, "More bytes arrived than the 10"),
+        ):
             with pytest.raises(grpc.RpcError, match=says):
                 stub.Put(iter([start, pb.PutRequest(chunk=chunk)]), timeout=WAIT_S)
         with pytest.raises(grpc.RpcError, match="begins with its start message"):

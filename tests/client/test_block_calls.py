@@ -235,7 +235,7 @@ def test_names_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("name", "request_", "why"),
     [
-        ("Exists", pb.ExistsRequest(), "names 1 to 1024 blocks, not 0"),
+        ("Exists", pb.ExistsRequest(), "takes 1 to 1024 blocks, not 0"),
         ("Delete", pb.DeleteRequest(keys=[bytes(32)] * 1025), "not 1025"),
         ("Delete", pb.DeleteRequest(keys=[bytes(32)], durability=9), "no durability 9"),  # type: ignore[arg-type]
         ("Prefix", pb.PrefixRequest(keys=[bytes(32)]), "fingerprint has 16 bytes, not 0"),

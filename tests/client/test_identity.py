@@ -526,7 +526,7 @@ def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (("--tls-cert", "x"), "come together"),
+        (("--tls-cert", "x"), "needs its key"),
         (("--tls-clients", "x"), "Client certificates need TLS"),
         (("--tls-cert", "/nowhere", "--tls-key", "/nowhere"), "/nowhere could not be read"),
         (
@@ -564,7 +564,7 @@ def test_each_mistake_in_the_certificates_has_a_sentence_of_its_own(tmp_path: Pa
 
 def test_a_port_that_cannot_be_taken_is_told_by_its_reason(shared: NodeProcess, tmp_path: Path) -> None:
     taken = shared.target.rpartition(":")[2]
-    with pytest.raises(NodeUnavailable, match=f"Port {taken} on 127.0.0.1 is taken by another process"):
+    with pytest.raises(NodeUnavailable, match=f"Port {taken} on 127.0.0.1 is in use by another process"):
         small_node(tmp_path / "node", port=int(taken))
 
 

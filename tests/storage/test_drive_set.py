@@ -399,11 +399,11 @@ def test_a_drive_behind_the_set_that_counts_is_stale() -> None:
 
 
 def test_a_drive_that_nobody_misses_by_name_is_still_known_to_be_gone() -> None:
-    with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is gone"):
+    with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is missing"):
         plan({0: superblock(0, 7, 2)}, None)
-    with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is gone"):
+    with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is missing"):
         plan({0: superblock(0, 7, 1)}, DriveSet(STORE, 7, 1), indexes=[0, 1])
-    with pytest.raises(StorageError, match=r"Drive 0 cannot be used\. It is gone"):
+    with pytest.raises(StorageError, match=r"Drive 0 cannot be used\. It is missing"):
         plan({1: superblock(1, 7, 2)}, DriveSet(STORE, 7, 2))
 
 

@@ -241,7 +241,7 @@ def test_a_rebuild_is_said_in_one_sentence(closed: Rig, caplog: pytest.LogCaptur
         all_is_there(closed)
     said = [record.getMessage() for record in caplog.records if "index" in record.getMessage()]
     assert said == [
-        f"The index in {closed.data / 'index-0'} is built anew from the drive: a block's row was changed."
+        f"The index in {closed.data / 'index-0'} is rebuilt from the drive: a block's row was changed."
     ]
     closed.store.close()
 

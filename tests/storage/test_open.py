@@ -125,7 +125,7 @@ def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None
 def test_a_drive_that_was_removed_is_not_replaced_by_a_new_one(filled: Rig) -> None:
     filled.store.close()
     drive_of(filled).rename(filled.data / "elsewhere")
-    with pytest.raises(StorageError, match="is gone"):
+    with pytest.raises(StorageError, match="is missing"):
         filled.open()
     (filled.data / "elsewhere").rename(drive_of(filled))
     blocks_survive(filled, rebuilt=False)
