@@ -193,7 +193,7 @@ def test_who_is_unknown_is_a_miss_with_its_reason(rig: Rig) -> None:
     nobody = rig.arrivals.arrived(request("dora"), rig.place, timeout_s=WAIT_S)
     assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "There is no such session.")
     ahead = rig.arrivals.arrived(request("dora"))
-    assert ahead.miss == Miss(MissReason.UNKNOWN, "Nothing is known of this user.")
+    assert ahead.miss == Miss(MissReason.UNKNOWN, "This user is unknown.")
     nothing = rig.arrivals.arrived(request("eve", tenant="theta"))
     assert nothing.miss == Miss(MissReason.UNKNOWN, "No rule matches this request.")
     counted = rig.arrivals.arrived(request("carl"), rig.place)

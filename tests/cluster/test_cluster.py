@@ -166,7 +166,7 @@ def test_of_two_processes_with_one_folders_name_the_later_is_the_member(cluster:
     cluster.settled([*cluster.nodes[:2], twin])
     shown = command(original)
     assert shown.returncode == 3
-    assert "is no member: another process has taken its place" in shown.stdout
+    assert "is not a member: another process has taken its place" in shown.stdout
     time.sleep(3)
     cluster.settled([*cluster.nodes[:2], twin], 1)
     twin.stop()

@@ -409,9 +409,9 @@ def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transpo
 
 
 def test_an_adapter_that_keeps_to_one_node_refuses_several() -> None:
-    with pytest.raises(ConfigError, match="on one node"):
+    with pytest.raises(ConfigError, match="uses one node"):
         Settings(Reach(("a:1", "b:1")))
-    with pytest.raises(ConfigError, match="on one node"):
+    with pytest.raises(ConfigError, match="uses one node"):
         Settings(Reach(("a:1",)), replicas=2)
 
 

@@ -17,6 +17,7 @@
 #define BLOCKS 16
 #define BLOCK_BYTES 512
 #define ACK_BASE 0x10000
+#define ANSWERS 0x20000
 #define ACK_WORDS 64
 #define GENERATION 5
 
@@ -27,7 +28,8 @@ static struct tk_region *region;
 static struct tk_shelf *shelf;
 static struct tk_desk *desk;
 static uint32_t taken, fired, answers;
-static int spoilt;
+static uint64_t place; /* of the call */
+static int spoilt, told_where;
 
 static void must(int holds)
 {
@@ -66,11 +68,34 @@ void adopt(struct tk_fabric *one, struct work *work)
 	(void)work;
 }
 
+void recycle(struct tk_fabric *one, struct work *work)
+{
+	(void)one;
+	free(work);
+}
+
+/* An answer that says where the blocks are lies over the call, with a row for each of them. */
+static void check_where(const struct tk_operation *op)
+{
+	struct answer_head head;
+	memcpy(&head, (const void *)(uintptr_t)op->local, sizeof head);
+	must(op->local == place && op->remote == ANSWERS && op->length <= ANSWER_BYTES);
+	must(head.kind == ANSWER_WHERE && head.generation == GENERATION && (op->flag_value & 0xff) == CALL_WHERE);
+	for (uint32_t at = sizeof head; at < head.length; at += sizeof(struct where_row)) {
+		struct where_row row;
+		memcpy(&row, (const char *)(uintptr_t)op->local + at, sizeof row);
+		must(row.offset <= sizeof memory - BLOCK_BYTES);
+	}
+	told_where = 1;
+}
+
 void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
 {
 	(void)one;
 	(void)now_ns;
 	const struct tk_operation *op = &work->op;
+	if (op->length && !work->shelved)
+		check_where(op);
 	must(op->endpoint == endpoint && op->flag_target >= ACK_BASE && op->flag_target % 8 == 0);
 	must(op->flag_target < ACK_BASE + 8 * ACK_WORDS);
 	fired++;
@@ -98,6 +123,8 @@ static void begin(void)
 		.endpoint = endpoint,
 		.ack_base = ACK_BASE,
 		.bytes_max = sizeof memory,
+		.flags = region->address,
+		.answers = ANSWERS,
 		.ack_words = ACK_WORDS,
 		.served_code = 0x7f,
 		.corrupt_code = 0x82,
@@ -177,7 +204,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		memcpy(call + size - 8, &tag, sizeof tag);
 	}
 	spoilt = data[1] & 1;
-	taken = fired = 0;
+	desk->setup.shares = data[1] >> 2 & 1;
+	int is_tagged = !endpoint->seal.is_set || has_tag(call, size - 8);
+	place = (uint64_t)(uintptr_t)call;
+	taken = fired = told_where = 0;
 	struct tk_landing landing = {
 		.endpoint = endpoint,
 		.generation = GENERATION,
@@ -188,9 +218,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	};
 	int answered = answer_at_desk(fabric, &landing);
 	answers += answered;
-	must(answered ? taken > 1 && fired == taken : !fired);
-	must(!answered || !endpoint->seal.is_set || has_tag(call, size - 8));
-	must(desk->under_way_bytes == 0);
+	must(answered ? (told_where || taken > 1) && fired == taken : !fired);
+	must(!answered || is_tagged);
+	must(desk->under_way_bytes == 0 && (told_where ? desk->held_bytes > 0 : !desk->held_bytes));
+	fabric->now_ns = UINT64_MAX; /* what is held for the peer may go */
+	poll_desks(fabric);
+	must(desk->held_bytes == 0);
 	while (tk_served_take(shelf, told, sizeof told) > 0)
 		;
 	must(shelf->served_bytes == 0);
