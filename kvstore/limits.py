@@ -19,6 +19,7 @@ __all__ = [
     "BREAKER_LATE_MS",
     "BREAKER_MS_MAX",
     "BREAKER_MS_MIN",
+    "CHANNEL_CLOSE_MS",
     "CHECKS_AT_ONCE",
     "CHECK_PIECE_BYTES",
     "CHUNK_BYTES_MAX",
@@ -435,6 +436,7 @@ STEP_FIRINGS_MAX = 8  # of one batch of puts are told apart
 STEP_PUTS_FOLLOWED_MAX = 16  # batches of puts of a session whose end has not been told
 
 SPANS_WAITING_MAX = 1024  # batches whose spans a client has not made yet; of more, the oldest are not traced
+CHANNEL_CLOSE_MS = 2_000  # that a closing client waits for gRPC to end its calls
 SPANS_CLOSE_MS = 1_000  # that a closing client waits for them
 SPANS_QUEUED_MAX = 4096  # of a node, that its collector has not taken; of more, the oldest go
 SPANS_SENT_MAX = 512  # in one message to it

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from kvstore.limits import CHANNEL_CLOSE_MS
 from kvstore.wire.keepalive import keepalive_options
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvstore.reach import Reach
 
-__all__ = ["open_channel"]
+__all__ = ["close_channel", "open_channel"]
 
 _CONNECT_TIMEOUT = "grpc.min_reconnect_backoff_ms"  # in spite of its name; 20 s by default
 _OPTIONS = (
@@ -43,6 +45,17 @@ def open_channel(reach: Reach, header: Callable[[], tuple[str, str] | None] | No
     if header is not None:
         said.append(header)
     return grpc.intercept_channel(channel, *map(_Saying, said)) if said else channel
+
+
+def close_channel(channel: grpc.Channel) -> None:
+    """End a channel and its calls, within `CHANNEL_CLOSE_MS`.
+
+    gRPC waits for the end of each call without a deadline, also of one that an exception, such as a signal handler's,
+    interrupted while it was being made: that one never ends.
+    """
+    closing = threading.Thread(target=channel.close, name="kvstore-close", daemon=True)
+    closing.start()
+    closing.join(CHANNEL_CLOSE_MS / 1000)
 
 
 class _Details(

@@ -20,7 +20,7 @@ import grpc
 
 from kvstore.client.breaker import Breaker
 from kvstore.client.call_routes import Asking
-from kvstore.client.channel import open_channel
+from kvstore.client.channel import close_channel, open_channel
 from kvstore.client.contact import broken_step
 from kvstore.client.link import TAGS_OF_ONE, Link
 from kvstore.client.lookups import ClientLookups
@@ -312,7 +312,7 @@ class Core(Handle):
             self._pump.join()
         if self._fabric is not None:
             self._fabric.close()
-        self.channel.close()
+        close_channel(self.channel)
         os.close(self._wake_fd)
         if self.spans is not None:
             self.spans.close()
