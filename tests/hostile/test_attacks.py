@@ -83,7 +83,7 @@ def test_answers_that_nobody_takes(beside: Beside) -> None:
             lambda: beside.memory_bytes() <= memory + MEMORY_MAX + DOOR_ANSWERS_BYTES_MAX, "memory", 30
         )
     assert did["asked"] > 0
-    assert any("was not taken" in line["why"] for line in beside.audited() if "why" in line)
+    assert any("did not read an answer" in line["why"] for line in beside.audited() if "why" in line)
 
 
 def test_lists_of_large_sessions(beside: Beside) -> None:
