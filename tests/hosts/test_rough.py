@@ -102,7 +102,7 @@ def test_a_closed_fabric_is_said_in_words_and_grpc_still_works(site: Site) -> No
     site.node.firewall("tcp dport { 7070, 9100 } accept")
     client = site.caller(site.one, f"{site.node.ipv4}:7070", connect_timeout_ms=1_000)
     put = client("put", blocks(), 1)
-    assert put.startswith("NodeUnavailable: The node tells that its fabric is at 10.77.0.1:70")
+    assert put.startswith("NodeUnavailable: The node's fabric address is 10.77.0.1:70")
     assert "nothing answered there within 1.0 s: are the node's fabric ports open to this machine" in put
     client.begin("get", blocks(), 1)
     (got,), took_s = client.end()
