@@ -106,7 +106,7 @@ class HotPages:
         """A piece to read into for a tenant, with one user; None: all that could make room is in use."""
         start = self._free.allocate(pages)
         if start is None and self._going:
-            self.free_what_went()
+            self._free_what_went()
             start = self._free.allocate(pages)
         while start is None:
             if not self._evict_one(tenant):
@@ -126,7 +126,14 @@ class HotPages:
         """Whether this record is kept. To ask is no use of it."""
         return generation in self._probation or generation in self._protected
 
-    def free_what_went(self) -> None:
+    def look_again(self) -> None:
+        """Uses that are not counted here may have ended, and nobody has said so: those that were refused try again."""
+        self._free_what_went()
+        if self.refused:
+            self.refused = False
+            self._freed()
+
+    def _free_what_went(self) -> None:
         """Free what was forgotten while somebody else used it, who is done now."""
         for generation, piece in list(self._going.items()):
             if self._may_go(generation):

@@ -190,7 +190,7 @@ class Node:
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
         self.ticked_ns = self.clock.monotonic_ns()
         self.take_note()
-        self.hot.pages.free_what_went()
+        self.hot.pages.look_again()
         self.granted.tick()
         self.pins.expire()
         self.prefetches.pump()

@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -228,6 +228,31 @@ def test_where_the_memory_cannot_be_had_blocks_come_over_the_fabric(
         assert get(rig, [block]) == [Hit(block.key)]
         assert rig.is_exact(block)
         assert shared_blocks(rig) == 0
+
+
+def test_readers_that_call_no_more_hold_up_a_get_from_the_drive_for_two_seconds_at_most(
+    tmp_path: Path,
+) -> None:
+    """What they read last fills the hot memory, and nothing says that they are done with it."""
+    with (
+        NodeInProcess(tmp_path / "node", hot_bytes=16 * MIB, shares_memory=True) as node,
+        ExitStack() as open_rigs,
+    ):
+        writer, *readers = [open_rigs.enter_context(rig_of(node)) for _ in range(10)]
+        cold = [writer.block(number) for number in range(4)]
+        put(writer, cold)
+        hot = [writer.block(number) for number in range(16, 32)]
+        put(writer, hot)
+        for number, reader in enumerate(readers[:8]):
+            blocks = [
+                Block(block.key, reader.to_region, 0, MIB) for block in hot[2 * number : 2 * number + 1]
+            ]
+            reader.client.get(blocks)
+        assert sum(map(shared_blocks, readers[:8])) >= 6
+        began = time.monotonic()
+        assert get(writer, cold) == [Hit(block.key) for block in cold]
+        assert time.monotonic() - began < 5
+        assert all(map(writer.is_exact, cold))
 
 
 # --- the door to the memory

@@ -57,6 +57,24 @@ def test_what_is_in_use_is_never_given_away() -> None:
     assert hot.find(1) is None
 
 
+def test_one_that_was_refused_tries_again_when_a_use_ends_that_nobody_tells_of() -> None:
+    """A client on this machine reads a block, and is done, or was for too long."""
+    told: list[int] = []
+    reading = True
+    hot = HotPages(4, lambda: told.append(1), lambda _: not reading)
+    read(hot, 7, 4)
+    assert hot.take(2) is None
+    hot.look_again()
+    assert told == [1]
+    assert hot.take(2) is None
+    reading = False
+    hot.look_again()
+    assert told == [1, 1]
+    assert hot.take(2) is not None
+    hot.look_again()
+    assert told == [1, 1], "nobody waits"
+
+
 def test_who_has_not_asked_yet_makes_nobody_wait() -> None:
     freed = []
     hot = HotPages(4, lambda: freed.append(True))
