@@ -33,7 +33,7 @@ FORBIDDEN_IMPORTS = {
 }
 CLOCK_ALLOWED = {
     "kvstore/clock.py": "it is the seam",
-    "kvstore/probes.py": "it measures a drive, once, and decides nothing by the time",
+    "kvstore/commands/probes.py": "it measures a drive, once, and decides nothing by the time",
     "kvstore/client/core.py": "its timeouts are its caller's, in real seconds",
     "kvstore/client/transfers.py": "the same: deadlines of its caller's",
     "kvstore/client/puts.py": "the same: a wait of the caller's on a condition",
