@@ -204,6 +204,7 @@ __all__ = [
     "TIMER_TICK_MS",
     "TRACEPARENT_BYTES_MAX",
     "TRACES_MAX",
+    "TRACE_MARKS_MAX",
     "TRACE_STEPS_MAX",
     "TRANSFERS_TOLD_MAX",
     "TURNS_OTHERS_MS",
@@ -429,6 +430,7 @@ LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing 
 PUTS_SEEN_MAX = 64  # the last puts, of which a node remembers the times
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw
 TRACE_STEPS_MAX = 128  # of one session: the last turns
+TRACE_MARKS_MAX = 16  # flags and armings, and rows of puts that wait for them, of one session
 STEPS_REPORTED_MAX = 32  # told with one call
 STEP_DETAIL_BYTES_MAX = 96
 STEP_CLOCK_BYTES = 8
@@ -498,6 +500,11 @@ HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken
 HTTP_REQUESTS_PER_S = 50  # of one tenant, and of all strangers together; health left out
 UI_SESSIONS_MAX = 50  # in one page of the node's web page
+UI_TENANTS_MAX = 256  # that an observer can choose from there
+UI_LOOKUPS_MAX = 20  # with a miss, explained there at a time
+UI_LOOKUPS_SCANNED_MAX = 1024  # to find these
+UI_HISTORY_MS = 10_000  # between two points of its history
+UI_HISTORY_POINTS = 181  # half an hour
 BREAKER_LATE_MS = 500  # for so long a node answers nothing before it counts as away
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000

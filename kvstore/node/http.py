@@ -25,7 +25,7 @@ import socket
 import ssl
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvstore.node.listening import Certificates
     from kvstore.node.tenants import Tenant
 
-__all__ = ["Answer", "HttpServer", "Question"]
+__all__ = ["Answer", "Closes", "HttpServer", "Question"]
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,14 @@ _ALWAYS: Final = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+class Closes(Protocol):
+    """Something that ends with the server."""
+
+    def close(self) -> None:
+        """End."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +138,13 @@ class HttpServer:
         health: Mapping[str, Callable[[], Answer]],
         pages: Mapping[str, Callable[[Question], Awaitable[Answer]]],
         tls: Certificates | None = None,
+        closes: Closes | None = None,
     ) -> None:
         self._gate = gate
         self._health = health
         self._pages = pages
         self._tls = tls
+        self._closes = closes
         self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
         self._clock = clock
         self._rates: dict[
@@ -175,7 +185,9 @@ class HttpServer:
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Let go of the port, and of who is there."""
+        """Release the port, and close all connections."""
+        if self._closes is not None:
+            self._closes.close()
         if self._thread is None or self._listener is None:
             return
         self._closing.set()

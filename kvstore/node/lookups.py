@@ -21,6 +21,8 @@ from kvstore.limits import (
     LOOKUPS_MAX,
     LOOKUPS_TOLD_BYTES_MAX,
     SESSION_BYTES,
+    UI_LOOKUPS_MAX,
+    UI_LOOKUPS_SCANNED_MAX,
     USER_BYTES,
 )
 from kvstore.lookups import Lookup, bounded, clean_id
@@ -30,6 +32,8 @@ from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from kvstore.clock import Clock
     from kvstore.lookups import Kind
     from kvstore.node.calls import HasMetadata
@@ -152,6 +156,15 @@ class Lookups:
             del self._of[tenant], self._bytes_of[tenant]
 
     # --- what is asked
+
+    def missed(self, tenant: bytes, outcomes: Container[int]) -> list[pb.Lookup]:
+        """The last look-ups with such an outcome, of one tenant or with b"" of all; the latest first."""
+        notes = (self._of.get(tenant, deque()),) if tenant else tuple(self._of.values())
+        share = UI_LOOKUPS_SCANNED_MAX // max(1, len(notes))
+        recent = (kept for mine in notes for kept in islice(reversed(mine), share))
+        messages = (pb.Lookup.FromString(kept.message) for kept in recent)
+        found = [one for one in messages if any(run.outcome in outcomes for run in one.runs)]
+        return sorted(found, key=lambda one: -one.at_unix_ms)[:UI_LOOKUPS_MAX]
 
     def told_of(
         self, tenant: bytes, request_id: str, session: SessionName | None, last: int

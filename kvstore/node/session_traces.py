@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -20,6 +20,7 @@ from kvstore.limits import (
     RPC_TIMEOUT_MS,
     STEP_DETAIL_BYTES_MAX,
     STEPS_REPORTED_MAX,
+    TRACE_MARKS_MAX,
     TRACE_STEPS_MAX,
     TRACES_MAX,
 )
@@ -36,22 +37,34 @@ if TYPE_CHECKING:
     from kvstore.node.landing import Lease
     from kvstore.storage.manifests import SessionName
 
-__all__ = ["SeenGet", "SessionTrace", "Traces"]
+__all__ = ["MARKS", "Marked", "SeenGet", "SessionTrace", "Traces"]
 
 _NS_PER_MS = 1_000_000
 _TOGETHER_NS = 10 * _NS_PER_MS
 _STEPS_LOOKED_BACK = 6
 
+MARKS = frozenset({Step.ARMED, Step.FIRED})  # reported by clients; the rows of puts begin with them
+
+
+class Marked(Protocol):
+    """A row of puts that takes the marks that belong to it."""
+
+    def mark(self, step: Step, at_ns: int) -> None:
+        """The session's client reported this step."""
+        ...
+
 
 class SessionTrace:
-    """Of one session."""
+    """Of one session. It hands marks to the rows of its last puts as they arrive, since it is trimmed and they stay."""
 
-    __slots__ = ("_clock", "_seen", "name")
+    __slots__ = ("_clock", "_marks", "_rows", "_seen", "name")
 
     def __init__(self, clock: Clock, name: SessionName) -> None:
         self._clock = clock
         self.name = name
         self._seen: deque[Seen] = deque(maxlen=TRACE_STEPS_MAX)
+        self._marks: deque[Seen] = deque(maxlen=TRACE_MARKS_MAX)
+        self._rows: deque[Marked] = deque(maxlen=TRACE_MARKS_MAX)
 
     def saw(
         self,
@@ -83,8 +96,21 @@ class SessionTrace:
         self.saw(step, blocks, size_bytes, detail=detail, at_ns=now_ns)
 
     def reported(self, seen: Seen) -> None:
-        """Somebody else saw something; its time is already the node's."""
+        """A client saw something; its time is already the node's."""
         self._seen.append(seen)
+        if seen.step in MARKS:
+            self._marks.append(seen)
+            for row in self._rows:
+                row.mark(seen.step, seen.at_ns)
+
+    def follow(self, row: Marked) -> None:
+        """Hand this row the marks that arrive from now on."""
+        self._rows.append(row)
+
+    def mark(self, row: Marked) -> None:
+        """Hand this row the marks that have arrived."""
+        for seen in self._marks:
+            row.mark(seen.step, seen.at_ns)
 
     def in_order(self) -> list[Seen]:
         """All of it, the earliest first."""
@@ -139,6 +165,7 @@ class Traces:
         self._of: dict[bytes, OrderedDict[SessionName, SessionTrace]] = {}  # by tenant, unused longest first
         self._count = 0
         self._machine = machine_clock()
+        self.fired_blocks = 0  # whose flags clients reported, of all sessions
 
     def __len__(self) -> int:
         return self._count
@@ -197,6 +224,8 @@ class Traces:
         offset_ns = 0 if one_clock and self._machine else since_ns
         for seen in seen_of(message.seen):
             at_ns = min(max(0, seen.at_ns + offset_ns), now_ns)
+            if seen.step is Step.FIRED:
+                self.fired_blocks += seen.blocks
             trace.reported(
                 Seen(seen.step, at_ns, seen.blocks, seen.size_bytes, seen.tokens, seen.detail, by_node=False)
             )
