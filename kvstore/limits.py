@@ -204,7 +204,7 @@ __all__ = [
     "TIMER_TICK_MS",
     "TRACEPARENT_BYTES_MAX",
     "TRACES_MAX",
-    "TRACE_MARKS_MAX",
+    "TRACE_FLAGS_MAX",
     "TRACE_STEPS_MAX",
     "TRANSFERS_TOLD_MAX",
     "TURNS_OTHERS_MS",
@@ -430,7 +430,7 @@ LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing 
 PUTS_SEEN_MAX = 64  # the last puts, of which a node remembers the times
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw
 TRACE_STEPS_MAX = 128  # of one session: the last turns
-TRACE_MARKS_MAX = 16  # flags and armings, and rows of puts that wait for them, of one session
+TRACE_FLAGS_MAX = 16  # of one session: flags that wait for a row of puts, and rows that wait for flags
 STEPS_REPORTED_MAX = 32  # told with one call
 STEP_DETAIL_BYTES_MAX = 96
 STEP_CLOCK_BYTES = 8

@@ -20,7 +20,7 @@ from kvstore.limits import (
     RPC_TIMEOUT_MS,
     STEP_DETAIL_BYTES_MAX,
     STEPS_REPORTED_MAX,
-    TRACE_MARKS_MAX,
+    TRACE_FLAGS_MAX,
     TRACE_STEPS_MAX,
     TRACES_MAX,
 )
@@ -37,34 +37,32 @@ if TYPE_CHECKING:
     from kvstore.node.landing import Lease
     from kvstore.storage.manifests import SessionName
 
-__all__ = ["MARKS", "Marked", "SeenGet", "SessionTrace", "Traces"]
+__all__ = ["SeenGet", "SessionTrace", "TakesFlags", "Traces"]
 
 _NS_PER_MS = 1_000_000
 _TOGETHER_NS = 10 * _NS_PER_MS
 _STEPS_LOOKED_BACK = 6
 
-MARKS = frozenset({Step.ARMED, Step.FIRED})  # reported by clients; the rows of puts begin with them
 
+class TakesFlags(Protocol):
+    """A row of puts that takes the flags that fired it."""
 
-class Marked(Protocol):
-    """A row of puts that takes the marks that belong to it."""
-
-    def mark(self, step: Step, at_ns: int) -> None:
-        """The session's client reported this step."""
+    def take_flag(self, at_ns: int, blocks: int) -> bool:
+        """A client reported that a flag fired so many blocks; whether these belong to this row."""
         ...
 
 
 class SessionTrace:
-    """Of one session. It hands marks to the rows of its last puts as they arrive, since it is trimmed and they stay."""
+    """Of one session. Flags are handed to the rows of puts as they are reported, since a trace is trimmed."""
 
-    __slots__ = ("_clock", "_marks", "_rows", "_seen", "name")
+    __slots__ = ("_clock", "_flags", "_rows", "_seen", "name")
 
     def __init__(self, clock: Clock, name: SessionName) -> None:
         self._clock = clock
         self.name = name
         self._seen: deque[Seen] = deque(maxlen=TRACE_STEPS_MAX)
-        self._marks: deque[Seen] = deque(maxlen=TRACE_MARKS_MAX)
-        self._rows: deque[Marked] = deque(maxlen=TRACE_MARKS_MAX)
+        self._flags: deque[Seen] = deque(maxlen=TRACE_FLAGS_MAX)  # of no row yet
+        self._rows: deque[TakesFlags] = deque(maxlen=TRACE_FLAGS_MAX)
 
     def saw(
         self,
@@ -98,19 +96,18 @@ class SessionTrace:
     def reported(self, seen: Seen) -> None:
         """A client saw something; its time is already the node's."""
         self._seen.append(seen)
-        if seen.step in MARKS:
-            self._marks.append(seen)
-            for row in self._rows:
-                row.mark(seen.step, seen.at_ns)
+        if seen.step is Step.FIRED and not any(row.take_flag(seen.at_ns, seen.blocks) for row in self._rows):
+            self._flags.append(seen)
 
-    def follow(self, row: Marked) -> None:
-        """Hand this row the marks that arrive from now on."""
+    def follow(self, row: TakesFlags) -> None:
+        """Offer this row the flags that are reported from now on."""
         self._rows.append(row)
 
-    def mark(self, row: Marked) -> None:
-        """Hand this row the marks that have arrived."""
-        for seen in self._marks:
-            row.mark(seen.step, seen.at_ns)
+    def offer(self, row: TakesFlags) -> None:
+        """Offer this row the flags of no row so far."""
+        for seen in tuple(self._flags):
+            if row.take_flag(seen.at_ns, seen.blocks):
+                self._flags.remove(seen)
 
     def in_order(self) -> list[Seen]:
         """All of it, the earliest first."""

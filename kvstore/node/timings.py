@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import LeaseExpired
-from kvstore.limits import PUTS_SEEN_MAX
-from kvstore.steps import Step
+from kvstore.limits import PUTS_SEEN_MAX, RPC_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +28,7 @@ __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
 
 _TOGETHER_NS: Final = 10_000_000  # blocks that come so soon after others are one row of the page,
 _ROW_NS: Final = 100_000_000  # which covers no more than this
+_FLIGHT_NS: Final = RPC_TIMEOUT_MS * 1_000_000  # a flag longer before a landing belongs to another put
 
 # From ten microseconds, which a block out of memory takes, to the ten seconds after which calls end.
 _BUCKETS_NS: Final[tuple[int, ...]] = (
@@ -81,8 +81,8 @@ class PutSeen:
     landed_first_ns: int = 0
     landed_ns: int = 0  # the last of them
     kept_ns: int = 0  # the last of them, and of those that failed
-    armed_ns: int = 0  # as its client reported it; 0: it has not
     flag_ns: int = 0  # the first flag, as its client reported it; 0: it has not
+    flagged: int = 0  # blocks whose flags it has reported
     failed: int = 0
     failure: str = ""  # of the last that failed: the type of its error
     fired: Histogram | None = None  # where the time from the flag to landed is noted
@@ -94,8 +94,8 @@ class PutSeen:
         self.landed_first_ns = min(self.landed_first_ns or landed_ns, landed_ns)
         self.landed_ns = max(self.landed_ns, landed_ns)
         self.kept_ns = max(self.kept_ns, kept_ns)
-        if self.trace is not None and not self.flag_ns:
-            self.trace.mark(self)
+        if self.trace is not None:
+            self.trace.offer(self)
 
     def fail(self, blocks: int, size_bytes: int, why: str, at_ns: int) -> None:
         """Some of them have not been kept."""
@@ -104,16 +104,15 @@ class PutSeen:
         self.size_bytes += size_bytes
         self.kept_ns = max(self.kept_ns, at_ns)
 
-    def mark(self, step: Step, at_ns: int) -> None:
-        """Take the first arming and the first flag between its beginning and its landing."""
-        if not self.began_ns <= at_ns <= self.landed_ns:
-            return
-        if step is Step.ARMED:
-            self.armed_ns = min(self.armed_ns or at_ns, at_ns)
-        elif step is Step.FIRED:
-            if not self.flag_ns and self.fired is not None:
-                self.fired.note(self.landed_ns - at_ns, self.blocks)
-            self.flag_ns = min(self.flag_ns or at_ns, at_ns)
+    def take_flag(self, at_ns: int, blocks: int) -> bool:
+        """A flag fired so many blocks: ours, if they landed soon after it and their flag is not known yet."""
+        if self.flagged >= self.blocks or not 0 <= self.landed_ns - at_ns < _FLIGHT_NS:
+            return False
+        self.flagged += blocks
+        self.flag_ns = min(self.flag_ns or at_ns, at_ns)
+        if self.fired is not None:
+            self.fired.note(self.landed_ns - at_ns, blocks)
+        return True
 
 
 @dataclass(slots=True)

@@ -229,7 +229,6 @@ def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
         "age_ms": (now_ns - put.kept_ns) // _NS_PER_MS,
         "failed": put.failed,
         "failure": put.failure,
-        "armed_ms": ms(put.armed_ns),
         "flag_ms": ms(put.flag_ns),
         "landed_first_ms": ms(put.landed_first_ns),
         "landed_ms": ms(put.landed_ns),
