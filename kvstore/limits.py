@@ -508,6 +508,7 @@ UI_HISTORY_POINTS = 181  # half an hour
 BREAKER_LATE_MS = 500  # for so long a node answers nothing before it counts as away
 BREAKER_MS_MIN = 50  # a client leaves a node that was away alone for so long, and twice as long each time
 BREAKER_MS_MAX = 5_000
+STATUS_AGAIN_MS = 50  # between two attempts to reach a node that is waited for
 CONTACT_HURRIED_MS = 250  # of each step towards a node that is looked at beside a call that has failed
 LOG_LINES_PER_S = 20  # of one kind of message
 LOG_KINDS_MAX = 1024

@@ -85,9 +85,9 @@ class Browser:
         told = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(str(told["exceptionDetails"]))
-        elif event.get("method") == "Log.entryAdded":
-            if told["entry"]["level"] == "error" and told["entry"]["source"] != "network":
-                self.complaints.append(told["entry"]["text"])
+        entry = told.get("entry", {})
+        if entry.get("level") == "error" and entry["source"] != "network":
+            self.complaints.append(entry["text"])
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
