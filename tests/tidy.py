@@ -196,11 +196,16 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return _public_names(tree) | {alias.asname or alias.name for node in imports for alias in node.names}
 
 
+def _is_future(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
 def all_says_what_is_public(root: Path) -> Iterator[Breach]:
     """`__all__` names existing things only, and every class and function without an underscore.
 
-    A package's `__init__` with nothing but its docstring needs none; constants may stay unlisted.
+    Constants may stay unlisted, and a module of nothing else needs no `__all__`.
     """
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for name, tree in _modules(root, *PACKAGES):
         listed = None
         for node in tree.body:
@@ -209,10 +214,9 @@ def all_says_what_is_public(root: Path) -> Iterator[Breach]:
             if named and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 listed = set(ast.literal_eval(node.value))
         if listed is None:
-            if len(tree.body) > 1:
+            if any(isinstance(node, (*kinds, ast.ImportFrom)) and not _is_future(node) for node in tree.body):
                 yield f"{name}: no __all__"
             continue
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         defined = {node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"}
         for missing in sorted(defined - listed):
             yield f"{name}: {missing} is public and not in __all__"

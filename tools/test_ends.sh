@@ -24,9 +24,13 @@ for one in project["dependencies"] + project["optional-dependencies"]["otel"]:
 PYTHON
 
 find_python() {
-  local found
-  found=$(command -v "python$1" || ls -d "$HOME/.pyenv/versions/$1".*/bin/python 2>/dev/null | tail -n 1)
-  [[ -n $found ]] && printf '%s\n' "$found"
+  local one
+  for one in "python$1" "$HOME/.pyenv/versions/$1".*/bin/python; do
+    "$one" -c '' 2>/dev/null || continue
+    printf '%s\n' "$one"
+    return
+  done
+  return 1
 }
 
 check() { # version oldest|newest

@@ -32,6 +32,7 @@ from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, P
 from kvstore.limits import (
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
+    HTTP_FIELDS_MAX,
     HTTP_REQUEST_BYTES_MAX,
     HTTP_REQUESTS_PER_S,
     HTTP_TIMEOUT_MS,
@@ -53,7 +54,6 @@ __all__ = ["Answer", "Closes", "HttpServer", "Question"]
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = HTTP_TIMEOUT_MS / 1000
-_FIELDS_MAX: Final = 8
 _REASONS: Final = {
     200: "OK",
     400: "Bad Request",
@@ -347,9 +347,9 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
         headers[name.lower()] = value.strip()
     path, _, query = words[1].partition("?")
     try:
-        fields = dict(parse_qsl(query, max_num_fields=_FIELDS_MAX))
+        fields = dict(parse_qsl(query, max_num_fields=HTTP_FIELDS_MAX))
     except ValueError:
-        raise _Bad(400, f"A query has at most {_FIELDS_MAX} fields.") from None
+        raise _Bad(400, f"A query has at most {HTTP_FIELDS_MAX} fields.") from None
     return words[0], path, fields, headers
 
 
