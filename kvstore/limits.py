@@ -234,6 +234,7 @@ LOOKUP_LOG_FILE_BYTES_MAX = 4 << 20
 LOOKUP_LOG_WAITING_BYTES_MAX = 1 << 20  # not written yet; more of them are not written at all
 LOOKUPS_WAITING_MAX = 32  # that did not reach the node and wait in a client to be told
 LOOKUPS_TOLD_BYTES_MAX = 1024  # of them with one call
+LOOKUP_TOLD_LATE_MS = 86_400_000  # at most, after it
 LEASES_OVER_REMEMBERED = 4096  # blocks whose lease was over before they landed
 
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits

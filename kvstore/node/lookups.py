@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from kvstore.limits import (
     LEASES_OVER_REMEMBERED,
+    LOOKUP_TOLD_LATE_MS,
     LOOKUPS_BYTES_MAX,
     LOOKUPS_LISTED_MAX,
     LOOKUPS_MAX,
@@ -46,7 +47,6 @@ __all__ = ["Lookups"]
 
 _NO_SESSION = bytes(USER_BYTES + SESSION_BYTES)
 _ROOM_PART = 64  # room is made for so many-th part of the whole at once
-_DAY_MS = 86_400_000
 
 
 class Lookups:
@@ -96,7 +96,7 @@ class Lookups:
             return  # it is for people to read, and no reason to refuse blocks
         now_ms = self.clock.wall_ms()
         for told in message.lookups:
-            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), _DAY_MS)
+            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), LOOKUP_TOLD_LATE_MS)
             told.at_unix_ms, told.by_caller = now_ms - ago_ms, True
             lookup = lookup_of(told)
             self.record(
