@@ -4,7 +4,8 @@ Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts
 once: of the memory, of the eventfd that it rings, and the end that it hears of the pipe that the node rings.
 
 What always holds: nobody changes the memory's size; nothing is put there before the client has said that it has it
-mapped; no call that the node makes on a descriptor that a client has, too, can block. What it doesn't do: hold anything that is not this connection's.
+mapped; no call that the node makes on a descriptor that a client has, too, can block. What it doesn't do: hold anything
+that is not this connection's.
 """
 
 from __future__ import annotations
