@@ -246,6 +246,24 @@ def offer(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
         yield told[-1].shared, rig
 
 
+def test_a_pass_is_good_once_and_for_its_connection(
+    offer: tuple[pb.SharedMemory, Rig], inner: NodeInProcess
+) -> None:
+    told, rig = offer
+    has, given, first = show(told)
+    assert has & HAS_SLOTS
+    assert show(told)[:2] == (0, []), "while the first has not said anything yet"
+    first.close()
+    for fd in given:
+        os.close(fd)
+    rig.client.close()
+    with rig_of(inner) as other:
+        link_of(other.client)
+        assert inner.call(lambda node: len(node.sharing._offers)) == 1
+    wait_until(lambda: inner.call(len) == 0, "both have left")
+    assert inner.call(lambda node: len(node.sharing._offers)) == 0
+
+
 def test_nobody_changes_the_memorys_size(offer: tuple[pb.SharedMemory, Rig], inner: NodeInProcess) -> None:
     told, rig = offer
     has, given, asked = show(told)
