@@ -50,6 +50,7 @@ _PARTS = (
     "seal",
     "sender",
     "shared",
+    "shared_puts",
     "shelf",
     "siphash",
     "streams",

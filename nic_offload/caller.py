@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
     import mmap
@@ -89,15 +90,9 @@ class Caller:
 
         The codes are what a group's row says of a block that was; that was not what it should be; that came too late.
         """
-        mapped = ffi.from_buffer(memory)
         shared = ffi.new("struct tk_shared *")
-        shared.address, shared.length, shared.hold_ns = (
-            int(ffi.cast("uintptr_t", mapped)),
-            len(memory),
-            lib.TK_HELD_NS,
-        )
+        shared.address, shared.length, shared.hold_ns = address_of(memory), len(memory), lib.TK_HELD_NS
         shared.served_code, shared.corrupt_code, shared.late_code = served_code, corrupt_code, late_code
-        ffi.release(mapped)
         lib.tk_caller_share(self._handle, shared)
 
     @property

@@ -236,6 +236,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 			work->state = WORK_STRANDED;
 	}
 	unlist_ready(fabric, endpoint);
+	ring_doorbells(fabric);
 	return status;
 }
 
@@ -365,6 +366,7 @@ void *core_progress(void *argument)
 		busy |= poll_callers(fabric);
 		busy |= post_ready(fabric);
 		busy |= make_checksums(fabric);
+		ring_doorbells(fabric);
 		poll_desks(fabric);
 		busy |= expire(fabric);
 		publish_soon(fabric);

@@ -463,11 +463,22 @@ struct tk_sender_setup {
 	uint32_t words_count;  /* puts that are not over at a time */
 	uint32_t slots_count;  /* puts that have not landed at a time; of more, the others wait */
 	uint32_t good_max;
+	int32_t doorbell; /* the node's, with these: */
+	uint64_t shared_flags, shared_slots; /* 0, or where the node's are mapped here, and `words` with them */
 };
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
 /* Where puts of pieces are put together: so many bytes for each slot. Before the first of them is armed. */
 int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
 int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
+uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went through shared memory */
+
+/* What the two ends of a connection on one machine share; see shared_puts.c. */
+/* That somebody writes to an eventfd, or into a pipe, wakes the progress thread, which reads the pipe and not the eventfd. */
+int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe);
+int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
+/* The peer watches some of its words there, in memory of ours that it has mapped. So they are stored, and its doorbell rung. */
+int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
+			    int doorbell);
 
 /* Where a node's client puts blocks by grants; see receiver.c. */
 struct tk_receiver_setup {

@@ -144,6 +144,13 @@ struct known_peer {
 	uint64_t number;
 };
 
+/* Words of the peer that are in memory which both ends have mapped, and what it calls the first of them. */
+struct shared_words {
+	struct spot first;
+	uint64_t address;
+	uint32_t count; /* 0: none */
+};
+
 struct tk_endpoint {
 	struct tk_fabric *fabric;
 	struct tk_endpoint *next;
@@ -158,6 +165,10 @@ struct tk_endpoint {
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
+	struct shared_words shared_words;
+	int doorbell; /* of the peer, if it is on this machine and something of ours is put without the fabric */
+	int is_due;   /* it is to be rung at the end of the round, and this is the next such endpoint */
+	struct tk_endpoint *next_due;
 };
 
 struct tk_region {
@@ -258,6 +269,7 @@ struct tk_fabric {
 	struct work *all;
 	struct queue summing;
 	struct tk_endpoint *ready_first, *ready_last; /* endpoints that have something to post */
+	struct tk_endpoint *due; /* those whose doorbells are */
 	struct tk_counter **active; /* counters for which something waits */
 	uint32_t active_count, active_capacity;
 	struct nic nic;

@@ -160,6 +160,8 @@ int make_checksums(struct tk_fabric *fabric)
 			continue;
 		} else if (!landing && work->op.pieces) {
 			piece = gather_some(work, piece);
+		} else if (!landing && sender_shares(work)) {
+			piece = sender_copies(work, piece);
 		} else {
 			work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);
 			work->summed += piece;

@@ -49,6 +49,8 @@ static int post_confirmed_flag(struct work *work)
 int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
 	      uint64_t key)
 {
+	if (put_shared_word(fabric, endpoint, word, (struct spot){target, key}))
+		return 0;
 	word = word_out(endpoint, (struct spot){target, key}, word);
 	if (!fabric->loses_context)
 		return (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key);
@@ -69,6 +71,8 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
+	if (put_shared_word(fabric, op->endpoint, op->flag_value, (struct spot){op->flag_target, op->flag_key}))
+		return 1;
 	set_flag_word(work);
 	if (is_to_be_confirmed(fabric, op))
 		return post_confirmed_flag(work);
@@ -148,6 +152,10 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 		return post_landed(fabric, work);
 	if (work->state == WORK_READY && work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns)
 		return TOO_LATE;
+	if (sender_shares(work)) {
+		sender_put(fabric, work);
+		return 1;
+	}
 	int only_flag = !work->op.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }

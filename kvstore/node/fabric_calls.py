@@ -172,7 +172,9 @@ class FabricCalls:
     def open(self, connection: Connection, answers_base: int) -> CallArea:
         """Take calls of a connection from now on."""
         node = self._node
-        area = CallArea(connection, answers_base, node.hot, shares=node.sharing is not None)
+        area = CallArea(
+            connection, answers_base, node.hot, shares=node.sharing is not None and node.sharing.shares_hot
+        )
         self._areas[connection] = area
         self._watch(area, [(place, area.first_generation) for place in range(CALL_PLACES)])
         self.limits_changed()

@@ -404,8 +404,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         lookup_log = LookupLog(config.data / "lookups")
         tenants = Tenants(store.salt, clock)
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
-        if config.tenants is None:
-            node.sharing = Sharing(node.hot)
+        node.sharing = Sharing(node.hot if config.tenants is None else None)
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed

@@ -1,0 +1,11 @@
+"""What a client and its node say to each other over the socket where memory is handed over: docs/wire.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["HAS_HOT", "HAS_SLOTS", "MAPPED"]
+
+HAS_HOT: Final = 1  # of the answer to a pass: a descriptor of the hot memory follows;
+HAS_SLOTS: Final = 2  # behind it the slots', the doorbell that the client rings, and the one that it hears
+MAPPED: Final = b"\1"  # by a client that has its slots mapped, and in answer to that
