@@ -8,9 +8,9 @@ Three blocks are put by one store to a flag word, named as a turn of a session, 
 >>> memory = bytearray(b"KV of three blocks..." * 1000)
 >>> with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
 ...     region = client.register(memory)
-...     keys = [block_key(b"chat 7", bytes([number])) for number in range(3)]
+...     keys = [block_key(b"chat 8", bytes([number])) for number in range(3)]
 ...     blocks = [Block(key, region, n * 7000, 7000, threshold=n + 1) for n, key in enumerate(keys)]
-...     chat = client.session("ada", "chat 7")
+...     chat = client.session("grace", "chat 8")
 ...     puts = chat.arm(blocks, flags[0])  # the node is not called for each block
 ...     flags[0].store(3)  # any process can do this
 ...     all(put.error is None for put in puts.wait(timeout_s=10))
