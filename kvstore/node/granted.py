@@ -509,6 +509,7 @@ class Granted:
 
     def _note_failure(self, one: Landed, error: StorageError) -> None:
         lease, connection = one.lease, one.connection
+        self._node.timings.lease_failed(connection.tenant, lease, error)
         if not one.is_awaited:
             self._node.counters.lost(error)
             log.warning("a landed block could not be stored: %s", error, extra=connection.about())
