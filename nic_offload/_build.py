@@ -51,6 +51,7 @@ _PARTS = (
     "sender",
     "shared",
     "shared_puts",
+    "shared_reads",
     "shelf",
     "siphash",
     "streams",

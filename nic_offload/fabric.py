@@ -270,6 +270,14 @@ class Endpoint(Handle):
         if code:
             raise FabricError.from_code("Sharing words with a peer", code)
 
+    def share_reads(self, target: int, target_key: int, rows: int, count: int, memory: Region) -> None:
+        """The peer reads this memory of ours itself, and hears where its blocks are from `count` rows of its words."""
+        code = lib.tk_endpoint_share_reads(
+            self.handle, target, target_key, rows, count, memory.address, memory.length
+        )
+        if code:
+            raise FabricError.from_code("Sharing memory with a peer", code)
+
     def close(self) -> None:
         """End everything that goes through this endpoint; its puts and watches are dropped silently."""
         if self.handle is None:

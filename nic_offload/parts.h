@@ -140,6 +140,7 @@ uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t 
 struct queue *caller_queue(const struct work *work); /* where it waits for a place */
 int poll_callers(struct tk_fabric *fabric);
 
+uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* which of its words it is */
 void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
 void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and was as it should be */
 
@@ -151,6 +152,13 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
+int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word says where a single block is; 0: it is not to be read */
+
+/* shared_reads.c: the same, the node's side */
+int may_share(const struct work *work);
+int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or what posting gives */
+void was_told(struct tk_fabric *fabric, struct work *work); /* it is in no other queue any more */
+int poll_shared_reads(struct tk_fabric *fabric);
 
 /* shared_puts.c: puts and words between two ends on one machine */
 int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot); /* 0: it has to be posted */

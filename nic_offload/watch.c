@@ -88,6 +88,11 @@ int poll_acks(struct tk_fabric *fabric)
 			continue;
 		}
 		work->code = code;
+		if (code == BLOCK_WHERE && shared_told(fabric, work)) {
+			i--;
+			busy = 1;
+			continue;
+		}
 		if (work->caller) /* before its own caller hears of it, who may want the place */
 			code = caller_answered(fabric, work, code);
 		if (work->ack.group && code <= work->ack.good_max)

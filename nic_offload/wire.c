@@ -15,7 +15,8 @@
 #define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
 #define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
-#define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
+#define TOO_LATE 2 /* what posting gives for a put whose deadline is over, */
+#define TOLD 3	   /* and for one that the peer reads itself */
 
 /* Whether its end says that it came: then the peer's side confirms it. Else somebody else knows, or nobody needs to. */
 static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
@@ -156,6 +157,10 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 		sender_put(fabric, work);
 		return 1;
 	}
+	if (may_share(work)) {
+		int status = tell_where(fabric, work);
+		return status ? status : TOLD;
+	}
 	int only_flag = !work->op.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
@@ -191,6 +196,10 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 	}
 	if (!work->posted_ns)
 		work->posted_ns = tk_now_ns();
+	if (status == TOLD) {
+		was_told(fabric, work);
+		return;
+	}
 	if (status < 0) {
 		finish(fabric, work, status_of_provider(-status));
 	} else if (status == 1) {

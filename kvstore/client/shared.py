@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.limits import GRANTED_PUTS, SHARE_CALL_MS
-from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED
+from kvstore.limits import ACK_WORDS, GRANTED_PUTS, SHARE_CALL_MS
+from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED, ROW_BYTES
 from nic_offload.memory import hide_from_dumps
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class MappedSlots:
 
     memory: mmap.mmap
     words_offset: int
+    rows_offset: int
     node_doorbell: int
     own_doorbell: int
 
@@ -78,7 +79,8 @@ def _fit(told: pb.SharedMemory, puts: pb.PutArea) -> bool:
     return (
         puts.count * _WORD_BYTES <= puts.slots - puts.flags
         and slots_end <= told.words_offset
-        and told.words_offset + GRANTED_PUTS * _WORD_BYTES <= told.slots_bytes
+        and told.words_offset + GRANTED_PUTS * _WORD_BYTES <= told.rows_offset
+        and told.rows_offset + ACK_WORDS * ROW_BYTES <= told.slots_bytes
     )
 
 
@@ -86,7 +88,7 @@ def _map_slots(to_node: socket.socket, told: pb.SharedMemory, fds: list[int], in
     memory = _mapped(fds[0], told.slots_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     if memory is None:
         return
-    slots = MappedSlots(memory, told.words_offset, os.dup(fds[1]), os.dup(fds[2]))
+    slots = MappedSlots(memory, told.words_offset, told.rows_offset, os.dup(fds[1]), os.dup(fds[2]))
     into.is_sure = False
     try:
         to_node.sendall(MAPPED)

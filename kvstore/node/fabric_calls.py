@@ -33,6 +33,7 @@ from kvstore.wire.fabric_call import (
     AREA_BYTES,
     CALL_PLACES,
     LENGTH_END,
+    ROWS,
     AnswerCode,
     CallKind,
     call_offset,
@@ -276,7 +277,15 @@ class FabricCalls:
         connection.owner.rate.take(max(1, len(rows)))
         told = Told(call.metadata)
         if call.kind is not CallKind.RESERVE:
-            fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told, called=False)
+            fetch(
+                self._node,
+                connection,
+                [call.fingerprint] * len(rows),
+                rows.fetch,
+                told,
+                called=False,
+                shares=bool(call.flags & ROWS),
+            )
             return b""
         blocks = [BlockRequest(row.key, call.fingerprint, row.length, row.ack_word) for row in rows.reserve]
         leases = reserve(

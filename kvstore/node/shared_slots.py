@@ -1,5 +1,8 @@
 """The slots that one client was granted, in memory that it may map, with the words that say what becomes of its puts.
 
+Behind these is a row for each word of its fetches, in which it is told where in the hot memory a block is
+(`nic_offload/shared_reads.c`).
+
 Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client is handed the descriptors
 once: of the memory, of the eventfd that it rings, and the end that it hears of the pipe that the node rings.
 
@@ -14,17 +17,19 @@ import os
 from typing import TYPE_CHECKING
 
 from kvstore.limits import ACK_WORDS, GRANTED_PUTS, PAGE_BYTES
+from kvstore.wire.sharing import ROW_BYTES
 from nic_offload.memory import address_of, allocate_mapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.node.connection import Connection
-    from nic_offload.fabric import Fabric
+    from nic_offload.fabric import Fabric, Region
 
 __all__ = ["SharedSlots"]
 
 _WORDS_BYTES = -(-GRANTED_PUTS * 8 // PAGE_BYTES) * PAGE_BYTES
+_ROWS_BYTES = -(-ACK_WORDS * ROW_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
 class SharedSlots:
@@ -33,7 +38,8 @@ class SharedSlots:
     def __init__(self, fabric: Fabric, slots_bytes: int) -> None:
         """NoMemory if there is no descriptor or no memory for it. `slots_bytes`: flags and slots, in whole pages."""
         self.words_offset = slots_bytes
-        self.size_bytes = slots_bytes + _WORDS_BYTES
+        self.rows_offset = slots_bytes + _WORDS_BYTES
+        self.size_bytes = self.rows_offset + _ROWS_BYTES
         self._fabric = fabric
         self.memory, self._fd = allocate_mapped(self.size_bytes)
         self._own_doorbell = self._doorbell = -1  # what wakes us, and wakes the client
@@ -47,12 +53,15 @@ class SharedSlots:
         finally:
             os.close(heard)
 
-    def mapped(self, connection: Connection) -> None:
-        """Its client has it mapped, and watches the words there from now on."""
+    def mapped(self, connection: Connection, hot: Region | None) -> None:
+        """Its client has it mapped, and watches the words there from now on. `hot`: memory that it can read."""
         self._fabric.hear(self._own_doorbell, is_pipe=False)
         acks = connection.acks
-        words = address_of(self.memory) + self.words_offset
+        here = address_of(self.memory)
+        words, rows = here + self.words_offset, here + self.rows_offset
         connection.endpoint.share_words(acks.target(ACK_WORDS), acks.key, words, GRANTED_PUTS, self._doorbell)
+        if hot is not None:
+            connection.endpoint.share_reads(acks.target(0), acks.key, rows, ACK_WORDS, hot)
         self.withhold()
 
     def withhold(self) -> None:

@@ -94,6 +94,7 @@ class Sharing:
         if slots is not None:
             self._slots.add(connection)
             told.slots_bytes, told.words_offset = slots.size_bytes, slots.words_offset
+            told.rows_offset = slots.rows_offset
         return told
 
     def _expire(self, one: bytes) -> None:
@@ -153,7 +154,7 @@ class Sharing:
         """It has its slots mapped, and puts nothing before it was answered."""
         try:
             if caller.recv(1) == MAPPED and not connection.closed:
-                slots.mapped(connection)
+                slots.mapped(connection, None if self._hot is None else self._hot.region)
                 caller.send(MAPPED)
             else:
                 slots.withhold()

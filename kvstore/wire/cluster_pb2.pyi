@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b09f427088b901746f88d35b7272d01c
+# Generated from proto sources with BLAKE2b eade6abd81c29ac2237ff56b32153cbe
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

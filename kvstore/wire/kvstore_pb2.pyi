@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b09f427088b901746f88d35b7272d01c
+# Generated from proto sources with BLAKE2b eade6abd81c29ac2237ff56b32153cbe
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -138,18 +138,20 @@ class AttachResponse(_message.Message):
     def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
-    __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset")
+    __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset", "rows_offset")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     PASS_ONCE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORDS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ROWS_OFFSET_FIELD_NUMBER: _ClassVar[int]
     socket: str
     pass_once: bytes
     size_bytes: int
     slots_bytes: int
     words_offset: int
-    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., words_offset: _Optional[int] = ...) -> None: ...
+    rows_offset: int
+    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., words_offset: _Optional[int] = ..., rows_offset: _Optional[int] = ...) -> None: ...
 
 class PutArea(_message.Message):
     __slots__ = ("flags", "slots", "slot_bytes", "key", "count", "first_generation")

@@ -327,8 +327,8 @@ def test_a_client_that_is_not_sure_asks_for_its_slots(
     """The node may put the words of its puts into memory that it has not."""
     mapped = SharedSlots.mapped
 
-    def and_says_nothing(self: SharedSlots, connection: Any) -> None:
-        mapped(self, connection)
+    def and_says_nothing(self: SharedSlots, *arguments: Any) -> None:
+        mapped(self, *arguments)
         raise FabricError("no answer")
 
     monkeypatch.setattr(SharedSlots, "mapped", and_says_nothing)
