@@ -72,7 +72,7 @@ class FlagWord:
         return int(lib.tk_word_load(self._pointer))
 
     def store(self, value: int) -> None:
-        """Publish everything written before, then the value: this is what fires a put."""
+        """Publish everything written before, then the value. This fires puts."""
         if self._words is None:
             lib.tk_word_store(self._pointer, value)
         else:
@@ -122,7 +122,7 @@ class FlagWords(Handle):
         return self._words[index]
 
     def close(self) -> None:
-        """Let the words go. They are unmapped when nobody has one of them, and no put waits for one, any more."""
+        """Release the words. They are unmapped when no object refers to one and no put waits for one."""
         if self._fd < 0:
             return
         self._words = []

@@ -88,7 +88,7 @@ class _Reason(NamedTuple):
 
 
 class Arrival(Handle):
-    """What became of a request that arrived."""
+    """The outcome of a request that arrived."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class Arrival(Handle):
         self._manifest = manifest
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was asked for has come or failed; False if the time was over before."""
+        """Wait until every requested block has arrived or failed; False on timeout."""
         return self._arrivals.wait(self, timeout_s)
 
     def whole(self) -> Resumed:
-        """Wait for the session's blocks: all are in memory, or it is a MISS, and what is usable before it."""
+        """Wait for the session's blocks. The result is all of them, or a MISS with the blocks usable before it."""
         manifest, placing = self._manifest, self.placing
         if manifest is None or placing is None:
             return Resumed(
@@ -140,14 +140,14 @@ class Arrival(Handle):
         return resumed
 
     def close(self) -> None:
-        """Wait until nothing of it goes into memory any more."""
+        """Wait until nothing is written into memory any more."""
         self._arrivals.settle(self)
         if self.placing is not None and self.placing.span is not None:
             self.placing.span.closed(sum(isinstance(one, Hit) for one in self.placing.outcomes.values()))
 
 
 class Arrivals(Handle):
-    """The table, the requester and the clients, joined; see the top of this file."""
+    """Joins the table, the requester and the clients; see the top of this file."""
 
     def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
         """`tenant` is what the rules call the tenant for whom the nodes' clients act."""
@@ -168,7 +168,7 @@ class Arrivals(Handle):
     # --- what the catalogue is told, from any thread
 
     def session(self, user: str, context: str) -> Session:
-        """A user's session of an application context, on their home, always the same; the catalogue follows it."""
+        """A user's session of a context, on the user's home: always the same object. The catalogue follows it."""
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
@@ -191,7 +191,7 @@ class Arrivals(Handle):
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
-        """Where the user's KV lies, as far as this process knows."""
+        """Where the user's KV is stored, as far as this process knows."""
         with self._lock:
             self._take_in()
             return self._requester.extents(User(self._tenant, user))
@@ -210,9 +210,9 @@ class Arrivals(Handle):
         *,
         timeout_s: float | None = None,
     ) -> Arrival:
-        """Match a request, and begin to bring what the rule says; nothing that can be waited for is waited for.
+        """Match a request, and start to fetch what the rule says. It never blocks.
 
-        With `place(number, key)` the blocks of the session of the request's context go into registered memory.
+        With `place(number, key)`, the blocks of the request's session go into registered memory.
         """
         with self._lock:
             if self._closed:
@@ -335,12 +335,12 @@ class Arrivals(Handle):
     # --- what has come
 
     def poll(self) -> None:
-        """Take in what has come, and ask for what there is room for now."""
+        """Process arrivals, and request what there is room for now."""
         with self._lock:
             self._take_in()
 
     def wait(self, arrival: Arrival, timeout_s: float) -> bool:
-        """Wait until a request's fetch has ended; False if the time was over before."""
+        """Wait until a request's fetch has ended; False on timeout."""
         return self._until(lambda: self._has_ended(arrival), timeout_s)
 
     def _has_ended(self, arrival: Arrival) -> bool:
@@ -350,7 +350,7 @@ class Arrivals(Handle):
         return number not in self._running.get(owner, ())
 
     def settle(self, arrival: Arrival) -> None:
-        """Wait until a request's blocks are in memory or won't come; each get has its own deadline."""
+        """Wait until a request's blocks are in memory or have failed; each get has its own deadline."""
         placing = arrival.placing
         if placing is None:
             return
@@ -416,7 +416,7 @@ class Arrivals(Handle):
         return self._clock.monotonic_ns() // _NS_PER_MS
 
     def close(self) -> None:
-        """Bring nothing more. The nodes stay open: they are not ours."""
+        """Fetch nothing more. The nodes stay open; the caller owns them."""
         with self._lock:
             if self._closed:
                 return

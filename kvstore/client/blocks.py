@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block and the registered memory where its bytes are, or shall be."""
+    """A block, and the registered memory its bytes are in or go to."""
 
     key: bytes  # 32 bytes, see `kvstore.names.block_key`; none: it is armed now and named later, by `ArmedPuts.name`
     region: Region
@@ -48,7 +48,7 @@ class Block:
     def of_pieces(
         cls, key: bytes, pieces: Pieces, *, threshold: int = 1, whole: int = 0, skip: int = 0
     ) -> Block:
-        """A block whose bytes lie in pieces of registered memory: an engine's pages, of layers, of K and V.
+        """A block whose bytes are in pieces of registered memory, such as an engine's pages of each layer's K and V.
 
         A put gathers them when it fires; a get scatters them. The node knows nothing of pieces.
         """
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def stored_bytes(self) -> int:
-        """How long the stored block is, of which this may be a part."""
+        """The length of the stored block, of which this may be a part."""
         return self.whole or self.length
 
     @property
@@ -96,7 +96,7 @@ class Hit:
 
 
 class PutResult(NamedTuple):
-    """How a put ended. Times are nanoseconds of CLOCK_MONOTONIC, 0 where a thing did not happen."""
+    """The result of a put. Times are nanoseconds of CLOCK_MONOTONIC; 0 if it did not happen."""
 
     key: bytes
     durability: Durability | None  # what was reached; None if nothing was
@@ -108,7 +108,7 @@ class PutResult(NamedTuple):
 
     @property
     def has_block(self) -> bool:
-        """Whether a block is stored under the key, be it one with other bytes (KeyTaken), put by somebody before."""
+        """Whether a block is stored under the key, even if an earlier put stored other bytes (KeyTaken)."""
         return self.error is None or isinstance(self.error, KeyTaken)
 
 

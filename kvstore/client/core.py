@@ -230,7 +230,7 @@ class Core(Handle):
         return self.link is not None
 
     def attach(self) -> None:
-        """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
+        """Attach now, so that the next put or get does not have to. It waits for the node to provide memory."""
         self.attached(self.reach.call_timeout_s)
 
     def attached(self, timeout_s: float) -> Link:
@@ -308,7 +308,7 @@ class Core(Handle):
                     decide()
 
     def close(self) -> None:
-        """End everything; puts that had not been acknowledged fail."""
+        """Close the client. Puts that have not been acknowledged fail."""
         with self._attaching, self.lock:
             if self._closed:
                 return

@@ -50,9 +50,9 @@ def current_request() -> str:
 
 @contextmanager
 def as_request(request_id: str = "") -> Iterator[str]:
-    """Let all look-ups in this thread, or task, be told as this request's; gives its id, made here if none is given.
+    """Record all look-ups of this thread or task under this request's id, which is generated if not given.
 
-    An id is printable ASCII of at most 128 letters; what is not is told as a question mark.
+    An id is printable ASCII, at most 128 characters; others become question marks.
     """
     request_id = clean_id(request_id) or current_request()
     token = _request.set(request_id)

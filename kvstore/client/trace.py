@@ -52,7 +52,7 @@ class Follower(Protocol):
 
 
 class Trace(NamedTuple):
-    """What was seen of a session, the earliest first; `at_ns` is how long before `now_unix_ms`."""
+    """A session's recorded steps, earliest first; `at_ns` counts back from `now_unix_ms`."""
 
     seen: tuple[Seen, ...]
     now_unix_ms: int
