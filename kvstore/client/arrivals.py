@@ -11,7 +11,7 @@ of the user, and the requester asks the user's node for it. With a `place`, the 
 names go there and are whole or a MISS; all others go into the node's memory.
 
 What always holds: a request that no rule lets pass, from a 5-tuple that the user is not bound to above all, has
-caused no call; a denial and a MISS are answers, and no errors; the catalogue is told of each put that was acknowledged,
+caused no call; a denial and a MISS are answers, not errors; the catalogue records each put that was acknowledged,
 of each block that turned out to be gone, and forgets a user of whom something was deleted; what it doesn't know the
 node is asked for, and a node that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
 What it doesn't do: have a thread that watches; `poll` or any wait takes in what has come. Any thread may call; one at
@@ -165,7 +165,7 @@ class Arrivals(Handle):
         self._told: deque[_Told] = deque(maxlen=TRANSFERS_TOLD_MAX)
         self._numbers = itertools.count(1)
 
-    # --- what the catalogue is told, from any thread
+    # --- reports to the catalogue, from any thread
 
     def session(self, user: str, context: str) -> Session:
         """A user's session of a context, on the user's home: always the same object. The catalogue follows it."""
@@ -174,7 +174,7 @@ class Arrivals(Handle):
             if chat is None:
                 chat = self._nodes.of(user).session(user, context, follower=self)
                 if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
-                    del self._sessions[next(iter(self._sessions))]  # whoever has it may go on with it
+                    del self._sessions[next(iter(self._sessions))]  # its users keep using it
             self._sessions[user, context] = chat
             return chat
 
@@ -237,7 +237,7 @@ class Arrivals(Handle):
         place: Callable[[int, bytes], Block] | None,
         timeout_s: float,
     ) -> Arrival:
-        """Look up what has to be looked up, with no lock held: a node that hangs is to hold nobody else up."""
+        """Make the pending look-ups without holding a lock: a node that hangs must not delay others."""
         until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         chat = self.session(owner.user, request.context)
         actions = ", ".join(map(str, entry.actions))
@@ -262,7 +262,7 @@ class Arrivals(Handle):
             if blocks:
                 chat.notes.registered(blocks[0].region)
             placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone), span=span)
-            with suppress(KvError):  # what is not pinned may miss, and then says so
+            with suppress(KvError):  # unpinned blocks may miss, which is reported
                 time_to_live_ms = int(timeout_s * 1000) + 1
                 pin.enter_context(
                     self._nodes.of(owner.user).pin(list(placing.blocks), time_to_live_ms=time_to_live_ms)
@@ -306,7 +306,7 @@ class Arrivals(Handle):
     def _look_up(self, owner: User, keys: Sequence[bytes]) -> tuple[list[Extent], dict[bytes, Hit | Miss]]:
         """Ask the node about blocks that are not in the catalogue, and about all of a user who is not.
 
-        Gives what is there, and what is gone with why.
+        Returns the blocks found, and those removed with the reason.
         """
         client = self._nodes.of(owner.user)
         with self._lock:
@@ -318,7 +318,7 @@ class Arrivals(Handle):
             for one in listed[:LEARNT_SESSIONS_MAX]:
                 wanted += client.session(owner.user, one.session).keys()
         new = [key for key in dict.fromkeys(wanted) if key not in known]
-        number = next(self._numbers)  # of this moment: what is told meanwhile is newer
+        number = next(self._numbers)  # reports that arrive meanwhile are newer
         found: list[Extent] = []
         gone: dict[bytes, Hit | Miss] = {}
         for key, state in zip(new, client.exists(new), strict=True):

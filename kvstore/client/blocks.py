@@ -41,8 +41,8 @@ class Block:
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
     pieces: Pieces | None = None  # where its bytes are instead, in their order; see `of_pieces`
-    whole: int = 0  # this is but a part of a stored block of so many bytes, to be got; 0: it is all of it
-    skip: int = 0  # so many of them are before the part
+    whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
+    skip: int = 0  # bytes of it before this part
 
     @classmethod
     def of_pieces(
@@ -101,7 +101,7 @@ class PutResult(NamedTuple):
     key: bytes
     durability: Durability | None  # what was reached; None if nothing was
     error: KvError | None
-    already_stored: bool = False  # under this key: nothing was sent, and nobody has compared the bytes
+    already_stored: bool = False  # under this key: nothing was sent, and the bytes were not compared
     fired_ns: int = 0  # the flag was seen
     landed_ns: int = 0
     durable_ns: int = 0  # acknowledged as durable as was asked
@@ -113,7 +113,7 @@ class PutResult(NamedTuple):
 
 
 class HasFingerprint(Protocol):
-    """What stands for how the bytes of a block are laid out: a `Layout`, or what is known of one."""
+    """Identifies how the bytes of a block are laid out: a `Layout`, or its fingerprint."""
 
     @property
     def fingerprint(self) -> bytes:
@@ -122,7 +122,7 @@ class HasFingerprint(Protocol):
 
 
 class KnownLayout(NamedTuple):
-    """A layout of which nothing but its fingerprint is known: that of blocks which somebody else put."""
+    """A layout known only by its fingerprint, such as that of blocks put by another process."""
 
     fingerprint: bytes
 

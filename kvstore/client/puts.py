@@ -61,7 +61,7 @@ class ArmedPuts:
         span: PutSpan | None = None,
         heads: Heads | None = None,
     ) -> None:
-        """`heads` say what the blocks are, at the latest when they fire; without a `flag` they do so at once."""
+        """`heads` describe the blocks, by the time they fire; without a `flag` they fire at once."""
         self._client = client
         self._told = watch
         self._span = span
@@ -317,7 +317,7 @@ class ArmedPuts:
         self._group.wait(len(self._blocks), timeout_s)
 
     def told(self, waited_s: float) -> list[PutResult]:
-        """What is known now of each, after a caller has waited for so long."""
+        """The state of each, after a caller has waited this long."""
         with self._client.lock:
             self._end_if_over()
             if self._results is not None:

@@ -7,10 +7,10 @@
             ...        # attention over this layer, while the next ones come
         resumed = back.whole()
 
-What always holds: whoever waits is told True only if all of it is in memory, checked; after a miss nothing
+What always holds: a wait returns True only if all of it is in memory, checked; after a miss nothing
 more is asked for; when `whole` or `close` returns nothing of it is under way any more. Blocks are pinned until then,
 unless they are more than a tenant may pin. All of it ends within its deadline.
-What it doesn't do: have a thread. The next blocks are asked for when somebody waits; two batches are under way at
+What it doesn't do: have a thread. The next blocks are requested while a caller waits; two batches are pending at
 a time. One thread waits at a time.
 """
 
@@ -117,7 +117,7 @@ class Resuming(Handle):
         self._outcomes: list[Hit | Miss | None] = [None] * len(layers)
         self._batches: deque[_Batch] = deque()
         self._asked = 0
-        self._came = 0  # of those asked, so many outcomes are known, without a gap
+        self._came = 0  # outcomes known of those requested, without a gap
         self._miss = manifest.miss
         self._closed = False
         self._held = ExitStack()
@@ -132,7 +132,7 @@ class Resuming(Handle):
         try:
             time_to_live_ms = max(1, int(self._left_s() * 1000))
             self._held.enter_context(self._client.pin(self._manifest.keys, time_to_live_ms=time_to_live_ms))
-        except KvError:  # what is not pinned may miss, and then says so
+        except KvError:  # unpinned blocks may miss, which is reported
             pass
 
     def _ask(self) -> None:
@@ -184,7 +184,7 @@ class Resuming(Handle):
         return self.wait_blocks(sum(one <= layer for one in self._layers))
 
     def _take(self, batch: _Batch, count: int) -> None:
-        """Wait for the first so many outcomes of the batch that was asked for first."""
+        """Wait for the first `count` outcomes of the batch that was requested first."""
         outcomes = batch.get.wait(count)
         for number, outcome in zip(batch.numbers, outcomes, strict=False):
             self._outcomes[number] = outcome

@@ -352,7 +352,7 @@ class Session:
         return None if spans is None else spans.resume()
 
     def manifest(self, timeout_s: float | None = None) -> Manifest:
-        """What its blocks are, or a Miss that says why nobody knows."""
+        """Its list of blocks, or a Miss with the reason why it is unknown."""
         try:
             session = self._get(SESSION_BLOCKS_MAX, timeout_s)
         except NoSession as error:

@@ -7,7 +7,7 @@ The blocks of the stored shards come into scratch memory of the reader's own, ar
 what this shard has of them is copied to where it is wanted.
 
 What always holds: memory of a block that missed is not touched; a block is a hit only if all that it is made of was.
-What it doesn't do: find out how many shards stored the blocks; whoever keeps the session knows.
+What it doesn't do: find out how many shards stored the blocks; the session's owner knows.
 """
 
 from __future__ import annotations

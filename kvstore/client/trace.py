@@ -110,7 +110,7 @@ class Notes:
     # --- as the watch of transfers
 
     def armed(self, blocks: Sequence[Block], puts: ArmedPuts) -> None:
-        """Puts have been armed; what becomes of them is told when they have ended."""
+        """Puts have been armed; their outcome is reported when they have ended."""
         thresholds = [block.threshold for block in blocks]
         self.note(
             Step.ARMED,
