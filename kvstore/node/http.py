@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server on a thread and a loop of its own: GET and HEAD, one request a connection, nothing else.
+"""A small HTTP/1.1 server on its own thread and loop: GET and HEAD, one request per connection.
 
 Health is answered on that thread, whatever the node's does meanwhile; what else is asked passes the gate and is
 answered on the node's.
@@ -84,7 +84,7 @@ class Closes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What somebody asks, who has passed the gate."""
+    """An authenticated request."""
 
     tenant: Tenant
     query: Mapping[str, str]
@@ -92,7 +92,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a caller is told."""
+    """A response."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -101,7 +101,7 @@ class Answer:
 
 
 class _Bad(Exception):
-    """A request that is none, or is for nobody here; the status says which."""
+    """An invalid request, or one for an unknown page; the status says which."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -129,7 +129,7 @@ class _Caller:
 
 
 class HttpServer:
-    """Answers what `pages` has an answer for; the pages of `health` answer anybody."""
+    """Serves `pages` to authenticated callers, and `health` to any caller."""
 
     def __init__(
         self,
@@ -217,9 +217,7 @@ class HttpServer:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:  # the process has no descriptor left, or the caller has gone
                 log.warning("--http could not take a connection: %s", error)
-                await asyncio.sleep(
-                    0.1
-                )  # what is wrong does not pass at once, and a loop would stop the others
+                await asyncio.sleep(0.1)  # the cause may persist, and a busy loop would stop other work
                 continue
             caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)
             if not self._make_room(caller.source):
@@ -231,7 +229,7 @@ class HttpServer:
             await asyncio.sleep(0)  # requests that are being served go on, however many connections come
 
     def _make_room(self, source: str) -> bool:
-        """Let somebody go if there are as many as may be, of this source or of all; False if nobody can."""
+        """Close a connection if its source, or all, have the maximum; False if none can be closed."""
         of: dict[str, int] = {}
         here = [one for one in self._serving.values() if not one.leaves]
         for one in here:
@@ -277,7 +275,7 @@ class HttpServer:
                     writer.close()
                     await writer.wait_closed()
         finally:
-            transport.abort()  # whoever has not taken it by now does not get it; nothing after a clean end
+            transport.abort()  # a caller that has not read it by now does not get it; no effect after a clean end
 
     async def _answer(
         self, caller: _Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -321,7 +319,7 @@ class HttpServer:
         return tenant
 
     def _rate_of(self, tenant: bytes | None) -> Rate:
-        """Each tenant's is its own, and all strangers have one: nobody uses up what a monitor may ask."""
+        """One per tenant, and one for all unauthenticated callers, so that they can't use up a monitor's."""
         if tenant not in self._rates:
             self._rates[tenant] = Rate(self._clock, HTTP_REQUESTS_PER_S)
         return self._rates[tenant]

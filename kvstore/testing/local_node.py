@@ -1,4 +1,4 @@
-"""A node for a test: `kvstore serve` as a child process, with a drive of its own in a folder that goes with it.
+"""A node for a test: `kvstore serve` as a child process, with its own drive in a temporary folder.
 
 What always holds: it listens on loopback on a port that it keeps over restarts; what was acknowledged as written is
 there after `kill` and `start`; nothing of it is left once it is closed.
