@@ -1,15 +1,15 @@
 """Flag words: 64-bit words in shared memory whose stores fire armed puts.
 
 A flag word is monotonic: it counts up (tokens written, layers done) and a put armed with threshold N
-fires when the word is at least N. Whoever can map the memory can fire it: another process here, a GPU
+fires when the word is at least N. Any code that can map the memory can fire it: another process here, a GPU
 thread where the words are mapped for it (it fences first, then stores).
 
 What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
-it is visible to whoever saw the new value. The words vanish with the process that made them: they live
+it is visible to all that see the new value. The words vanish with the process that made them: they live
 in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed: nobody who has its path can
 cut it, which would end every process that then looks at a word. A store wakes the threads that sleep until one.
 
-A GPU, or a program that stores by itself, rings nobody: its store is seen within two milliseconds.
+A store by a GPU, or by a program without this module, wakes no thread: it is seen within two milliseconds.
 
 What it doesn't do: take a put back. A word that goes backwards fires nothing and un-fires nothing.
 """
@@ -39,7 +39,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class _Words:
-    """The memory of a set of words and its bell, mapped for as long as anybody has one of the words."""
+    """The memory of a set of words and its bell, mapped for as long as one of the words is in use."""
 
     def __init__(self, fd: int, bell_fd: int) -> None:
         self.bell_fd = bell_fd

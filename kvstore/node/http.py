@@ -1,17 +1,16 @@
 """A small HTTP/1.1 server on its own thread and loop: GET and HEAD, one request per connection.
 
-Health is answered on that thread, whatever the node's does meanwhile; what else is asked passes the gate and is
-answered on the node's.
+Health is answered on that thread, whatever the node's thread is doing. Other requests are authenticated and answered on
+the node's thread.
 
-What always holds: so many connections at a time and no more, those in their handshake included, and so many of one
-source; where one more comes, it takes the place of the oldest of its source whose request has not come, or of the
-source that has most. A request has a bounded size, comes within its time or not at all, and its answer is taken within
-its time; it passes the gate first, but for health. Where clients need certificates, who shows none is told nothing but
-health. There is no way to change anything.
-What it does not do: keep a connection, take a body, compress. It is asked by a Prometheus and a few people.
+What always holds: the number of connections is bounded, in all and per source, including those in their handshake. A
+further one closes the oldest of its source that has sent no request, or one of the source with the most. A request has
+a bounded size and a deadline, and so has its answer. All but health requires authentication; where clients need
+certificates, a client without one gets nothing but health. Nothing can be changed over HTTP.
+What it doesn't do: keep-alive, request bodies, compression. It serves a Prometheus and a few people.
 
-A node without tenants believes whoever comes over loopback. A browser does that for any page of the Internet whose name
-leads to 127.0.0.1, so such a node answers only to hosts that are addresses, or `localhost`.
+A node without tenants trusts any caller on loopback. A browser is such a caller for any web page whose name resolves to
+127.0.0.1, so the node answers only if the host is an address or `localhost`.
 """
 
 from __future__ import annotations
