@@ -1,6 +1,6 @@
 """Completion for bash and zsh, written from a command's own parser.
 
-What always holds: what is offered is what the parser takes, since it is read from there; where neither a command nor an
+What always holds: suggestions are read from the parser itself; where neither a command nor an
 option fits, the shell offers files.
 """
 

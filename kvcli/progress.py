@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Told", "bar", "bars", "spinner"]
 
-Told = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Told = Callable[[str, int, int], None]  # the name of the work, how much is done, of how much
 
 _BAR_CELLS = 40
 _SHOWN_AFTER_S = 1.0
 
 
 def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[float], None]:
-    """Give what has to be told of the progress, from 0 to 1; at 1 the bar is wiped.
+    """A callback for the progress, from 0 to 1; at 1 the bar is erased.
 
     How long it will still take is what it took so far, by the share that is done.
     """
@@ -53,7 +53,7 @@ def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[f
 
 @contextmanager
 def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
-    """Give what is told of work of several parts: a bar for each; none is left, whatever ends the work."""
+    """A callback for work of several parts, with a bar for each. All are erased, however the work ends."""
     doing, at = "", 0
     show = bar(doing, clock_s)
 
@@ -75,7 +75,7 @@ def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
 
 
 def spinner(what: str) -> Callable[[], None]:
-    """Give what has to be told of each step of something whose steps nobody can count beforehand."""
+    """A callback for each step of work whose number of steps is unknown."""
     steps = 0
 
     def step() -> None:

@@ -1,6 +1,6 @@
 """How both commands run and end: one sentence for what went wrong, and an exit status that means the same in each.
 
-What always holds: a result that nobody reads on (`| head -1`) ends the command without a word; SIGTERM cleans up as
+What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM cleans up as
 Ctrl-C does; an error of the operating system's is a sentence with the file's name. A traceback is a bug of ours.
 """
 
@@ -78,7 +78,7 @@ def _ended_by(error: Exception, usage: bool | None) -> tuple[Status, str] | None
 
 
 def _drop_output() -> None:
-    """Whoever read has seen enough; nothing is left to be flushed at the end."""
+    """The reader has closed the pipe; leave nothing to be flushed at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -81,7 +81,7 @@ class UpkeepConfig(NamedTuple):
 
     @property
     def secret(self) -> str | None:
-        """What all nodes of the cluster know, and nobody else."""
+        """The secret shared by the nodes of the cluster."""
         if self.secret_path is None:
             return None
         secret = _read(self.secret_path).decode("ascii", "replace").strip()
@@ -105,7 +105,7 @@ def _read(path: Path) -> bytes:
 
 
 class ClusterConfig(NamedTuple):
-    """How a node is one of several: where etcd is, and where clients are told that the node is."""
+    """A node's membership of a cluster: where etcd is, and the address given to clients."""
 
     etcd: EtcdReach
     address: str | None = None
@@ -142,7 +142,7 @@ class NodeConfig:
     without: tuple[int, ...] = ()  # drives of the folder to be left out, by number
     host: str = "127.0.0.1"
     port: int = 7070  # 0: any free one
-    fabric_address: str | None = None  # which clients are told; None: `host`, or of ours the one towards each
+    fabric_address: str | None = None  # given to clients; None: `host`, or our address towards each
     fabric_ports: Ports | None = None  # of endpoints; None: any on loopback, else the usual range
     fabric_clients: tuple[Network, ...] = ()  # whose addresses are believed, wherever they call from
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
@@ -151,7 +151,7 @@ class NodeConfig:
     provider: str | None = None  # None: the best that libfabric offers
     cluster: ClusterConfig | None = None
     tied: bool = False  # to standard input: the node stops when it ends
-    tenants: Path | None = None  # who may call; None: anybody, and only from this machine
+    tenants: Path | None = None  # None: any caller, from this machine only
     tls_certificate: Path | None = None  # the node's own, with its chain, and its key
     tls_key: Path | None = None
     tls_clients: Path | None = None  # authorities whose certificates clients must have
@@ -260,7 +260,7 @@ class NodeConfig:
 def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
-    return False  # a name, of which nobody knows what it will stand for
+    return False  # a name, which may resolve to anything
 
 
 def _are_one(one: tuple[str, int], other: tuple[str, int]) -> bool:
@@ -306,7 +306,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_drive(text: str) -> DriveSpec:
-    """`PATH`, or `PATH:SIZE` for a file that is not there yet; a path may have colons of its own."""
+    """`PATH`, or `PATH:SIZE` for a file to be created; a path may contain colons."""
     path, _, size = text.rpartition(":")
     if path and _SIZE.fullmatch(size.strip()):
         return DriveSpec(Path(path), parse_size(size))

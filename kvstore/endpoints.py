@@ -37,7 +37,7 @@ __all__ = [
     "wildcard",
 ]
 
-# Of these an endpoint listens where it is told to, whatever its fabric was opened with; measured with libfabric 1.17.
+# With these providers an endpoint listens on the given address, whatever its fabric was opened with (libfabric 1.17).
 ENDPOINTS_ON_WILDCARDS = frozenset({"net", "tcp", "tcp;ofi_rxm", "sockets"})
 WITHOUT_IP = frozenset({"cxi", "efa", "shm"})
 

@@ -1,40 +1,40 @@
 """The error tree. Each error says in one sentence what is wrong and, where it can, what to do.
 
     KvError
-    ├── ConfigError            a setting or argument that cannot be used
-    ├── Overloaded             the node is at a bound; try again after `retry_after_ms`
-    ├── LayoutError            a layout that can't be, or bytes that can't be moved between shards
-    ├── NotAuthenticated       the caller has not proved who it is
+    ├── ConfigError            a setting or argument that can't be used
+    ├── Overloaded             the node is at a limit; try again after `retry_after_ms`
+    ├── LayoutError            an impossible layout, or bytes that can't be moved between shards
+    ├── NotAuthenticated       the caller could not be authenticated
     ├── TenantDenied           the caller may not act for this tenant
     ├── UsageError             a mistake of the caller's, found before anything is sent
-    │   ├── InvalidArgument    an argument that can't be: a length, a number of blocks, a time
-    │   ├── NotRegistered      memory that is not registered with this client, or no longer
-    │   └── Closed             what is called has been closed
+    │   ├── InvalidArgument    an invalid argument: a length, a number of blocks, a time
+    │   ├── NotRegistered      memory that is not, or no longer, registered with this client
+    │   └── Closed             the object has been closed
     ├── ProtocolError          a peer said something that the protocol does not allow
     │   ├── AddressRefused     a fabric address that is not the source of its call, which is in `caller`
     │   └── LeaseExpired       the lease of a reserved slot is over
-    ├── SessionFileError       a file that is no exported session, not all of one, or can't be written whole
+    ├── SessionFileError       a file that is not an exported session, is incomplete, or can't be written
     ├── NodeUnavailable        the node could not be reached, or went away
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
-    │   ├── Expired            what is put has a time to live that is over
-    │   ├── QuotaExceeded      the tenant has as many bytes as it may, and none of its own may go
-    │   ├── KeyTaken           another block is stored under the key, which is written once
-    │   ├── Corrupt            bytes on the drive are not what was written
-    │   ├── NoSession          there is no session of this name
-    │   ├── SessionRefused     a step that can't be done to the session as it is
-    │   ├── ReadOnly           the drive failed and takes no more writes
+    │   ├── Expired            the block's time to live has passed
+    │   ├── QuotaExceeded      the tenant is at its quota, and none of its blocks can be evicted
+    │   ├── KeyTaken           the key, which is written once, already has another block
+    │   ├── Corrupt            bytes on the drive differ from those written
+    │   ├── NoSession          no session has this name
+    │   ├── SessionRefused     the session's state does not allow this step
+    │   ├── ReadOnly           the drive failed and accepts no more writes
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
     │   └── ForeignDrive       a drive of another store, or of another place in this one
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
-    │   ├── FabricStuck        the fabric's thread hangs in the provider
-    │   ├── NoMemory           the machine gave no memory, or let no more be registered
-    │   ├── PortTaken          the port that an endpoint was to have is another socket's
+    │   ├── FabricStuck        the fabric's thread is stuck in the provider
+    │   ├── NoMemory           no memory, or no more memory can be registered
+    │   ├── PortTaken          the endpoint's port is taken by another socket
     │   ├── PutFailed
-    │   └── RegionBusy         registered memory that something may still read or write
+    │   └── RegionBusy         registered memory that may still be read or written
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
     ├── CudaUnavailable        CuPy or a GPU is missing (also defined there)
@@ -136,7 +136,7 @@ class InvalidArgument(UsageError):
 
 
 class NotRegistered(UsageError):
-    """A block lies in memory that is not registered with this client, or no longer."""
+    """A block lies in memory that is not, or no longer, registered with this client."""
 
 
 class Closed(UsageError):

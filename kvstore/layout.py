@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one shard's block of `block_tokens` tokens lies in memory."""
+    """How one shard's block of `block_tokens` tokens is laid out in memory."""
 
     model: str
     weights: str  # a digest of them: the same name may stand for other weights tomorrow
@@ -116,7 +116,7 @@ class Layout:
 
     @property
     def canonical(self) -> bytes:
-        """The written-down form: every field by name, in a fixed order."""
+        """The canonical text: every field by name, in a fixed order."""
         fields = {
             "adapter": self.adapter,
             "block_tokens": self.block_tokens,
@@ -145,7 +145,7 @@ class Layout:
         return block_key(self.canonical)
 
     def key(self, chained_hash: bytes) -> bytes:
-        """The key of the block whose tokens, and all before them, hash to this."""
+        """The key of the block whose tokens, with all before them, have this hash."""
         return block_key(self._name, chained_hash)
 
     # --- bytes
@@ -178,11 +178,11 @@ class Layout:
         return replace(self, shard=shard, shards=shards)
 
     def sources(self, shards: int) -> list[int]:
-        """Which shards of a degree hold what this one needs, each head from the lowest that has it."""
+        """Which of `shards` shards hold what this one needs, each head from the lowest that has it."""
         return sorted({run.shard for run in self.reshard(shards)})
 
     def reshard(self, shards: int) -> list[Run]:
-        """Say which bytes of the blocks of `shards` shards make up a block of this one, in order of the target."""
+        """The byte ranges of the blocks of `shards` shards that make up a block of this one, in order of the target."""
         if self.order is Order.OPAQUE:
             raise LayoutError(
                 f"Only {self.engine} knows the order of these bytes: they can't be moved between shards."
@@ -214,7 +214,7 @@ class Layout:
         return layer.k_numbers * element, layer.v_numbers * element
 
     def first_head(self, layer: Layer) -> int:
-        """Which of a layer's heads is the first that this shard has."""
+        """The first of a layer's heads that this shard has."""
         if not layer.split or not layer.heads:
             return 0
         return self.shard * layer.heads // self.shards

@@ -44,14 +44,14 @@ SESSIONS_LISTED_STEP = 1  # of a list are read at a time: a long one takes a mil
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
 CLIENTS_MAX = 4096  # attached to a node; its descriptors and ports may be fewer
-DESCRIPTORS_KEPT = 256  # for drives, listeners and whoever has not attached
+DESCRIPTORS_KEPT = 256  # for drives, listeners and callers that have not attached
 DESCRIPTORS_OF_CLIENT = 4  # its endpoint, what it is connected by, and its calls
-# Each attachment has a port of its own at the node, beyond loopback one of these unless it was given others.
+# Each attachment has its own port at the node; beyond loopback one of these, unless others are configured.
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
 DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
-HEAP_GROWN_BYTES_MAX = 32 << 20  # between two looks, until a node looks for what nobody uses any more
+HEAP_GROWN_BYTES_MAX = 32 << 20  # between two checks, after which a node collects unused objects
 HEAP_FREE_BYTES_MAX = 16 << 20  # that a node's malloc keeps for long
 HEAP_LOOK_MS = 5_000
 SHARE_CALL_MS = 1_000  # to show a pass for the hot memory, and to be given it
@@ -59,7 +59,7 @@ SHARE_CALLERS_MAX = 64  # who are listened to for that at a time
 SHARE_PASS_BYTES = 16
 SHARE_PASS_MS = 10_000  # a pass that was not shown by then is void
 SHARE_SLOTS_MAX = 256  # connections whose clients have their slots mapped, or may: three descriptors each
-DOOR_GLANCE_MS = 500  # between two at whether somebody has come, while all who are there have been let in
+DOOR_GLANCE_MS = 500  # between two checks for new connections, while all known ones are authenticated
 DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept
 DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
 DOOR_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
@@ -105,7 +105,7 @@ UPKEEP_RETRY_MS = 5_000  # until it looks again after some could not be copied; 
 UPKEEP_EVERY_MS = 600_000  # between two looks while the map stays as it is
 UPKEEP_WAITED_BLOCKS_MAX = 4096  # that a node waits for, from all others
 UPKEEP_WAITED_MS = 60_000  # until it waits no longer
-UPKEEP_FREE_SHARE = 32  # so many-th part of a node's drives is not filled with copies
+UPKEEP_FREE_SHARE = 32  # one in so many bytes of a node's drives is not filled with copies
 UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret
 FOLLOW_RETRY_MS = 500  # until a client asks its nodes for the map again, when none has told it
 ETCD_CALL_MS = 2_000
@@ -121,7 +121,7 @@ WATCHERS_MAX = 256  # of a node
 WATCHERS_OF_TENANT_MAX = 8
 EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be published
 EVENTS_REPLAYED_MAX = 10_000  # messages that were published and can be asked for again
-WATCH_EVENTS_MAX = 4096  # that wait for one watcher; of more, it is told the number
+WATCH_EVENTS_MAX = 4096  # waiting for one watcher; of further ones it gets the number
 WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
@@ -157,7 +157,7 @@ GENERATIONS_PER_DRIVE = (GENERATION_MAX + 1) // DRIVES_MAX  # so that no two dri
 
 DRIVE_CAPACITY_BYTES_MIN = 16 << 20
 DRIVE_CAPACITY_BYTES_MAX = 16 << 40  # its roll, a bit a page, is made in memory: 512 MiB
-DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file that nobody gave a size
+DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file without a given size
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
 DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
@@ -178,16 +178,14 @@ FREE_HEADERS_CHECKED_MAX = 256  # free extents, and the oldest records, that are
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20
-SHARES = 8  # one who takes nothing in may hold so many-th part of the hot memory
+SHARES = 8  # a caller that receives nothing may hold one part in so many of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger
 TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;
 MOVING_MS = 250  # of one that takes longer the place is given to the next
-READ_AHEAD_BYTES = (
-    16 << 20
-)  # asked of the drive for fetches: who comes later waits behind so much, and no more
+READ_AHEAD_BYTES = 16 << 20  # read for fetches at a time: a later caller waits behind this much at most
 
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
@@ -208,7 +206,7 @@ TRACE_FLAGS_MAX = 16  # of one session: flags that wait for a row of puts, and r
 STEPS_REPORTED_MAX = 32  # told with one call
 STEP_DETAIL_BYTES_MAX = 96
 STEP_CLOCK_BYTES = 8
-STEP_FIRINGS_MAX = 8  # of one batch of puts are told apart
+STEP_FIRINGS_MAX = 8  # of one batch of puts, reported one by one
 STEP_PUTS_FOLLOWED_MAX = 16  # batches of puts of a session whose end has not been told
 
 SPANS_WAITING_MAX = 1024  # batches whose spans a client has not made yet; of more, the oldest are not traced
@@ -216,16 +214,16 @@ CHANNEL_CLOSE_MS = 2_000  # that a closing client waits for gRPC to end its call
 SPANS_CLOSE_MS = 1_000  # that a closing client waits for them
 SPANS_QUEUED_MAX = 4096  # of a node, that its collector has not taken; of more, the oldest go
 SPANS_SENT_MAX = 512  # in one message to it
-SPANS_SEND_MS = 1_000  # they are sent this long after the first of them at the latest
+SPANS_SEND_MS = 1_000  # after the first of them they are sent
 SPANS_SEND_TIMEOUT_MS = 5_000  # of one message, tried again within it
 SPANS_STOP_MS = 1_500  # that a stopping node waits for its collector
-SPAN_GROUPS_MAX = 8  # of blocks of one put that landed together are told apart
+SPAN_GROUPS_MAX = 8  # of blocks of one put that landed together, reported one by one
 TRACEPARENT_BYTES_MAX = 128
 
 LOOKUPS_MAX = 16_384  # look-ups that a node remembers, of all tenants
 LOOKUPS_BYTES_MAX = 8 << 20  # of them in memory, as they are in the log
 LOOKUPS_LISTED_MAX = 256  # told in one answer
-LOOKUP_RUNS_MAX = 64  # of one look-up; what comes behind them is told as one
+LOOKUP_RUNS_MAX = 64  # of one look-up; further ones are merged into one
 LOOKUP_MISSES_EXPLAINED_MAX = (
     128  # blocks of one look-up of which is found out how they went, if they are gone
 )
@@ -242,7 +240,7 @@ LEASES_OVER_REMEMBERED = 4096  # blocks whose lease was over before they landed
 EVICTION_BATCH_BLOCKS = 256  # taken by one plan while no put waits
 EVICTION_URGENT_BLOCKS = BATCH_BLOCKS_MAX  # taken by one plan while a put waits
 EVICTION_STEPS_MAX = 4096  # entries that one plan looks at: some milliseconds
-EVICTIONS_REMEMBERED = 16_384  # that can be explained later
+EVICTIONS_REMEMBERED = 16_384  # whose reasons are remembered
 EVICTION_GHOSTS_MAX = 1 << 20  # names of evicted blocks that S3-FIFO knows again
 TIMER_TICK_MS = 100  # blocks expire at most this late
 ROOM_WAIT_MS_MAX = 2_000  # that a put waits for the end of guards, when all that could go has one
@@ -258,7 +256,7 @@ ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 OBJECT_BYTES_MAX = 8 << 20  # of an engine's block that is stored as one; of a larger one groups of layers are
 SAVE_BATCH_PAGES_MAX = 256  # of an engine are copied and sent together; one block's at least
 
-SLAB_BYTES = 4 << 20  # through which blocks of pieces go; a larger block has one of its own
+SLAB_BYTES = 4 << 20  # for blocks of pieces; a larger block gets its own
 SLABS_KEPT = 8  # by a client, for the next
 WINDOWS_AHEAD = 3  # of one get are on their way at a time, a slab's worth each
 
@@ -300,7 +298,7 @@ ENGINE_SLOTS_BYTES = 64 << 20  # of the node's memory for puts of one engine
 ENGINE_MOVE_MS = 30_000  # for the blocks of one session of transformers
 ENGINE_SLOTS_MAX = 64  # of one session of transformers
 LMCACHE_TASKS_MAX = 1024  # of a kind that wait; further ones fail at once
-LMCACHE_FORMATS_MAX = 64  # that are told apart
+LMCACHE_FORMATS_MAX = 64  # known at a time
 SGLANG_REMEMBERED_MAX = 1 << 18  # keys that `clear` can delete
 SGLANG_CALLS_MAX = 1024  # whose times are kept until the engine reads them
 VLLM_ACK_MS = 10_000  # for the drive's word about what has landed
@@ -325,7 +323,7 @@ CONNECT_TIMEOUT_MS = 5_000  # two lost packets of a connection's beginning are m
 READINESS_RETRY_MS = 5_000  # between two tries of a node to reach itself
 FETCH_TIMEOUT_MS = 30_000
 REACH_TIMEOUT_MS_MAX = 600_000  # that a client can be told to wait for its node
-FETCH_CANCEL_MS = 900  # from a get's cancellation: who has not confirmed it by then loses the client
+FETCH_CANCEL_MS = 900  # for a node to confirm a get's cancellation; otherwise the link is closed
 KEEPALIVE_MS = 5_000  # between two pings on a quiet connection, and how long each may be unanswered
 
 assert HEADER_BYTES % PAGE_BYTES == 0

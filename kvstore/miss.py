@@ -14,7 +14,7 @@ __all__ = ["Miss", "MissReason"]
 class MissReason(enum.IntEnum):
     """Why a block was not served."""
 
-    UNKNOWN = 1  # never stored here, deleted, or gone so long ago that nobody knows why
+    UNKNOWN = 1  # never stored here, deleted, or removed too long ago to be remembered
     CORRUPT = 2  # stored, but the bytes on the drive failed a check
     LAYOUT = 3  # stored under another layout fingerprint
     EXPIRED = 4  # its time to live is over, or was not long ago

@@ -31,7 +31,7 @@ assert _CALL.size == ffi.sizeof("struct tk_call")
 
 
 class Call(NamedTuple):
-    """What is asked, but for the metadata and the rows of its blocks: see `struct tk_call` in core.h."""
+    """A request without its metadata and its rows of blocks: see `struct tk_call` in core.h."""
 
     tag: int
     deadline_ns: int

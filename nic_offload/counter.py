@@ -7,7 +7,7 @@ that a store to its doorbell fires operations with no thread of ours awake; else
 What always holds: a counter only grows, until it is reset, and it is reset only while nothing waits for it and nothing
 is to move it; one that an operation failed to move has failed: it moves no more, and what waits for it fails too.
 
-A flag word's memory stays mapped for as long as the fabric may look at it, whoever closes what before.
+A flag word's memory stays mapped for as long as the fabric may read it, whatever is closed first.
 """
 
 from __future__ import annotations

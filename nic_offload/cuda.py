@@ -188,7 +188,7 @@ class CudaDoorbell(Handle):
     """A counter of the NIC that adds what is stored to its doorbell, mapped for the current GPU.
 
     `address` is where the doorbell is mapped in this process. `io_memory` is False only where ordinary memory
-    stands in for a doorbell and somebody else does the adding.
+    stands in for a doorbell and other code does the adding.
     """
 
     def __init__(self, address: int, *, io_memory: bool = True) -> None:

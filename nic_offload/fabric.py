@@ -41,7 +41,7 @@ WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
 _WORDS_MIN = 64
 _given_up: list[Fabric] = []  # stuck when they were closed: their threads may touch all their memory for ever
-_open: set[Fabric] = set()  # those that are not closed live on, whoever forgets them: their threads do
+_open: set[Fabric] = set()  # those not closed stay alive, even unreferenced, since their threads do
 _EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
 assert _EVENT.size == ffi.sizeof("struct tk_event")
 
@@ -114,7 +114,7 @@ class Region(Handle):
     """Registered memory. `base + offset` is how a peer names a byte of it, with `key`.
 
     To revoke the key is not enough while a peer writes: a message whose key was checked before may still be arriving.
-    So whoever asks a peer to write here holds the region until the peer is done, or the endpoint is closed.
+    So a caller that asks a peer to write here holds the region until the peer is done, or the endpoint is closed.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Region(Handle):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no operation reads from it or writes to it, and nobody holds it."""
+        """Whether no operation reads from it or writes to it, and it is not held."""
         with self._lock:
             return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
 

@@ -1,15 +1,15 @@
 """Flag words: 64-bit words in shared memory whose stores fire armed puts.
 
 A flag word is monotonic: it counts up (tokens written, layers done) and a put armed with threshold N
-fires when the word is at least N. Whoever can map the memory can fire it: another process here, a GPU
+fires when the word is at least N. Any code that can map the memory can fire it: another process here, a GPU
 thread where the words are mapped for it (it fences first, then stores).
 
 What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
-it is visible to whoever saw the new value. The words vanish with the process that made them: they live
+it is visible to all that see the new value. The words vanish with the process that made them: they live
 in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed: nobody who has its path can
 cut it, which would end every process that then looks at a word. A store wakes the threads that sleep until one.
 
-A GPU, or a program that stores by itself, rings nobody: its store is seen within two milliseconds.
+A store by a GPU, or by a program without this module, wakes no thread: it is seen within two milliseconds.
 
 What it doesn't do: take a put back. A word that goes backwards fires nothing and un-fires nothing.
 """
@@ -39,7 +39,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class _Words:
-    """The memory of a set of words and its bell, mapped for as long as anybody has one of the words."""
+    """The memory of a set of words and its bell, mapped for as long as one of the words is in use."""
 
     def __init__(self, fd: int, bell_fd: int) -> None:
         self.bell_fd = bell_fd
@@ -72,7 +72,7 @@ class FlagWord:
         return int(lib.tk_word_load(self._pointer))
 
     def store(self, value: int) -> None:
-        """Publish everything written before, then the value: this is what fires a put."""
+        """Publish everything written before, then the value. This fires puts."""
         if self._words is None:
             lib.tk_word_store(self._pointer, value)
         else:
@@ -122,7 +122,7 @@ class FlagWords(Handle):
         return self._words[index]
 
     def close(self) -> None:
-        """Let the words go. They are unmapped when nobody has one of them, and no put waits for one, any more."""
+        """Release the words. They are unmapped when no object refers to one and no put waits for one."""
         if self._fd < 0:
             return
         self._words = []

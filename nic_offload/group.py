@@ -60,14 +60,14 @@ class Group:
         return Row._make(_ROW.unpack(ffi.buffer(out)))
 
     def rows(self, count: int | None = None) -> Iterator[Row]:
-        """The first so many of them, or all, as they are now."""
+        """The current state of the first `count`, or of all."""
         count = self._count if count is None else count
         out = ffi.new("struct tk_row[]", count)
         lib.tk_group_read(self._handle, 0, count, out)
         return map(Row._make, _ROW.iter_unpack(ffi.buffer(out)))
 
     def codes(self, count: int) -> list[int]:
-        """What was said last of the first so many of them; 0: nothing."""
+        """The last word on each of the first `count`; 0: none."""
         out = ffi.new("struct tk_row[]", count)
         lib.tk_group_read(self._handle, 0, count, out)
         return [code for _, _, _, code, _ in _ROW.iter_unpack(ffi.buffer(out))]
@@ -86,7 +86,7 @@ class Group:
         lib.tk_group_end(self._handle, row, code)
 
     def wait(self, first: int, timeout_s: float) -> bool:
-        """Wait until the first so many rows are over; returns whether they are."""
+        """Wait until the first `count` rows have ended; returns whether they have."""
         return self._wait(first, 0, timeout_s)
 
     def wait_landed(self, timeout_s: float) -> bool:

@@ -16,7 +16,7 @@ class Handle(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it; safe to call again."""
+        """Release it; safe to call again."""
 
     def __enter__(self) -> Self:
         return self

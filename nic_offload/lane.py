@@ -106,7 +106,7 @@ class Lane:
         return used, Ground(left.page, left.generation, left.pages, left.records)
 
     def fail(self) -> None:
-        """Begin nothing more, and answer nobody: what comes next is not kept."""
+        """Start nothing more, and send no answers: later blocks are not kept."""
         if not self._fabric.closed:
             lib.tk_lane_fail(self.handle)
 

@@ -54,7 +54,7 @@ class Library:
         ]
 
     def best_provider(self) -> str:
-        """The provider that the data plane takes when nobody names one."""
+        """The provider of the data plane by default."""
         usable = {provider.name for provider in self.providers() if provider.rma}
         for name in _PREFERRED:
             if name in usable:

@@ -235,7 +235,7 @@ class Table:
         yield from self._added
 
     def _build(self, new: Layer, rules: Sequence[Rule], old: Layer, fresh: list[int]) -> int:
-        """Fill a layer that nobody sees yet; gives how many entries took their row along."""
+        """Fill a layer before it is visible; returns how many entries kept their row."""
 
         def new_row() -> int:
             fresh.append(self._ledger.allocate())
@@ -256,7 +256,7 @@ class Table:
         return kept
 
     def _retire(self, entry: Entry) -> None:
-        """Give an entry's row back; whoever still holds the entry counts into the void from now on."""
+        """Free an entry's row; holders of the entry count into the void row from now on."""
         row = entry.leave()
         if row != VOID_ROW:
             self._ledger.release(row)

@@ -1,6 +1,6 @@
 """The counters of the match-action table: three numbers an entry, in arrays, so that they cost 24 bytes and no more.
 
-What always holds: row 0 belongs to nobody; an entry that left the table counts there, so a match that was under
+What always holds: row 0 belongs to no entry; an entry that left the table counts there, so a match that was under
 way while it left spoils no other entry's numbers. A row handed out starts at zero. Arrays never shrink and
 never move to another object, so a matching thread may hold on to them.
 
@@ -55,7 +55,7 @@ class Ledger:
             return row
 
     def release(self, row: int) -> None:
-        """Take a row back; whoever had it has been pointed to the void row before."""
+        """Free a row, after its holders have been pointed to the void row."""
         with self._lock:
             self._free.append(row)
 

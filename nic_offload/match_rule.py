@@ -2,7 +2,7 @@
 
 What always holds: a `Rule` that exists is one the table can take, apart from the table's own bounds. `deny`
 stands last, and nothing that moves bytes stands before it. A rule with a handle or with bindings names its
-tenant and user, so no handle ever stands for whoever happens to ask.
+tenant and user, so no handle depends on the caller.
 
 What it doesn't do: carry an action out. The requester does, through `Requester`.
 """

@@ -117,7 +117,7 @@ class Receiver:
         self._state = ffi.new("struct tk_receiver_state *")
 
     def use(self, lanes: Lanes | None) -> None:
-        """Hand what comes from now on to lanes, or to none."""
+        """Hand arrivals from now on to lanes, or to none."""
         self._lanes = lanes  # of which the core has the address
         lib.tk_receiver_use(self._handle, ffi.NULL if lanes is None else lanes.handle)
 

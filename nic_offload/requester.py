@@ -52,7 +52,7 @@ _NO_PLACEMENT = Placement()
 
 @dataclass(slots=True)
 class _Fetch:
-    """What is fetched for one user. A key known of them is in one of the three, or has come."""
+    """The fetches of one user. Each of their known keys is in one of the three, or has arrived."""
 
     queued: OrderedDict[bytes, None]
     asked: set[bytes] = field(default_factory=set)
@@ -365,7 +365,7 @@ class KvRequester:
             del self._waiting[user]
 
     def _line_up(self, user: User) -> None:
-        """Stand in line while there is something to ask for; pause while there is no room for it."""
+        """Be in line while there is something to request; pause while there is no room for it."""
         waiting = self._waiting[user]
         fetch = waiting.fetch
         if fetch is None or not fetch.queued:

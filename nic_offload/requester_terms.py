@@ -1,4 +1,4 @@
-"""What goes into the requester and comes out of it: its seam, its bounds, its answers and its counts.
+"""The inputs and outputs of the requester: its seam, its bounds, its answers and its counts.
 
 What always holds: bounds at which some extent could never be fetched are refused. Nothing here has behaviour.
 """
@@ -40,7 +40,7 @@ class Fetcher(Protocol):
         ...
 
     def cancel(self, ticket: Hashable) -> None:
-        """Nobody waits for this any more. It may still come, and is reported as finished all the same."""
+        """It is no longer awaited. It may still arrive, and is reported as finished all the same."""
         ...
 
 

@@ -6,7 +6,7 @@ pauses: it keeps its credit and comes back to the front, or its bound would cost
 
 What always holds: of two members that wait all the time, neither gets more than two quanta ahead of the other. With
 a quantum no smaller than any piece, finding the next takes at most one step a member. One that has nothing to wait for
-leaves its credit behind: nobody saves up turns. Urgent users of a tenant come before its others, and no tenant
+loses its credit: turns can't be saved up. Urgent users of a tenant come before its others, and no tenant
 gets more for having urgent ones.
 
 What it doesn't do: know what is served. The cost of a member's next piece is asked for; it must not change
@@ -44,7 +44,7 @@ class Turns(Generic[Member]):
         return len(self._ring)
 
     def __bool__(self) -> bool:
-        """Whether there is anybody, be it one who pauses."""
+        """Whether there is any member, paused or not."""
         return bool(self._credit)
 
     def add(self, member: Member) -> None:
@@ -110,15 +110,15 @@ class Lines:
         self._turns: Turns[str] = Turns(quantum_bytes)
 
     def __len__(self) -> int:
-        """How many tenants have somebody who can be served."""
+        """How many tenants have a user that can be served."""
         return len(self._turns)
 
     def __bool__(self) -> bool:
-        """Whether anybody stands in line, be it one who pauses."""
+        """Whether any user is in line, paused or not."""
         return bool(self._tenants)
 
     def stand(self, user: User, line: Line | None, *, pauses: bool = False) -> None:
-        """Stand in this line and in no other; None: in none."""
+        """Be in this line and in no other; None: in none."""
         tenant = self._tenants.get(user.tenant)
         if tenant is None:
             if line is None:

@@ -1,4 +1,4 @@
-"""The shelf and its desks: blocks that the C core sends by itself to whoever asks for them.
+"""The shelf and its desks: blocks that the C core sends on request, without Python.
 
 A `Shelf` lists blocks of one registered region by owner and name. A peer's calls come in at a `Desk`; those that want
 nothing but blocks which are all on the shelf are answered by the progress thread: each block goes out if its checksum

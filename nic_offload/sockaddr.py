@@ -50,7 +50,7 @@ class SocketAddress(NamedTuple):
 
     @property
     def told(self) -> bytes:
-        """Its bytes as peers are told, whatever their fabric."""
+        """The bytes given to peers, for any fabric."""
         return self.packed(4 if self.ip.version == 4 else 6)  # noqa: PLR2004
 
     @classmethod

@@ -164,7 +164,7 @@ class PinnedStaging(Handle):
     def stage(self, slot: StagingSlot, device_address: int, length: int, stream: Any = None) -> None:
         """Queue the copy and the ring behind what the stream does already; the block is read when it runs.
 
-        Where CUDA refuses, the slot is not used again: nobody knows what was queued.
+        Where CUDA refuses, the slot is not used again, since it is unknown what was queued.
         """
         self._check_length(length)
         self.slots.stage(slot.use)

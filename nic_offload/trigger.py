@@ -324,7 +324,7 @@ def _word_row(word: WordPut) -> bytes:
 
 
 def arm(fabric: Fabric, operations: Sequence[Operation]) -> None:
-    """Queue the operations, all or none. From here on they need no call from anybody."""
+    """Queue the operations, all or none. They need no further call."""
     rows = ffi.from_buffer("struct tk_operation[]", b"".join(map(_row, operations)))
     _check(lib.tk_arm(fabric.handle, rows, len(operations)), f"Arming {len(operations)} operations")
 

@@ -167,7 +167,7 @@ def _windows(config: _Config, kinds: list[str]) -> list[int | None]:
 
 
 def _keeps(config: _Config, kinds: list[str]) -> list[bool]:
-    """Whether each layer has KV of its own."""
+    """Whether each layer has its own KV."""
     keeps = [kind not in _WITHOUT_KV for kind in kinds]
     shared = config.get("num_kv_shared_layers")
     if isinstance(shared, int) and shared > 0:

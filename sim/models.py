@@ -146,7 +146,7 @@ def relaid(entry: Model, text: str) -> Layout:
 def footprint(
     entry: Model, tokens: int, batch: int = 1, dtype: str = "fp16", layout: Layout | None = None
 ) -> Footprint:
-    """KV of so many sequences, and how it compares with the model's own weights."""
+    """The KV of `batch` sequences, and how it compares with the model's weights."""
     layout = layout or entry.layout
     require("--batch", batch, "sequences", 1, _BATCH_MAX)
     bits = dtype_bits(dtype)

@@ -71,7 +71,7 @@ def sink(
             )
             while not fabric.reap():
                 if select.select([fabric, sys.stdin], [], [])[0] == [sys.stdin]:
-                    return  # whoever measured is gone
+                    return  # the measuring process has gone
 
 
 class BareFabric:

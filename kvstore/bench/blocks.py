@@ -56,7 +56,7 @@ class PathBlocks:
         ]
 
     def put(self, count: int) -> PutTimes:
-        """Put so many blocks by one flag store."""
+        """Put `count` blocks by one flag store."""
         self._flag.store(0)
         blocks = self._fresh(count)
         puts = self._client.arm(blocks, self._flag)

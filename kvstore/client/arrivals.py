@@ -11,7 +11,7 @@ of the user, and the requester asks the user's node for it. With a `place`, the 
 names go there and are whole or a MISS; all others go into the node's memory.
 
 What always holds: a request that no rule lets pass, from a 5-tuple that the user is not bound to above all, has
-caused no call; a denial and a MISS are answers, and no errors; the catalogue is told of each put that was acknowledged,
+caused no call; a denial and a MISS are answers, not errors; the catalogue records each put that was acknowledged,
 of each block that turned out to be gone, and forgets a user of whom something was deleted; what it doesn't know the
 node is asked for, and a node that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
 What it doesn't do: have a thread that watches; `poll` or any wait takes in what has come. Any thread may call; one at
@@ -88,7 +88,7 @@ class _Reason(NamedTuple):
 
 
 class Arrival(Handle):
-    """What became of a request that arrived."""
+    """The outcome of a request that arrived."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class Arrival(Handle):
         self._manifest = manifest
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that was asked for has come or failed; False if the time was over before."""
+        """Wait until every requested block has arrived or failed; False on timeout."""
         return self._arrivals.wait(self, timeout_s)
 
     def whole(self) -> Resumed:
-        """Wait for the session's blocks: all are in memory, or it is a MISS, and what is usable before it."""
+        """Wait for the session's blocks. The result is all of them, or a MISS with the blocks usable before it."""
         manifest, placing = self._manifest, self.placing
         if manifest is None or placing is None:
             return Resumed(
@@ -140,14 +140,14 @@ class Arrival(Handle):
         return resumed
 
     def close(self) -> None:
-        """Wait until nothing of it goes into memory any more."""
+        """Wait until nothing is written into memory any more."""
         self._arrivals.settle(self)
         if self.placing is not None and self.placing.span is not None:
             self.placing.span.closed(sum(isinstance(one, Hit) for one in self.placing.outcomes.values()))
 
 
 class Arrivals(Handle):
-    """The table, the requester and the clients, joined; see the top of this file."""
+    """Joins the table, the requester and the clients; see the top of this file."""
 
     def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
         """`tenant` is what the rules call the tenant for whom the nodes' clients act."""
@@ -165,16 +165,16 @@ class Arrivals(Handle):
         self._told: deque[_Told] = deque(maxlen=TRANSFERS_TOLD_MAX)
         self._numbers = itertools.count(1)
 
-    # --- what the catalogue is told, from any thread
+    # --- reports to the catalogue, from any thread
 
     def session(self, user: str, context: str) -> Session:
-        """A user's session of an application context, on their home, always the same; the catalogue follows it."""
+        """A user's session of a context, on the user's home: always the same object. The catalogue follows it."""
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
                 chat = self._nodes.of(user).session(user, context, follower=self)
                 if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
-                    del self._sessions[next(iter(self._sessions))]  # whoever has it may go on with it
+                    del self._sessions[next(iter(self._sessions))]  # its users keep using it
             self._sessions[user, context] = chat
             return chat
 
@@ -191,7 +191,7 @@ class Arrivals(Handle):
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
-        """Where the user's KV lies, as far as this process knows."""
+        """Where the user's KV is stored, as far as this process knows."""
         with self._lock:
             self._take_in()
             return self._requester.extents(User(self._tenant, user))
@@ -210,9 +210,9 @@ class Arrivals(Handle):
         *,
         timeout_s: float | None = None,
     ) -> Arrival:
-        """Match a request, and begin to bring what the rule says; nothing that can be waited for is waited for.
+        """Match a request, and start to fetch what the rule says. It never blocks.
 
-        With `place(number, key)` the blocks of the session of the request's context go into registered memory.
+        With `place(number, key)`, the blocks of the request's session go into registered memory.
         """
         with self._lock:
             if self._closed:
@@ -237,7 +237,7 @@ class Arrivals(Handle):
         place: Callable[[int, bytes], Block] | None,
         timeout_s: float,
     ) -> Arrival:
-        """Look up what has to be looked up, with no lock held: a node that hangs is to hold nobody else up."""
+        """Make the pending look-ups without holding a lock: a node that hangs must not delay others."""
         until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         chat = self.session(owner.user, request.context)
         actions = ", ".join(map(str, entry.actions))
@@ -262,7 +262,7 @@ class Arrivals(Handle):
             if blocks:
                 chat.notes.registered(blocks[0].region)
             placing = Placing(places, chat.notes, until_ns, outcomes=dict(gone), span=span)
-            with suppress(KvError):  # what is not pinned may miss, and then says so
+            with suppress(KvError):  # unpinned blocks may miss, which is reported
                 time_to_live_ms = int(timeout_s * 1000) + 1
                 pin.enter_context(
                     self._nodes.of(owner.user).pin(list(placing.blocks), time_to_live_ms=time_to_live_ms)
@@ -306,7 +306,7 @@ class Arrivals(Handle):
     def _look_up(self, owner: User, keys: Sequence[bytes]) -> tuple[list[Extent], dict[bytes, Hit | Miss]]:
         """Ask the node about blocks that are not in the catalogue, and about all of a user who is not.
 
-        Gives what is there, and what is gone with why.
+        Returns the blocks found, and those removed with the reason.
         """
         client = self._nodes.of(owner.user)
         with self._lock:
@@ -318,7 +318,7 @@ class Arrivals(Handle):
             for one in listed[:LEARNT_SESSIONS_MAX]:
                 wanted += client.session(owner.user, one.session).keys()
         new = [key for key in dict.fromkeys(wanted) if key not in known]
-        number = next(self._numbers)  # of this moment: what is told meanwhile is newer
+        number = next(self._numbers)  # reports that arrive meanwhile are newer
         found: list[Extent] = []
         gone: dict[bytes, Hit | Miss] = {}
         for key, state in zip(new, client.exists(new), strict=True):
@@ -335,12 +335,12 @@ class Arrivals(Handle):
     # --- what has come
 
     def poll(self) -> None:
-        """Take in what has come, and ask for what there is room for now."""
+        """Process arrivals, and request what there is room for now."""
         with self._lock:
             self._take_in()
 
     def wait(self, arrival: Arrival, timeout_s: float) -> bool:
-        """Wait until a request's fetch has ended; False if the time was over before."""
+        """Wait until a request's fetch has ended; False on timeout."""
         return self._until(lambda: self._has_ended(arrival), timeout_s)
 
     def _has_ended(self, arrival: Arrival) -> bool:
@@ -350,7 +350,7 @@ class Arrivals(Handle):
         return number not in self._running.get(owner, ())
 
     def settle(self, arrival: Arrival) -> None:
-        """Wait until a request's blocks are in memory or won't come; each get has its own deadline."""
+        """Wait until a request's blocks are in memory or have failed; each get has its own deadline."""
         placing = arrival.placing
         if placing is None:
             return
@@ -416,7 +416,7 @@ class Arrivals(Handle):
         return self._clock.monotonic_ns() // _NS_PER_MS
 
     def close(self) -> None:
-        """Bring nothing more. The nodes stay open: they are not ours."""
+        """Fetch nothing more. The nodes stay open; the caller owns them."""
         with self._lock:
             if self._closed:
                 return

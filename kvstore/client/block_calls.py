@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A block that could be got at the moment when this was asked."""
+    """A block that could be got at the time of the look-up."""
 
     key: bytes
     length: int
@@ -66,7 +66,7 @@ class Explained:
 
 
 class Pin(Handle):
-    """Blocks that are not evicted until this is closed, or its time is over. It counts from when it was asked for."""
+    """Blocks protected from eviction until this is closed or expires. The time counts from the request."""
 
     def __init__(self, calls: BlockCalls, numbers: Sequence[int], pinned: Sequence[bool]) -> None:
         self._calls = calls
@@ -74,7 +74,7 @@ class Pin(Handle):
         self.pinned = list(pinned)  # one per key; what is not stored can't be
 
     def close(self) -> None:
-        """Let the blocks go. A node that can't be told ends the pin by its time."""
+        """Release the blocks. On a node that can't be reached the pin ends when it expires."""
         numbers, self._numbers = self._numbers, []
         if numbers:
             with suppress(KvError):

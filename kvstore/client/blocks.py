@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block and the registered memory where its bytes are, or shall be."""
+    """A block, and the registered memory its bytes are in or go to."""
 
     key: bytes  # 32 bytes, see `kvstore.names.block_key`; none: it is armed now and named later, by `ArmedPuts.name`
     region: Region
@@ -41,14 +41,14 @@ class Block:
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
     pieces: Pieces | None = None  # where its bytes are instead, in their order; see `of_pieces`
-    whole: int = 0  # this is but a part of a stored block of so many bytes, to be got; 0: it is all of it
-    skip: int = 0  # so many of them are before the part
+    whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
+    skip: int = 0  # bytes of it before this part
 
     @classmethod
     def of_pieces(
         cls, key: bytes, pieces: Pieces, *, threshold: int = 1, whole: int = 0, skip: int = 0
     ) -> Block:
-        """A block whose bytes lie in pieces of registered memory: an engine's pages, of layers, of K and V.
+        """A block whose bytes are in pieces of registered memory, such as an engine's pages of each layer's K and V.
 
         A put gathers them when it fires; a get scatters them. The node knows nothing of pieces.
         """
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def stored_bytes(self) -> int:
-        """How long the stored block is, of which this may be a part."""
+        """The length of the stored block, of which this may be a part."""
         return self.whole or self.length
 
     @property
@@ -96,24 +96,24 @@ class Hit:
 
 
 class PutResult(NamedTuple):
-    """How a put ended. Times are nanoseconds of CLOCK_MONOTONIC, 0 where a thing did not happen."""
+    """The result of a put. Times are nanoseconds of CLOCK_MONOTONIC; 0 if it did not happen."""
 
     key: bytes
     durability: Durability | None  # what was reached; None if nothing was
     error: KvError | None
-    already_stored: bool = False  # under this key: nothing was sent, and nobody has compared the bytes
+    already_stored: bool = False  # under this key: nothing was sent, and the bytes were not compared
     fired_ns: int = 0  # the flag was seen
     landed_ns: int = 0
     durable_ns: int = 0  # acknowledged as durable as was asked
 
     @property
     def has_block(self) -> bool:
-        """Whether a block is stored under the key, be it one with other bytes (KeyTaken), put by somebody before."""
+        """Whether a block is stored under the key, even if an earlier put stored other bytes (KeyTaken)."""
         return self.error is None or isinstance(self.error, KeyTaken)
 
 
 class HasFingerprint(Protocol):
-    """What stands for how the bytes of a block are laid out: a `Layout`, or what is known of one."""
+    """Identifies how the bytes of a block are laid out: a `Layout`, or its fingerprint."""
 
     @property
     def fingerprint(self) -> bytes:
@@ -122,7 +122,7 @@ class HasFingerprint(Protocol):
 
 
 class KnownLayout(NamedTuple):
-    """A layout of which nothing but its fingerprint is known: that of blocks which somebody else put."""
+    """A layout known only by its fingerprint, such as that of blocks put by another process."""
 
     fingerprint: bytes
 

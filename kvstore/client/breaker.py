@@ -49,7 +49,7 @@ class Breaker:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Make a call, whose error is told to the breaker; NodeUnavailable, and no call, if it is refused."""
+        """Make a call and record its outcome; NodeUnavailable, without a call, while the breaker is open."""
         self._enter()
         began_ns = self._clock.monotonic_ns()
         try:
@@ -97,7 +97,7 @@ class Breaker:
             self._late_until_ns = now_ns
             is_failure = self._late_ns >= self._late_ms_max * 1_000_000
             if not is_failure:
-                self._trying = False  # whoever comes next may try
+                self._trying = False  # the next caller may try
         if is_failure:
             self.failed(error)
 

@@ -75,7 +75,7 @@ class Asking:
     # --- puts
 
     def said_of_puts(self, watch: Watch | None, span: PutSpan | None) -> tuple[bytes, bytes]:
-        """What goes along with the first of some puts, which tells what was seen, and with each of the others.
+        """The metadata of the first of some puts, with the recorded steps, and of each of the others.
 
         That is nothing, if there is no room for it in front of a block.
         """
@@ -173,7 +173,7 @@ class Asking:
         watch: Watch | None,
         span: GetSpan | None,
     ) -> None:
-        """Have the node send blocks. What becomes of the call is told to the get, now or later."""
+        """Have the node send blocks. The get is notified of the call's outcome, now or later."""
         began_ns = self._clock.monotonic_ns()
         asked = self._lookups.begin(Kind.FETCH, get.blocks, request_id)
 

@@ -101,10 +101,10 @@ class Client(Handle):
         block_bytes_max: int = 4 << 20,
         tracer_provider: TracerProvider | None = None,
     ) -> None:
-        """Open the channel; the node is not called yet, and the fabric is opened by what first needs it.
+        """Open the channel. The node is not called yet; the fabric is opened when it is first needed.
 
-        How the node is reached stands in `kvstore.reach`: what is not given here is taken from the environment or the
-        file of the client's settings. Or a `Reach` says all of it.
+        `kvstore.reach` describes how the node is reached: arguments not given here come from the environment or the
+        file of the client's settings. A `Reach` replaces all of them.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
@@ -139,7 +139,7 @@ class Client(Handle):
 
     @property
     def reach(self) -> Reach:
-        """How its node is reached, and for how long a call may take."""
+        """How the node is reached, and how long a call may take."""
         return self._core.reach
 
     @property
@@ -149,7 +149,7 @@ class Client(Handle):
 
     @property
     def tenant(self) -> str:
-        """The tenant that it named; a node that asks for tokens goes by the token."""
+        """The tenant it named. A node that requires tokens uses the token's tenant."""
         return self._core.reach.tenant
 
     @property
@@ -164,7 +164,7 @@ class Client(Handle):
 
     @property
     def calls(self) -> int:
-        """How many calls it has made to the node; a put that is armed makes none."""
+        """How many calls it has made to the node. Arming a put makes none."""
         return self._core.calls
 
     @property
@@ -173,7 +173,7 @@ class Client(Handle):
         return self._core.link is not None
 
     def attach(self) -> None:
-        """Attach now, so that the next put or get need not. It takes as long as the node's memory does.
+        """Attach now, so that the next put or get does not have to. It waits for the node to provide memory.
 
         >>> client.attach()
         >>> client.is_attached
@@ -182,7 +182,7 @@ class Client(Handle):
         self._core.attached(self._core.reach.call_timeout_s)
 
     def close(self) -> None:
-        """End everything; puts that had not been acknowledged fail.
+        """Close the client. Puts that have not been acknowledged fail.
 
         >>> with Client(client.target) as other:
         ...     other.status().read_only
@@ -193,7 +193,7 @@ class Client(Handle):
     # --- memory
 
     def register(self, memory: Buffer) -> Region:
-        """Register memory that blocks are put from and got into. Close it when the memory goes.
+        """Register memory that blocks are put from and got into. Close the region before the memory is freed.
 
         >>> with client.register(bytearray(8192)) as region:
         ...     region.length
@@ -211,7 +211,7 @@ class Client(Handle):
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """Put blocks now, and wait until they are as durable as asked; what became of each, in order.
+        """Put blocks now, and wait until they are as durable as requested. Returns the result of each, in order.
 
         >>> (result,) = client.put([block])
         >>> result.durability.name, result.error
@@ -232,11 +232,11 @@ class Client(Handle):
         expires_unix_ms: int = 0,
         watch: Watch | None = None,
     ) -> ArmedPuts:
-        """Queue a put for each block: it goes out when `flag` reaches the block's threshold, without one at once.
+        """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
 
-        Nothing is asked of the node, and any number may be armed. What `reserve` would have said beforehand the results
-        say: a block that is stored already is put all the same, and costs the drive nothing. A put that has not gone
-        out within `lease_ms` never does. A block that has no key yet is named later, by `ArmedPuts.name`.
+        The node is not called, and any number may be armed. What `reserve` reports beforehand, the results report
+        afterwards: a block that is already stored is sent all the same, and not written again. A put that has not been
+        sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -263,9 +263,9 @@ class Client(Handle):
         expires_unix_ms: int = 0,
         watch: Watch | None = None,
     ) -> Reservation:
-        """Lease a slot on the node for each block, all or none, and hear which of them are stored already.
+        """Lease a slot on the node for each block, all or none. The result says which blocks are already stored.
 
-        `watch` is told what becomes of them; a session's `reserve` gives one.
+        `watch` is notified of their progress; a session's `reserve` passes one.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -285,10 +285,10 @@ class Client(Handle):
         layout: Layout | None = None,
         timeout_s: float | None = None,
     ) -> list[Hit | Miss]:
-        """Have blocks written into their regions; a Hit or a Miss for each, in order.
+        """Get blocks into their regions. Returns a Hit or a Miss for each, in order.
 
-        They are of the client's own layout unless another one is given. Any number may be asked for, blocks of pieces
-        among them, and parts of blocks.
+        The layout is the client's own unless another is given. Any number may be requested, including blocks of pieces
+        and parts of blocks.
 
         >>> unknown = Block(block_key(b"never put"), kv, offset=4096, length=4096)
         >>> hit, miss = client.get([block, unknown])
@@ -306,10 +306,10 @@ class Client(Handle):
         watch: Watch | None = None,
         ended: Ended | None = None,
     ) -> Get | NoGet:
-        """Begin a get, and don't wait: `wait(n)` of what is returned waits for the first `n` blocks.
+        """Start a get without waiting for it. `wait(n)` of the returned object waits for the first `n` blocks.
 
-        The node begins with the first. `ended` is called with all outcomes when they are known, and must not wait.
-        Blocks of pieces are `get`'s: here nobody would scatter them.
+        The node sends them in order. `ended` is called with all outcomes when they are known, and must not block.
+        Blocks of pieces need `get`, which scatters them.
 
         >>> get = client.getting([block])
         >>> [type(outcome).__name__ for outcome in get.wait()]
@@ -328,7 +328,7 @@ class Client(Handle):
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> Durability:
-        """Put one block, or pieces that are one, through gRPC: copied and sent by the CPU, where there is no fabric.
+        """Put one block, or the pieces of one, inside gRPC. The CPU copies it; no fabric is needed.
 
         >>> client.put_inline(block_key(b"inline"), b"the KV of a page").name
         'WRITTEN'
@@ -338,7 +338,7 @@ class Client(Handle):
         )
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
-        """Get one block through gRPC.
+        """Get one block inside gRPC.
 
         >>> _ = client.put_inline(block_key(b"inline"), b"the KV of a page")
         >>> client.get_inline(block_key(b"inline"), length=16)
@@ -354,10 +354,10 @@ class Client(Handle):
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """Put blocks, each a key and its bytes, or pieces of them, in one stream; says of each how it ended, in order.
+        """Put blocks, each a key and its bytes or pieces of them, in one stream. Returns the result of each, in order.
 
-        If the stream breaks, what has no answer yet has its error, and may be kept or not. What was not taken from
-        `blocks` by then has no result: the list is shorter.
+        If the stream breaks, blocks without an answer get its error, and may be stored or not. Blocks not taken from
+        `blocks` have no result: the list is shorter.
 
         >>> pages = [(block_key(b"many", bytes([i])), bytes([i]) * 4096) for i in range(3)]
         >>> [result.durability.name for result in client.put_many_inline(pages)]
@@ -370,7 +370,7 @@ class Client(Handle):
     def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
-        """Get blocks, each a key and its length, in one stream: the bytes of each or a Miss, in order, as they come.
+        """Get blocks, each a key and its length, in one stream. Yields bytes or a Miss for each, in order.
 
         >>> [len(page) for page in client.get_many_inline([(key, 4096), (key, 4096)])]
         [4096, 4096]
@@ -382,10 +382,10 @@ class Client(Handle):
     def exists(
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
-        """Say of each block whether it could be got: one that is there, or the Miss that a get would give.
+        """Look up blocks without getting them. Returns a Stored, or the Miss that a get would return, for each.
 
-        Without `lengths` a block of any length will do. Asking is no use: it keeps no block from being evicted.
-        The timeout is each call's.
+        Without `lengths`, any length matches. A look-up does not count as a use: it protects no block from eviction.
+        The timeout applies to each call.
 
         >>> stored, miss = client.exists([key, block_key(b"never put")])
         >>> stored.length, str(miss)
@@ -394,7 +394,7 @@ class Client(Handle):
         return self._blocks.exists(keys, lengths=lengths, timeout_s=timeout_s)
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """Say how many of these blocks, from the first on, could be got without a gap. The timeout is each call's.
+        """Count the blocks, from the first, that could be got without a gap. The timeout applies to each call.
 
         >>> client.prefix([key, block_key(b"never put"), key]).blocks
         1
@@ -402,7 +402,7 @@ class Client(Handle):
         return self._blocks.prefix(keys, timeout_s=timeout_s)
 
     def fingerprint_of(self, key: bytes) -> bytes | None:
-        """Say which layout a block is stored in, whichever the client's is; None if it is not stored.
+        """The fingerprint of the layout that a block is stored in; None if it is not stored.
 
         >>> client.fingerprint_of(key) == client.fingerprint
         True
@@ -410,7 +410,7 @@ class Client(Handle):
         return self._blocks.fingerprint_of(key)
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
-        """Say where each block is, or how it went, as far as the node remembers.
+        """Report where each block is, or why it was removed, as far as the node remembers.
 
         >>> (told,) = client.explain([key])
         >>> told.stored
@@ -419,10 +419,10 @@ class Client(Handle):
         return self._blocks.explain(keys)
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
-        """Keep blocks from being evicted, until the pin is closed or its time is over; 0 is the node's choice.
+        """Protect blocks from eviction until the pin is closed or expires; 0 is the node's default.
 
-        The node gives no more than ten minutes, and a bounded part of its drives: beyond that it says Overloaded, and
-        nothing is pinned. A pin keeps no block from being deleted or from expiring.
+        The node allows at most ten minutes and a bounded share of its drives. Beyond that it raises Overloaded and
+        nothing is pinned. A pin does not prevent deletion or expiry.
 
         >>> with client.pin([key], time_to_live_ms=60_000) as pin:
         ...     pin.pinned
@@ -431,9 +431,9 @@ class Client(Handle):
         return self._blocks.pin(keys, time_to_live_ms=time_to_live_ms)
 
     def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
-        """Have the node read blocks into its memory, while nobody waits for others, and wait for that.
+        """Have the node read blocks into its memory when it has no gets to serve, and wait until it has.
 
-        It says which it did not read, and which are missing; the rest lies in the node's memory.
+        The result says which blocks were not read and which are missing; the others are in the node's memory.
 
         >>> read = client.prefetch([key])
         >>> read.unread, read.missing
@@ -442,9 +442,9 @@ class Client(Handle):
         return self._steps.prefetch(keys, watch)
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
-        """Forget blocks for good; says of each whether there was anything to delete.
+        """Delete blocks permanently. Returns, for each, whether it was stored.
 
-        When this returns they are gone from the drives, for as long as `durability` says.
+        When this returns, the deletion is as durable on the drives as `durability` says.
 
         >>> _ = client.put_inline(block_key(b"to go"), b"KV")
         >>> client.delete([block_key(b"to go"), block_key(b"never put")])
@@ -455,7 +455,7 @@ class Client(Handle):
     # --- sessions
 
     def session(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
-        """One session, whether it is there or not. The node is not called. A follower is told of all its transfers.
+        """One session, whether it exists or not. The node is not called. A follower is notified of all its transfers.
 
         >>> chat = client.session("ada", "chat 7")
         >>> chat.append([key], tokens=16)  # the session's blocks, now
@@ -464,7 +464,7 @@ class Client(Handle):
         return self._sessions.one(user, name, follower=follower)
 
     def sessions(self, user: str) -> Iterator[ListedSession]:
-        """All sessions of a user; what is removed or made meanwhile may or may not be among them.
+        """All sessions of a user. Sessions removed or created meanwhile may or may not be included.
 
         >>> _ = client.session("eve", "chat 1").append([key], tokens=16)
         >>> [one.session for one in client.sessions("eve")]
@@ -481,10 +481,10 @@ class Client(Handle):
         durability: Durability = Durability.WRITTEN,
         progress: Progress | None = None,
     ) -> Session:
-        """Keep a session that was exported into a file under a name that is free; it becomes this client's tenant's.
+        """Store an exported session under an unused name. It belongs to this client's tenant.
 
-        `progress` is told, after each block, how many are stored, and of how many.
-        SessionFileError, and no session, if the file is not whole, to its last byte.
+        `progress` is called after each block with how many are stored, and of how many.
+        Raises SessionFileError, and creates no session, if the file is not complete to its last byte.
 
         >>> from io import BytesIO
         >>> chat = client.session("bob", "chat 1")
@@ -501,7 +501,7 @@ class Client(Handle):
     # --- what the node does
 
     def status(self, *, wait_s: float = 0.0) -> StatusResponse:
-        """How the node is doing; `wait_s` waits that long for a node that is not there yet.
+        """The node's status. `wait_s` waits that long for a node that is not reachable yet.
 
         >>> client.status(wait_s=5).read_only
         False
@@ -519,7 +519,7 @@ class Client(Handle):
     def looked_up(
         self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
     ) -> LookedUp:
-        """What became of the tenant's look-ups: of a request, of a session, or the last ones.
+        """The outcomes of the tenant's look-ups: of a request, of a session, or the latest ones.
 
         >>> from kvstore.client import as_request
         >>> with as_request("request 1"):
@@ -530,7 +530,7 @@ class Client(Handle):
         return self._observing.looked_up(request_id, user, session, last=last)
 
     def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
-        """The tenant's events from now on, for so long; None first, when it has begun, and whenever nothing happens.
+        """The tenant's events from now on, for `timeout_s`. Yields None when it has started, and while nothing happens.
 
         >>> events = client.watch(timeout_s=10)
         >>> next(events)  # it has begun

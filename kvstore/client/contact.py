@@ -45,7 +45,7 @@ _REFUSALS: Final = {  # by what OpenSSL calls them
 
 
 class Step(NamedTuple):
-    """One of them: what was done, what came of it, and if it failed what to try."""
+    """One step: what was done, its result and, if it failed, what to try."""
 
     name: str
     is_done: bool

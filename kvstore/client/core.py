@@ -1,4 +1,4 @@
-"""What a client stands on: its channel, its fabric, its link to the node, and the thread that hears of events.
+"""The core of a client: its channel, its fabric, its link to the node, and the thread that receives events.
 
 What always holds: it attaches at the first call that needs the link, and again after a loss; once a link is lost
 nothing comes in through it; a node that was away costs one call its deadline, and those after it nothing
@@ -154,7 +154,7 @@ class Core(Handle):
                 self.breaker.succeeded()
                 return answer
 
-    # --- what a node is told of puts and gets
+    # --- calls about puts and gets
 
     def abort(
         self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
@@ -230,7 +230,7 @@ class Core(Handle):
         return self.link is not None
 
     def attach(self) -> None:
-        """Attach now, so that the next put or get need not. It takes as long as the node's memory does."""
+        """Attach now, so that the next put or get does not have to. It waits for the node to provide memory."""
         self.attached(self.reach.call_timeout_s)
 
     def attached(self, timeout_s: float) -> Link:
@@ -308,7 +308,7 @@ class Core(Handle):
                     decide()
 
     def close(self) -> None:
-        """End everything; puts that had not been acknowledged fail."""
+        """Close the client. Puts that have not been acknowledged fail."""
         with self._attaching, self.lock:
             if self._closed:
                 return

@@ -3,7 +3,7 @@
 A call's word is a row of its caller's group, which waits for it; only what is no good answer comes as an event.
 
 What always holds: a call ends once, by its answer, by its deadline or by the link's loss; a call that is not answered
-in time ends the link, because nobody knows whether the node has it. With all places in use a call waits in the C core,
+in time ends the link, because it is unknown whether the node has it. With all places in use a call waits in the C core,
 where its deadline ends no more than the call: the node is never asked. With more to say than a place holds, or with too
 many that wait, no call is begun, and the caller makes it by gRPC.
 """

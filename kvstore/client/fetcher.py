@@ -2,7 +2,7 @@
 
 What always holds: each ticket is reported once, in `reports`, whatever becomes of its node; a get into memory ends by
 its deadline, and then nothing writes to that memory any more; `issue` and `cancel` wait for no node.
-What it doesn't do: call the requester. Whoever owns that takes the reports.
+What it doesn't do: call the requester. Its owner takes the reports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Placing:
     until_ns: int
     outcomes: dict[bytes, Hit | Miss] = field(default_factory=dict)
     span: ResumeSpan | None = None  # of which the gets are a part
-    left: int = field(init=False)  # so many of the blocks have no outcome yet
+    left: int = field(init=False)  # blocks without an outcome yet
     under_way: int = field(init=False, default=0)  # gets that may still write to the memory
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class Fetcher(Handle):
         return ticket
 
     def cancel(self, ticket: Hashable) -> None:
-        """Nobody waits for this any more; a prefetch that has not begun never will."""
+        """Nothing waits for this any more; a prefetch that has not started never will."""
         opened = self._open.get(ticket)
         if opened is not None and opened.ahead is not None:
             opened.ahead.cancel()
@@ -186,6 +186,6 @@ class Fetcher(Handle):
             self._changed.wait_for(lambda: self._changes != changes, timeout_s)
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is under way, not for ever."""
+        """Start nothing more, and wait, with a deadline, for what is pending."""
         self._threads.shutdown(cancel_futures=True)
         self._getters.shutdown()

@@ -34,7 +34,7 @@ class Firing(NamedTuple):
 
 
 def firings(blocks: Sequence[Block], results: Sequence[PutResult]) -> Iterator[Firing]:
-    """One for each threshold that fired; of many, the last are told together."""
+    """One for each threshold that fired; of many, the last are merged."""
     fired = [(block, result) for block, result in zip(blocks, results, strict=True) if result.fired_ns]
     thresholds = sorted({block.threshold for block, _ in fired})
     for at, low in enumerate(thresholds[:STEP_FIRINGS_MAX]):

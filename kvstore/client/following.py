@@ -60,7 +60,7 @@ class Following:
         if not self._has_answer:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_answer or self._closed, self._reach.call_timeout_s)
-                self._has_answer = True  # nobody waits a second time
+                self._has_answer = True  # no caller waits a second time
         return self._map
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Following:
             self._changed.notify_all()
 
     def _follow(self, node: str, tried: set[str]) -> bool | None:
-        """Hear of one node for as long as it tells; False if it is in no cluster."""
+        """Follow the map of one node while it sends it; False if the node is in no cluster."""
         try:
             with open_channel(self._reach.at(node)) as channel:
                 stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class Following:
 
     def _take(self, told: pb.MapResponse) -> None:
         if told.revision <= self._map.revision or not told.members:
-            return  # of a cluster that lost all its members nobody is better off to know
+            return  # an empty map helps no client
         try:
             now = map_of(told)
         except ConfigError as error:

@@ -54,7 +54,7 @@ class NoGet:
             ended(self._outcomes)
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
-        """The misses of the first so many blocks, or of all."""
+        """The misses of the first `count` blocks, or of all."""
         return self._outcomes[:first]
 
 
@@ -222,14 +222,14 @@ class Get:
         self._called = True
 
     def rpc_over(self, *, was_taken: bool) -> None:
-        """That call was answered, or nobody knows whether the node has it."""
+        """The call was answered, or it is unknown whether the node has it."""
         if was_taken and self._taken is not None:
             self._taken(SystemClock().monotonic_ns())
         self.group.end(len(self._blocks), AnswerCode.DONE if was_taken else 0)
         self._end_if_over()
 
     def cancel(self) -> None:
-        """Have the node end what has not come, and wait for its word on each block, `FETCH_CANCEL_MS` at most."""
+        """Have the node cancel blocks that have not arrived, and wait up to `FETCH_CANCEL_MS` for its word on each."""
         left = [i for i in range(len(self._blocks)) if not self.group.row(i).over]
         if self._cancelling or not left:
             return
@@ -249,7 +249,7 @@ class Get:
         )
 
     def _not_confirmed(self) -> None:
-        """Nobody knows whether the node still writes: only the end of the link makes sure that it does not."""
+        """The node may still be writing; only closing the link makes sure that it does not."""
         if any(not self.group.row(i).over for i in range(len(self._blocks))):
             error = DeadlineExceeded(
                 "A block did not arrive in time, and the node did not confirm that it was cancelled."
@@ -274,13 +274,13 @@ class Get:
         self._lost = lost
 
     def tell_taken(self, taken: Callable[[int], object]) -> None:
-        """Say to this when the node took the call, before anybody hears of outcomes."""
+        """Notify this when the node accepted the call, before any outcome is reported."""
         self._taken = taken
 
     def refuse(self, miss: Miss) -> None:
         """The node did not take the call, so nothing of it will come; but words, if it is to confirm that already."""
         if self._cancelling and self._called:
-            # A word that comes later must not stand over one of whoever has the place next.
+            # A late word must not overwrite one of the next user of the place.
             self.group.end(len(self._blocks))
             self._end_if_over()
             return
@@ -328,7 +328,7 @@ class Get:
             region.let_go()
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
-        """Wait for the first so many blocks, or for all.
+        """Wait for the first `count` blocks, or for all.
 
         If nothing else does, their deadline ends that, or `FETCH_CANCEL_MS` after it the end of the link.
         """

@@ -1,8 +1,8 @@
 """A link: one attachment to one node, from attach to loss.
 
 What always holds: a link is lost once, for good; when `lose` returns, no byte of the node's comes into
-our memory any more and none of our puts is under way, so whoever waited may use their buffers. Everything
-that was under way is told, each with the reason.
+our memory any more and none of our puts is pending, so callers may use their buffers. Everything
+that was pending is notified, with the reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Responses(Protocol):
 
 
 class Operation(Protocol):
-    """Something under way over a link: it is told of its events, or of the link's loss.
+    """A pending operation of a link. It is notified of its events, or of the link's loss.
 
     It has `TAGS_OF_ONE` tags, and stands among the link's operations under the first.
     """
@@ -90,7 +90,7 @@ class Host(Protocol):
 
     @property
     def lock(self) -> threading.RLock:
-        """Guards links and operations; held while they are told of events."""
+        """Guards links and operations; held while they are notified of events."""
         ...
 
     @property
@@ -168,7 +168,7 @@ class Link:
         try:
             self._attach(client, side, address, tenant, slots, block_bytes_max, timeout_s)
         except BaseException:
-            # Or the node would keep a connection, and its slots, that nobody has.
+            # Otherwise the node would keep an unused connection with its slots.
             self._end_stream()
             self._close_memory()
             raise
@@ -328,7 +328,7 @@ class Link:
         return self.operations.get(tag - tag % TAGS_OF_ONE)
 
     def take_generations(self, count: int) -> int:
-        """Fresh generations for words of our own gets: the first of so many."""
+        """Fresh generations for words of our own gets: the first of `count`."""
         first = self._generation
         self._generation += count
         return first
@@ -361,7 +361,7 @@ class Link:
         try:
             self._close_memory()
         except FabricError as failure:
-            # The provider hangs, and may write for ever: whoever waited is told, and that memory stays taken.
+            # The provider hangs, and may write at any time: callers get an error, and that memory is never reused.
             self.error = error = failure
             self.is_sure = False
         if self.is_sure:

@@ -4,7 +4,7 @@
         client.prefix(keys)
         client.get(blocks)
 
-Look-ups are told by the request's id, which the caller gives or this module makes. Those that did not reach the node,
+Look-ups carry the request's id, which the caller gives or this module makes. Those that did not reach the node,
 or that it refused, wait here and ride to it on a later one.
 
 What always holds: at most `LOOKUPS_WAITING_MAX` wait, the oldest go first; a call carries at most
@@ -44,15 +44,15 @@ _numbers = itertools.count(1)
 
 
 def current_request() -> str:
-    """The id of the request that this thread, or task, works for; one of its own if nobody gave it any."""
+    """The id of the request that this thread or task works for; a generated one if none was given."""
     return _request.get() or f"{_process}-{next(_numbers)}"
 
 
 @contextmanager
 def as_request(request_id: str = "") -> Iterator[str]:
-    """Let all look-ups in this thread, or task, be told as this request's; gives its id, made here if none is given.
+    """Record all look-ups of this thread or task under this request's id, which is generated if not given.
 
-    An id is printable ASCII of at most 128 letters; what is not is told as a question mark.
+    An id is printable ASCII, at most 128 characters; others become question marks.
     """
     request_id = clean_id(request_id) or current_request()
     token = _request.set(request_id)
@@ -153,7 +153,7 @@ class ClientLookups:
 
     def _take(self) -> pb.LookupsByCaller | None:
         """As many of those that wait as one call carries."""
-        if not self._waiting:  # without the lock: who comes a moment too early tells of it next time
+        if not self._waiting:  # without the lock: a call that misses one reports it next time
             return None
         with self._lock:
             told = pb.LookupsByCaller(sent_unix_ms=self.clock.wall_ms())

@@ -53,7 +53,7 @@ class Nodes(Handle):
         weights: Mapping[str, int] | None = None,
         **of_clients: Any,
     ) -> None:
-        """`of_clients` is what each `Client` is made with; a node has the weight 1 if nobody says another."""
+        """`of_clients` are the arguments of each `Client`. A node's weight is 1 by default."""
         known = {name: of_clients.pop(name) for name in Reach.settings() & of_clients.keys()}
         if isinstance(nodes, Reach):
             self.reach = Reach.given(nodes, known)
@@ -74,7 +74,7 @@ class Nodes(Handle):
 
     @property
     def map(self) -> Map:
-        """The nodes as they are known now. The first time it waits for one to tell, for a call's time at most."""
+        """The nodes known now. At first it waits for a node to report them, for at most a call's timeout."""
         now = self._following.map
         if now is not self._seen or self._left_s:
             self._note(now)
@@ -93,7 +93,7 @@ class Nodes(Handle):
             client.close()
 
     def home(self, user: str) -> str:
-        """Where a user's KV is kept, now."""
+        """The node that stores a user's KV, now."""
         now = self.map
         home = now.home(self.placed_as(now), user)
         assert home is not None, "a map that is followed has members"
@@ -104,7 +104,7 @@ class Nodes(Handle):
         return self.reach.tenant if now.placed_as is None else now.placed_as
 
     def of(self, user: str) -> Client:
-        """The client of a user's home. Ask again for the next turn: when its node has left, it is closed one day."""
+        """The client of a user's home. Request it for each turn: it is closed some time after its node leaves."""
         return self._client(self.home(user))
 
     def at(self, target: str) -> Client:
@@ -116,7 +116,7 @@ class Nodes(Handle):
         return self._client(target)
 
     def first(self) -> Client:
-        """The client of the first node that was named, whether it is on the map or not. It waits for nobody."""
+        """The client of the first configured node, whether it is on the map or not. It does not wait."""
         return self._client(self.reach.nodes[0])
 
     def _client(self, target: str) -> Client:
@@ -129,7 +129,7 @@ class Nodes(Handle):
             return client
 
     def register(self, memory: Buffer) -> Everywhere:
-        """Let blocks of any node be put from memory and got into it. Close it when the memory goes."""
+        """Register memory for puts to and gets from any node. Close it before the memory is freed."""
         return Everywhere(memory)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Nodes(Handle):
 
 
 class Everywhere(Handle):
-    """Memory that is registered with each client that wants it."""
+    """Memory registered with each client that needs it."""
 
     def __init__(self, memory: Buffer) -> None:
         self._memory = memory
@@ -151,7 +151,7 @@ class Everywhere(Handle):
         self._regions: dict[Client, Region] = {}
 
     def at(self, client: Client) -> Region:
-        """The memory as this client has it."""
+        """The region registered with this client."""
         with self._lock:
             region = self._regions.get(client)
             if region is None or region.handle is None:
@@ -159,11 +159,11 @@ class Everywhere(Handle):
             return region
 
     def copied(self, offset: int, length: int) -> bytes:
-        """What is in it now."""
+        """A copy of its current contents."""
         return bytes(memoryview(self._memory).cast("B")[offset : offset + length])
 
     def close(self) -> None:
-        """Take it back from all of them. RegionBusy if that can't be yet: close it again when its gets have ended."""
+        """Deregister it from all clients. RegionBusy if a get still uses it: close it again later."""
         busy: RegionBusy | None = None
         with self._lock:
             for client, region in list(self._regions.items()):

@@ -29,7 +29,7 @@ __all__ = ["Happened", "LookedUp", "ObservingCalls"]
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One event. `what` is STORED, CHANGED or REMOVED, or how a block went, as `explain` names it."""
+    """One event. `what` is STORED, CHANGED or REMOVED, or why a block was removed, as `explain` names it."""
 
     what: str
     at_unix_ms: int

@@ -81,7 +81,7 @@ def import_session(
         if progress is not None:
             progress(number, count)
     reader.read_end()
-    # Turns are appended one by one, so they are gathered where nobody looks, and then named in one step.
+    # Turns are appended one by one, under a hidden name, and then renamed in one step.
     gathered = client.session(f"import {secrets.token_hex(16)}", "unfinished")
     ends = [*(turn.first_block for turn in content.turns), len(content.keys)][1:]
     try:

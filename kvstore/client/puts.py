@@ -42,7 +42,7 @@ _REACHED = (None, *Durability)  # by code
 
 
 class ArmedPuts:
-    """A batch of armed puts: wait for it, look at it, or let it be.
+    """A batch of armed puts. Wait for it, check its progress, or ignore it.
 
     Each block is a row of a group, into which the C core writes when it fired and what the node acknowledged. Events
     tell only what went wrong, and once, if nobody waits, that all of it is over. Of the batch's tags the put of block i
@@ -61,7 +61,7 @@ class ArmedPuts:
         span: PutSpan | None = None,
         heads: Heads | None = None,
     ) -> None:
-        """`heads` say what the blocks are, at the latest when they fire; without a `flag` they do so at once."""
+        """`heads` describe the blocks, by the time they fire; without a `flag` they fire at once."""
         self._client = client
         self._told = watch
         self._span = span
@@ -238,7 +238,7 @@ class ArmedPuts:
     # --- for the application
 
     def name(self, number: int, key: bytes) -> None:
-        """Say which block it is, of one that was armed without a key: before its put fires, which fails otherwise."""
+        """Set the key of a block that was armed without one. A put that fires before that fails."""
         if self._keys.get(number) != b"" or len(key) != KEY_BYTES:
             raise InvalidArgument(
                 f"Only a put without a key can be named, once, with a key of {KEY_BYTES} bytes."
@@ -264,7 +264,7 @@ class ArmedPuts:
             return self._results
 
     def cancel(self) -> int:
-        """Withdraw the puts that have not gone out, exactly; returns how many."""
+        """Withdraw exactly the puts that have not been sent; returns how many."""
         with self._client.lock:
             waiting = [self._tag + 2 * i for i, row in enumerate(self._group.rows()) if not row.over]
             return self._client.fabric.cancel(waiting) if waiting else 0
@@ -275,13 +275,13 @@ class ArmedPuts:
         return not self._group.open_rows
 
     def wait_landed(self, timeout_s: float) -> bool:
-        """Wait until every put has landed or failed, so that the sources may be written again; returns whether so."""
+        """Wait until every put has landed or failed, after which the sources may be overwritten; False on timeout."""
         return self._group.wait_landed(timeout_s)
 
     def abandon(self) -> None:
-        """End what has not landed, at any price: when this returns, nothing reads the sources any more.
+        """End all puts that have not landed, whatever it takes. When this returns, nothing reads the sources any more.
 
-        What has not gone out never does. If anything has, and the node has not said that it landed, the link is lost.
+        Unsent puts are never sent. If one has been sent and the node has not reported it landed, the link is closed.
         """
         settled = threading.Event()
 
@@ -305,9 +305,9 @@ class ArmedPuts:
                 lose_unless_landed()
 
     def wait(self, timeout_s: float) -> list[PutResult]:
-        """Wait until every put has ended; the results in the order of the blocks.
+        """Wait until every put has ended. Returns the results in the order of the blocks.
 
-        Blocks that are still under way when the time is over are reported with DeadlineExceeded; they go on.
+        Blocks still pending at the timeout are reported as DeadlineExceeded, and continue.
         """
         self.wait_ended(timeout_s)
         return self.told(timeout_s)
@@ -317,7 +317,7 @@ class ArmedPuts:
         self._group.wait(len(self._blocks), timeout_s)
 
     def told(self, waited_s: float) -> list[PutResult]:
-        """What is known now of each, after a caller has waited for so long."""
+        """The state of each, after a caller has waited this long."""
         with self._client.lock:
             self._end_if_over()
             if self._results is not None:

@@ -4,10 +4,10 @@ A node that was replaced, or has just joined, has nothing of what it should have
 put to it, so what is used is where it should be again.
 
 What always holds: the bytes are copied before the get returns, so its caller may write to its memory again; no more
-is copied once `REPAIR_BYTES_MAX` are held, and the rest is left for the next get; nobody waits for it. A put that fails
-is forgotten. What was deleted after it was asked for is not put back: the node knows its deletions, and is told how
+is copied once `REPAIR_BYTES_MAX` are held; the rest is left for the next get. No caller waits for it. A put that fails
+is forgotten. A block deleted after it was requested is not put back: the node knows its deletions, and is told how
 long ago that was.
-What it doesn't do: look for blocks that nobody reads.
+What it doesn't do: look for blocks that are not read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Repairs:
                 self._held_bytes -= len(one.data)
 
     def close(self) -> None:
-        """Leave what is waiting. The clients are closed already, so what is under way ends."""
+        """Drop what is waiting. The clients are closed already, so pending puts end."""
         with self._changed:
             self._closed = True
             self._changed.notify()

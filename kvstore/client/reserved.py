@@ -37,7 +37,7 @@ __all__ = ["Reservation", "lease_deadline_ns"]
 
 
 class Reservation:
-    """Leased slots for a batch of blocks. Arm it, or give it back."""
+    """Leased slots for a batch of blocks. Arm them or give them back."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Reservation:
 
     @property
     def already_stored(self) -> int:
-        """How many of the blocks the node has already; nothing is sent for them."""
+        """How many of the blocks are already stored; they are not sent."""
         return sum(lease.already_stored for lease in self._leases)
 
     def _spend(self) -> None:
@@ -71,7 +71,7 @@ class Reservation:
         self._spent = True
 
     def arm(self, flag: FlagWord | Counter | None) -> ArmedPuts:
-        """Queue the puts: each goes out when `flag` reaches its block's threshold, without one at once."""
+        """Queue the puts. Each is sent when `flag` reaches its block's threshold; without a flag, at once."""
         self._spend()
         try:
             return _LeasedPuts(
@@ -92,7 +92,7 @@ class Reservation:
             raise
 
     def give_back(self) -> None:
-        """Return the leases: nothing will be put. When this returns, the slots are free again."""
+        """Return the leases without putting anything. When this returns, the slots are free."""
         self._spend()
         of_lease = list(zip(self._leases, self._words, strict=True))
         with self._client.lock:

@@ -7,10 +7,10 @@
             ...        # attention over this layer, while the next ones come
         resumed = back.whole()
 
-What always holds: whoever waits is told True only if all of it is in memory, checked; after a miss nothing
+What always holds: a wait returns True only if all of it is in memory, checked; after a miss nothing
 more is asked for; when `whole` or `close` returns nothing of it is under way any more. Blocks are pinned until then,
 unless they are more than a tenant may pin. All of it ends within its deadline.
-What it doesn't do: have a thread. The next blocks are asked for when somebody waits; two batches are under way at
+What it doesn't do: have a thread. The next blocks are requested while a caller waits; two batches are pending at
 a time. One thread waits at a time.
 """
 
@@ -47,7 +47,7 @@ __all__ = ["Manifest", "Resumed", "Resuming"]
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a resume has brought. Only the first `usable_blocks` of the memory hold what they should."""
+    """The result of a resume. Only the first `usable_blocks` of the memory hold correct bytes."""
 
     blocks: int  # of the session
     tokens: int
@@ -57,7 +57,7 @@ class Resumed:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the session."""
+        """Whether the whole session arrived."""
         return self.miss is None
 
 
@@ -117,7 +117,7 @@ class Resuming(Handle):
         self._outcomes: list[Hit | Miss | None] = [None] * len(layers)
         self._batches: deque[_Batch] = deque()
         self._asked = 0
-        self._came = 0  # of those asked, so many outcomes are known, without a gap
+        self._came = 0  # outcomes known of those requested, without a gap
         self._miss = manifest.miss
         self._closed = False
         self._held = ExitStack()
@@ -132,7 +132,7 @@ class Resuming(Handle):
         try:
             time_to_live_ms = max(1, int(self._left_s() * 1000))
             self._held.enter_context(self._client.pin(self._manifest.keys, time_to_live_ms=time_to_live_ms))
-        except KvError:  # what is not pinned may miss, and then says so
+        except KvError:  # unpinned blocks may miss, which is reported
             pass
 
     def _ask(self) -> None:
@@ -166,7 +166,7 @@ class Resuming(Handle):
         return block
 
     def wait_blocks(self, count: int) -> bool:
-        """Wait for the first so many blocks, as they were asked for; whether they all came."""
+        """Wait for the first `count` blocks in the order requested; returns whether they all arrived."""
         count = min(count, len(self._order))
         if self._closed and self._came < count and self._miss is None:
             raise Closed("The resume was closed before all blocks had arrived.")
@@ -180,11 +180,11 @@ class Resuming(Handle):
         return self._miss is None
 
     def wait_layer(self, layer: int) -> bool:
-        """Wait for the blocks of all layers up to this one; whether they all came."""
+        """Wait for the blocks of all layers up to this one; returns whether they all arrived."""
         return self.wait_blocks(sum(one <= layer for one in self._layers))
 
     def _take(self, batch: _Batch, count: int) -> None:
-        """Wait for the first so many outcomes of the batch that was asked for first."""
+        """Wait for the first `count` outcomes of the batch that was requested first."""
         outcomes = batch.get.wait(count)
         for number, outcome in zip(batch.numbers, outcomes, strict=False):
             self._outcomes[number] = outcome
@@ -196,7 +196,7 @@ class Resuming(Handle):
             self._batches.popleft()
 
     def whole(self) -> Resumed:
-        """Wait for all of it, and say what came: all blocks, or a MISS and what is usable before it."""
+        """Wait for all blocks. The result is all of them, or a MISS with the blocks usable before it."""
         self.wait_blocks(len(self._order))
         self._settle()
         usable = next(
@@ -213,7 +213,7 @@ class Resuming(Handle):
         return resumed
 
     def close(self) -> None:
-        """Wait until nothing is under way any more, and let the blocks go. Nothing more is asked for."""
+        """Request nothing more, wait until nothing is pending, and release the blocks."""
         self._settle()
         if self._span is not None:
             self._span.closed(self._came)

@@ -1,6 +1,6 @@
 """The file of an exported session, as `docs/sessions.md` has it under "Export and import", written and read as streams.
 
-Always holds: what is read has passed its checks, and `read_end` has seen the whole file: no byte of it was changed,
+What always holds: what was read has passed its checks, and `read_end` has seen the whole file: no byte was changed,
 none is missing and none follows. One block at a time is in memory; a length is believed only if a block can have it.
 
 It names no tenant, no user and no session, and no node's secret goes into it. It knows no client.

@@ -62,7 +62,7 @@ __all__ = ["ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"
 
 @dataclass(frozen=True, slots=True)
 class TurnInfo:
-    """A turn: its blocks and its tokens, each from the first to the one behind the last."""
+    """A turn: the range of its blocks and of its tokens."""
 
     blocks: range
     tokens: range
@@ -158,12 +158,12 @@ class Session:
         time_to_live_ms: int | None = None,
         durability: Durability = Durability.WRITTEN,
     ) -> int:
-        """Name blocks, which are stored, as a turn of so many tokens; returns how many blocks the session has now.
+        """Append stored blocks as a turn of `tokens` tokens; returns how many blocks the session has now.
 
-        With a time to live it ends by itself so long from now, as `limit` says.
+        With a time to live, the session expires that long from now, as with `limit`.
 
-        SessionRefused, and nothing done, if somebody else has changed the session since this object last saw it (`info`
-        looks again), or if a block is not stored.
+        SessionRefused, and no change, if the session was changed elsewhere since this object last saw it (`info`
+        refreshes that), or if a block is not stored.
         """
         if not keys:
             raise InvalidArgument("A turn has at least one block.")
@@ -197,7 +197,7 @@ class Session:
             self._blocks = 0
 
     def info(self) -> SessionInfo:
-        """What it is made of; NoSession if it is not there."""
+        """Its blocks, tokens and turns; NoSession if it does not exist."""
         answer = self._get(0)
         turns = _turns(answer)
         told, token = [], 0
@@ -234,7 +234,7 @@ class Session:
         blocks: int | None = None,
         durability: Durability = Durability.WRITTEN,
     ) -> Session:
-        """Make a session of this one's first blocks, or of all; they go their own ways from there."""
+        """Create a session that shares this one's first blocks, or all. The two change independently."""
         fork = Session(self._calls, self.user if user is None else user, name)
         request = pb.ForkSessionRequest(
             source=self._name, name=fork._name, blocks=blocks, durability=durability_message(durability)
@@ -244,7 +244,7 @@ class Session:
         return fork
 
     def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
-        """Let it name its first blocks only. The others stay where they are."""
+        """Keep only its first blocks. The others stay stored."""
         request = pb.TruncateSessionRequest(
             name=self._name, blocks=blocks, durability=durability_message(durability)
         )
@@ -252,7 +252,7 @@ class Session:
             self._blocks = self._calls.stub.TruncateSession(request, timeout=self._calls.timeout_s).blocks
 
     def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
-        """Forget it, and with it, if so asked, the blocks that no other session names; returns how many those are."""
+        """Remove the session and, on request, the blocks in no other session; returns how many blocks were deleted."""
         request = pb.RemoveSessionRequest(
             name=self._name, delete_blocks=delete_blocks, durability=durability_message(durability)
         )
@@ -264,9 +264,9 @@ class Session:
         return int(answer.unreferenced)
 
     def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
-        """Let it end by itself so long from now, 0 for never; returns when that is, in milliseconds since 1970.
+        """Set its time to live, 0 for none; returns when it expires, in milliseconds since 1970.
 
-        Then it is removed, with its protection, and its blocks stay as long as others do.
+        It is then removed, with its protection. Its blocks stay, subject to eviction.
         """
         request = pb.LimitSessionRequest(
             name=self._name, time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
@@ -275,24 +275,24 @@ class Session:
             return int(self._calls.stub.LimitSession(request, timeout=self._calls.timeout_s).expires_unix_ms)
 
     def export(self, file: BinaryIO, *, progress: Progress | None = None) -> int:
-        """Write it, with its blocks, into a file from which any tenant's client can import it; returns its blocks.
+        """Write it, with its blocks, into a file that any tenant's client can import; returns how many blocks.
 
-        `progress` is told, after each block, how many are written, and of how many.
-        SessionFileError if a block can't be had; then no import takes what was written.
+        `progress` is called after each block with how many are written, and of how many.
+        Raises SessionFileError if a block can't be read; an import then refuses the file.
         """
         return export_session(self._calls.client, self, file, progress)
 
     def protect(self, blocks: int = 0) -> None:
-        """Keep its first blocks from being evicted, or all, those to come as well, until that is ended.
+        """Protect its first blocks from eviction, or all, including later ones, until `unprotect`.
 
-        It stands in the session's manifest, synced: a restart of the node, a lost index or power loss doesn't end it.
+        The session's manifest records it, synced: it survives a restart of the node, a lost index and power loss.
         """
         with self._calls.calling("Protecting a session"):
             request = pb.ProtectSessionRequest(name=self._name, blocks=blocks)
             self._calls.stub.ProtectSession(request, timeout=self._calls.timeout_s)
 
     def unprotect(self) -> bool:
-        """Let its blocks go again; returns whether they were protected."""
+        """End the protection; returns whether there was one."""
         with self._calls.calling("Ending a session's protection"):
             request = pb.UnprotectSessionRequest(name=self._name)
             return bool(
@@ -300,7 +300,7 @@ class Session:
             )
 
     def prefetch(self) -> int:
-        """Have the node read its first blocks into its memory, and don't wait; returns how many that will be."""
+        """Have the node read its first blocks into its memory, without waiting; returns how many it will read."""
         with self._calls.calling("Prefetching a session"):
             request = pb.PrefetchSessionRequest(name=self._name)
             metadata = self.notes.metadata()
@@ -317,9 +317,9 @@ class Session:
         layout: Layout | None = None,
         timeout_s: float | None = None,
     ) -> Resumed:
-        """Bring its blocks into memory, in order, each where `place(number, key)` says: whole, or a MISS.
+        """Get its blocks, in order, each into what `place(number, key)` returns. The result is all of them, or a MISS.
 
-        They are pinned meanwhile, so that no eviction takes one in between, unless they are more than a tenant may pin.
+        They are pinned meanwhile, so that none is evicted, unless there are more than a tenant may pin.
         """
         with self.resuming(place, layout=layout, timeout_s=timeout_s) as resuming:
             return resuming.whole()
@@ -332,9 +332,9 @@ class Session:
         timeout_s: float | None = None,
         layer_of: Callable[[int], int] | None = None,
     ) -> Resuming:
-        """Begin the same, and don't wait: the first blocks can be used before the last have come.
+        """Start a resume without waiting for it. The first blocks can be used before the last arrive.
 
-        `layer_of(number)` says which layer a block is of, if it is of one: those of the lowest are brought first.
+        `layer_of(number)` gives the layer of a block, if it has one; the lowest layers are fetched first.
         """
         clock = SystemClock()
         if timeout_s is None:
@@ -352,7 +352,7 @@ class Session:
         return None if spans is None else spans.resume()
 
     def manifest(self, timeout_s: float | None = None) -> Manifest:
-        """What its blocks are, or a Miss that says why nobody knows."""
+        """Its list of blocks, or a Miss with the reason why it is unknown."""
         try:
             session = self._get(SESSION_BLOCKS_MAX, timeout_s)
         except NoSession as error:
@@ -373,7 +373,7 @@ class Session:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> Reservation:
-        """Lease slots for blocks that will be this session's, as `Client.reserve` does, and say so to the node."""
+        """As `Client.reserve`, for blocks of this session; the node traces them as such."""
         if blocks:
             self.notes.registered(blocks[0].region)
         return self._calls.client.reserve(
@@ -393,7 +393,7 @@ class Session:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> ArmedPuts:
-        """Arm puts of blocks that will be this session's, as `Client.arm` does, and say so to the node."""
+        """As `Client.arm`, for blocks of this session; the node traces them as such."""
         if blocks:
             self.notes.registered(blocks[0].region)
         return self._calls.client.arm(
@@ -406,16 +406,16 @@ class Session:
         )
 
     def mark(self, step: Step, *, tokens: int = 0, detail: str = "") -> None:
-        """Note what only the application knows, such as Step.ANSWERED; told with the next call, or by `report`."""
+        """Record a step that only the application knows, such as Step.ANSWERED; the next call or `report` sends it."""
         self.notes.note(step, tokens=tokens, detail=detail)
 
     def report(self) -> None:
-        """Tell the node what was seen here, where no other call would. A node that is away is not told."""
+        """Send recorded steps to the node, if no other call will. Failures are ignored."""
         with suppress(KvError):
             self._calls.steps.report(self.notes)
 
     def trace(self) -> Trace:
-        """What the node, and who reported to it, saw of the session's last turns."""
+        """What the node and its clients recorded of the session's last turns."""
         return self._calls.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
 
 

@@ -7,7 +7,7 @@ The blocks of the stored shards come into scratch memory of the reader's own, ar
 what this shard has of them is copied to where it is wanted.
 
 What always holds: memory of a block that missed is not touched; a block is a hit only if all that it is made of was.
-What it doesn't do: find out how many shards stored the blocks; whoever keeps the session knows.
+What it doesn't do: find out how many shards stored the blocks; the session's owner knows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ShardReader", "Wanted"]
 
 
 class Wanted(NamedTuple):
-    """A block by the chained hash of its tokens, and where in registered memory it shall be."""
+    """A block by the chained hash of its tokens, and its destination in registered memory."""
 
     chained_hash: bytes
     region: Region
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
 
 
 class ShardReader(Handle):
-    """Reads blocks of one layout that were put by `stored_shards` shards."""
+    """Reads blocks of one layout that `stored_shards` shards put."""
 
     def __init__(self, client: Client, layout: Layout, stored_shards: int) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class ShardReader(Handle):
         self._region = client.register(self._scratch)
 
     def get(self, wanted: Sequence[Wanted], *, timeout_s: float | None = None) -> list[Hit | Miss]:
-        """Get blocks to where they are wanted; a Hit or a Miss for each, in order."""
+        """Get blocks into their destinations. Returns a Hit or a Miss for each, in order."""
         if timeout_s is None:
             timeout_s = self._client.reach.get_timeout_s
         for one in wanted:
@@ -100,6 +100,6 @@ class ShardReader(Handle):
         return outcomes
 
     def close(self) -> None:
-        """Give the scratch memory back."""
+        """Free the scratch memory."""
         self._region.close()
         self._scratch.close()

@@ -47,7 +47,7 @@ class Slabs:
         self._used: list[Slab] = []  # given back, and something may still use them
 
     def take(self, size_bytes: int) -> Slab:
-        """One of at least so many bytes; FabricError if there is no such memory."""
+        """One of at least `length` bytes; FabricError if there is no memory for it."""
         with self._lock:
             self._close_used()
             if size_bytes <= SLAB_BYTES and self._free:
@@ -60,7 +60,7 @@ class Slabs:
             raise
 
     def give_back(self, slab: Slab) -> None:
-        """Nobody needs it any more."""
+        """It is no longer needed."""
         with self._lock:
             if slab.region.is_idle and len(slab.memory) == SLAB_BYTES and len(self._free) < SLABS_KEPT:
                 self._free.append(slab)

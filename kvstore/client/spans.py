@@ -91,7 +91,7 @@ class ClientSpans:
         }
 
     def close(self) -> None:
-        """Finish what has ended, not for ever."""
+        """Finish ended spans, with a deadline."""
         self.teller.close()
 
 
@@ -124,7 +124,7 @@ class _Teller:
                 finish = self._waiting.popleft()
             try:
                 finish()
-            except Exception:  # the application's processor: whatever it raises, the next span is told
+            except Exception:  # the application's processor: an error in it does not affect the next span
                 log.exception("a span could not be finished")
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class GetSpan(_Open):
         self._taken_ns = at_ns
 
     def before(self, ended: Ended | None) -> Ended:
-        """What is to be called with the outcomes, so that the span hears of them first."""
+        """A callback for the outcomes that ends the span first."""
 
         def both(outcomes: list[Hit | Miss]) -> None:
             self._end(lambda: self._describe(outcomes))
@@ -288,7 +288,7 @@ class InlineSpan(_Open):
             yield key, data
 
     def put(self, blocks: int, failed: Sequence[Exception]) -> None:
-        """So many were sent, and these of them were not kept."""
+        """The put has ended: how many blocks were sent, and which were not kept."""
 
         def describe() -> None:
             self._say_size(blocks)
@@ -299,7 +299,7 @@ class InlineSpan(_Open):
         self._end(describe)
 
     def got(self, blocks: int, hits: int, missed: Counter[MissReason]) -> None:
-        """So many were asked for, and this has become of them."""
+        """The get has ended: how many blocks were requested, and their outcomes."""
 
         def describe() -> None:
             self._say_size(blocks)
@@ -320,7 +320,7 @@ class ResumeSpan(_Open):
         self._end(lambda: self._describe(resumed))
 
     def closed(self, came: int) -> None:
-        """Nobody wanted to know whether it was whole; so many of the first blocks came."""
+        """Closed without waiting for the whole; this many of the first blocks arrived."""
         self._end(lambda: self.span.set_attribute("kvstore.blocks.usable", came))
 
     def _describe(self, resumed: Resumed) -> None:

@@ -52,7 +52,7 @@ class Follower(Protocol):
 
 
 class Trace(NamedTuple):
-    """What was seen of a session, the earliest first; `at_ns` is how long before `now_unix_ms`."""
+    """A session's recorded steps, earliest first; `at_ns` counts back from `now_unix_ms`."""
 
     seen: tuple[Seen, ...]
     now_unix_ms: int
@@ -110,7 +110,7 @@ class Notes:
     # --- as the watch of transfers
 
     def armed(self, blocks: Sequence[Block], puts: ArmedPuts) -> None:
-        """Puts have been armed; what becomes of them is told when they have ended."""
+        """Puts have been armed; their outcome is reported when they have ended."""
         thresholds = [block.threshold for block in blocks]
         self.note(
             Step.ARMED,

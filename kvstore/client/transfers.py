@@ -1,4 +1,4 @@
-"""Puts and gets of one client over the fabric: what is armed, reserved, fetched.
+"""Puts and gets of one client over the fabric: arming, reserving, fetching.
 
 What always holds: a batch that can't be is refused by one typed error before anything is sent; a get gives exact
 bytes, or a Miss with its reason, and never raises because a node is away; once a call has ended nothing of it writes to

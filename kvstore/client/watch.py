@@ -1,7 +1,7 @@
-"""Who watches transfers: a session is told what becomes of its blocks, and says on each call whose session it is for.
+"""Watches of transfers: a session is notified of its blocks' outcomes, and adds its name to each call.
 
-What always holds: a watch is told of each put's end once, with the client's lock held, so it must not wait.
-What it doesn't do: change what is transferred, or when.
+What always holds: a watch is notified of each put's end once, with the client's lock held, so it must not wait.
+What it doesn't do: change transfers or their timing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Watch(Protocol):
 
 
 def metadata_of(watch: Watch | None) -> Metadata:
-    """What goes along with a call; nothing, if nobody watches."""
+    """The metadata of a call; none without a watch."""
     return () if watch is None else watch.metadata()
 
 
 def within(span: PutSpan | GetSpan | InlineSpan | ResumeSpan | None) -> AbstractContextManager[object]:
-    """Let calls be told as of this span; as they are, if nobody traces."""
+    """Add this span's context to calls; unchanged without tracing."""
     return nullcontext() if span is None else span.current()

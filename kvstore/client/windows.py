@@ -32,7 +32,7 @@ __all__ = ["get_in_windows", "needs_windows"]
 
 
 class _Begins(Protocol):
-    """Ask for blocks that lie in one run each, within so many seconds."""
+    """Request blocks that are in one run of memory each, with a timeout."""
 
     def __call__(self, blocks: Sequence[Block], timeout_s: float) -> Get | NoGet: ...
 
@@ -136,9 +136,7 @@ def get_in_windows(
             while under_way:
                 outcomes += under_way[0].finish()
                 under_way.popleft()
-        except (
-            BaseException
-        ):  # such as a signal's: what was asked for still has to be waited for, to be ended
+        except BaseException:  # such as a signal's: pending requests still have to be ended
             threading.Thread(
                 target=lambda left=list(under_way): [one.let_go() for one in left],
                 name="kvstore-get",

@@ -63,7 +63,7 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One check: what was found, what it means here, and what to do (empty: nothing)."""
+    """One check: the finding, what it means here, and what to do (empty: nothing)."""
 
     check: str
     status: Status

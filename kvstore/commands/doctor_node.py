@@ -62,7 +62,7 @@ def _check_calls(client: Client) -> Iterator[Result]:
     with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:
             region = client.register(memory)
-            name = block_key(b"doctor", secrets.token_bytes(16))  # nobody has it
+            name = block_key(b"doctor", secrets.token_bytes(16))  # no other node has it
             # Longer than a connection may take: then it says itself what it waited for.
             timeout_s = client.reach.connect_timeout_s + client.reach.call_timeout_s
             (answer,) = client.get([Block(name, region, 0, PAGE_BYTES)], timeout_s=timeout_s)

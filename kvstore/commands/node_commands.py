@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_node_commands", "reach", "reach_node"]
 
-DEFAULT_NODE = "127.0.0.1:7070"  # where `kvstore serve` listens if it is told nothing
+DEFAULT_NODE = "127.0.0.1:7070"  # where `kvstore serve` listens by default
 _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 

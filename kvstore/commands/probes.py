@@ -82,7 +82,7 @@ def _pace(size_bytes: int, step: Callable[[int], int]) -> tuple[int, float]:
 
 
 def measure_drive(folder: Path, size_bytes: int = MEASURE_BYTES) -> tuple[float, float]:
-    """Sequential GB/s of O_DIRECT writes (with fsync) and reads, in a file that nobody else sees."""
+    """Sequential GB/s of O_DIRECT writes (with fsync) and reads, in a private file."""
     made, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=folder)
     os.close(made)
     try:

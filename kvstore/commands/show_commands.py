@@ -37,7 +37,7 @@ def stats(client: Client, *, as_json: bool) -> int:
 
 
 def numbers(told: StatisticsResponse) -> dict[str, object]:
-    """All of it under the names of the proto; what was missed or evicted, by reason."""
+    """All figures under the names of the proto; misses and evictions by reason."""
     found: dict[str, object] = {}
     for field in told.DESCRIPTOR.fields:
         if field.name == "misses":

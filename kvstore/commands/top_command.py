@@ -146,7 +146,7 @@ def _bar(used_bytes: int, size_bytes: int) -> str:
 
 
 class Top:
-    """One run of the command. `pause` waits so many seconds."""
+    """One run of the command. `pause` sleeps for a number of seconds."""
 
     def __init__(
         self, client: Client, node: str, clock: Clock, pause: Callable[[float], object], out: TextIO

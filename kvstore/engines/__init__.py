@@ -1,1 +1,1 @@
-"""Serving engines as clients: each a package of its own, thin, and imported by nothing else of ours."""
+"""Adapters for serving engines: one thin package each, imported by no other package."""

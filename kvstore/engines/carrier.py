@@ -10,7 +10,7 @@ What always holds: nothing that a node does raises here; it is False, or 0. A ca
 which may take `call_timeout_ms` longer to attach and to get its leases; once it has ended, nothing reads or writes the
 caller's memory any more. True of a get means that the exact bytes are in place. Any thread.
 
-What it doesn't do: keep the memory alive; who registers it keeps it until `close`.
+What it doesn't do: keep the memory alive; the caller keeps it until `close`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Area(NamedTuple):
 
 
 class _Client(Protocol):
-    """What is asked of one node's client, or of a cluster's; each has its own kind of blocks."""
+    """The calls needed of a node's or a cluster's client; each has its own kind of blocks."""
 
     def register(self, memory: Buffer) -> Region | Everywhere: ...
     def arm(self, blocks: Sequence[Any]) -> ArmedPuts | ClusterPuts: ...
@@ -122,7 +122,7 @@ class Carrier(Handle):
         )
         self._clock = SystemClock()
         self._areas: list[_Area] = []
-        self._putting = threading.Lock()  # the node has so many slots for this client and no more
+        self._putting = threading.Lock()  # the client has a fixed number of slots on the node
 
     def register(self, address: int, length: int) -> bool:
         """Let blocks in this memory go over the fabric; whether they will. FabricError if they had to and can't."""

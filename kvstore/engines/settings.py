@@ -27,7 +27,7 @@ class EngineSettings:
 
     reach: Reach
     transport: str = "auto"  # the fabric where it opens, else inside gRPC
-    replicas: int = 1  # of the nodes of a cluster, so many keep a block
+    replicas: int = 1  # how many nodes of a cluster keep a block
     weights: str = ""  # what tells these weights from others of the same model name
     lookup_timeout_ms: int = 500
     load_timeout_ms: int = 5_000

@@ -1,9 +1,9 @@
-"""The audit log: who came, who was turned away, who removed what. One line of JSON each.
+"""The audit log: callers admitted and refused, and removals. One line of JSON each.
 
     {"at_ms": 1763716000000, "what": "attach", "tenant": "acme", "peer": "ipv4:10.0.0.7:50112", "outcome": "ok", ...}
 
 What always holds: a line is in the file before the call that it is of is answered; lines of refusals and
-removals are bounded, of one tenant or host and of all, so that nobody fills the drive by knocking, or hides another's
+removals are bounded, of one tenant or host and of all, so that no caller fills the drive, or hides another's
 line (the next line counts what was left out); no token or key of memory is in it; a log that can't be written stops
 nothing, and says so once.
 What it doesn't do: tell of puts and gets, which are too many; `kvstore explain` and the metrics do.
@@ -72,7 +72,7 @@ class Audit(Handle):
         )
 
     def refused(self, what: str, *, tenant: str, peer: str, why: str) -> None:
-        """Something was refused to somebody."""
+        """A caller was refused."""
         if self._is_too_much(_host(peer)):
             return
         self._write(

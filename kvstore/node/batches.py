@@ -9,6 +9,7 @@ A client that stands still is ended after `INLINE_TIMEOUT_MS`; what it had sent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -81,7 +82,7 @@ class BatchesService:
                 await answering
             finally:
                 puts.drop()
-                answering.cancel()
+                await puts.stop(answering)
                 if spans is not None and parent is not None:
                     spans.inline_put(parent, began_ns, puts.blocks, puts.size_bytes, puts.durability)
 
@@ -165,6 +166,7 @@ class _Puts:
         self._changed = asyncio.Event()  # there is something to tell
         self._freed = asyncio.Event()  # memory has come back
         self._over = False
+        self._stopped = False
 
     async def take(self, message: PutMessage) -> None:
         """Take what a message brings."""
@@ -275,10 +277,22 @@ class _Puts:
         while not (self._over and not self._pieces and not self._ends):
             await self._changed.wait()
             self._changed.clear()
+            if self._stopped:
+                return
             ends, self._ends = self._ends, []
             if ends:
                 async with deadline("A reader"):
                     await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())
+
+    async def stop(self, answering: asyncio.Task[None]) -> None:
+        """Let the message that is being sent go out, and no other.
+
+        The call's status can't be sent beside it: cancelled in its middle, the call would end at its caller's deadline.
+        """
+        self._stopped = True
+        self._changed.set()
+        with contextlib.suppress(Exception):  # it has ended the call already, or what is ending it counts
+            await answering
 
     def end(self) -> None:
         """Note that no more comes."""

@@ -1,4 +1,4 @@
-"""The service Blocks: what is asked about stored blocks, and pins and deletions of them. No byte of theirs moves.
+"""The service Blocks: look-ups, pins and deletions of stored blocks. It moves no payloads.
 
 What always holds: a call sees the blocks of its caller's tenant and no others; what `Exists` and `Prefix` say of a
 block is what a get would have said at that moment, but for a record that fails its checks.

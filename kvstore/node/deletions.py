@@ -6,7 +6,7 @@ have been deleted, on both.
 What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; also if it
 was read before the node began, or before a deletion that is not remembered any more; no more than
 `DELETIONS_KEPT_MAX` are kept.
-What it doesn't do: refuse a put that is no copy: whoever puts anew what was deleted means it.
+What it doesn't do: refuse a put that is not a copy: a client that puts a deleted block again means it.
 """
 
 from __future__ import annotations

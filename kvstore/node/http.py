@@ -1,17 +1,16 @@
-"""A small HTTP/1.1 server on a thread and a loop of its own: GET and HEAD, one request a connection, nothing else.
+"""A small HTTP/1.1 server on its own thread and loop: GET and HEAD, one request per connection.
 
-Health is answered on that thread, whatever the node's does meanwhile; what else is asked passes the gate and is
-answered on the node's.
+Health is answered on that thread, whatever the node's thread is doing. Other requests are authenticated and answered on
+the node's thread.
 
-What always holds: so many connections at a time and no more, those in their handshake included, and so many of one
-source; where one more comes, it takes the place of the oldest of its source whose request has not come, or of the
-source that has most. A request has a bounded size, comes within its time or not at all, and its answer is taken within
-its time; it passes the gate first, but for health. Where clients need certificates, who shows none is told nothing but
-health. There is no way to change anything.
-What it does not do: keep a connection, take a body, compress. It is asked by a Prometheus and a few people.
+What always holds: the number of connections is bounded, in all and per source, including those in their handshake. A
+further one closes the oldest of its source that has sent no request, or one of the source with the most. A request has
+a bounded size and a deadline, and so has its answer. All but health requires authentication; where clients need
+certificates, a client without one gets nothing but health. Nothing can be changed over HTTP.
+What it doesn't do: keep-alive, request bodies, compression. It serves a Prometheus and a few people.
 
-A node without tenants believes whoever comes over loopback. A browser does that for any page of the Internet whose name
-leads to 127.0.0.1, so such a node answers only to hosts that are addresses, or `localhost`.
+A node without tenants trusts any caller on loopback. A browser is such a caller for any web page whose name resolves to
+127.0.0.1, so the node answers only if the host is an address or `localhost`.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Closes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What somebody asks, who has passed the gate."""
+    """An authenticated request."""
 
     tenant: Tenant
     query: Mapping[str, str]
@@ -92,7 +91,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a caller is told."""
+    """A response."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -101,7 +100,7 @@ class Answer:
 
 
 class _Bad(Exception):
-    """A request that is none, or is for nobody here; the status says which."""
+    """An invalid request, or one for an unknown page; the status says which."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -129,7 +128,7 @@ class _Caller:
 
 
 class HttpServer:
-    """Answers what `pages` has an answer for; the pages of `health` answer anybody."""
+    """Serves `pages` to authenticated callers, and `health` to any caller."""
 
     def __init__(
         self,
@@ -217,9 +216,7 @@ class HttpServer:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:  # the process has no descriptor left, or the caller has gone
                 log.warning("--http could not take a connection: %s", error)
-                await asyncio.sleep(
-                    0.1
-                )  # what is wrong does not pass at once, and a loop would stop the others
+                await asyncio.sleep(0.1)  # the cause may persist, and a busy loop would stop other work
                 continue
             caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)
             if not self._make_room(caller.source):
@@ -231,7 +228,7 @@ class HttpServer:
             await asyncio.sleep(0)  # requests that are being served go on, however many connections come
 
     def _make_room(self, source: str) -> bool:
-        """Let somebody go if there are as many as may be, of this source or of all; False if nobody can."""
+        """Close a connection if its source, or all, have the maximum; False if none can be closed."""
         of: dict[str, int] = {}
         here = [one for one in self._serving.values() if not one.leaves]
         for one in here:
@@ -277,7 +274,7 @@ class HttpServer:
                     writer.close()
                     await writer.wait_closed()
         finally:
-            transport.abort()  # whoever has not taken it by now does not get it; nothing after a clean end
+            transport.abort()  # a caller that has not read it by now does not get it; no effect after a clean end
 
     async def _answer(
         self, caller: _Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -321,7 +318,7 @@ class HttpServer:
         return tenant
 
     def _rate_of(self, tenant: bytes | None) -> Rate:
-        """Each tenant's is its own, and all strangers have one: nobody uses up what a monitor may ask."""
+        """One per tenant, and one for all unauthenticated callers, so that they can't use up a monitor's."""
         if tenant not in self._rates:
             self._rates[tenant] = Rate(self._clock, HTTP_REQUESTS_PER_S)
         return self._rates[tenant]

@@ -5,7 +5,7 @@ in seconds, events, null]`. An event is a map with a `type`, or, if so asked, an
 published lately can be had again: a request with a sequence number brings all from there on, then number -1.
 
 What always holds: the node's loop is never kept waiting; what finds no room in the queue is counted and leaves a gap in
-the sequence, so whoever listens knows that something was missed. ZeroMQ authenticates nobody, so nothing leaves
+the sequence, so listeners know that they missed events. ZeroMQ authenticates no one, so nothing leaves
 this machine: only loopback and `ipc://` are listened on (`client.watch`, over gRPC, is for others).
 
 What it doesn't do: tell of blocks that were there when the node started, know tokens, or wait for slow readers.
@@ -51,7 +51,7 @@ class _Noted(NamedTuple):
 
 
 class KvEvents:
-    """A publisher with a thread of its own."""
+    """A publisher with its own thread."""
 
     def __init__(self, config: EventsConfig, clock: Clock) -> None:
         self._clock = clock
@@ -151,7 +151,7 @@ class KvEvents:
         self._published.send_multipart([topic, sequence.to_bytes(_SEQUENCE_BYTES), payload])
 
     def _answer(self) -> None:
-        """Send again what somebody asks for, as far as it is kept."""
+        """Resend requested events, as far as they are kept."""
         assert self._replay is not None
         who, *envelope, begin = self._replay.recv_multipart()
         if len(begin) != _SEQUENCE_BYTES:

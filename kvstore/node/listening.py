@@ -1,4 +1,4 @@
-"""Taking the port for calls, and the certificates for it: what can't be used is told in a sentence of its own.
+"""Listens on the port for calls, with its certificates; each mistake in them has its own message.
 
 What always holds: certificates are looked at before anything listens, each of the files by itself and then as a pair;
 those that are read again later are looked at in the same way, and what can't be used leaves the ones before in force.

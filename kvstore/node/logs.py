@@ -6,7 +6,7 @@ stands before the message, as JSON in fields of its own.
 What always holds: one event is one line, whatever it holds, and what comes from elsewhere can't move a terminal's
 cursor; of one kind of message no more than `LOG_LINES_PER_S` a second are written, the rest is counted and told of with
 the next line of that kind. Errors and above are always written, but for gRPC's traceback of an answer whose caller has
-gone: that is no error of the node's, and whoever likes can make any number of them.
+gone: that is not an error of the node, and clients can cause any number of them.
 
 What it doesn't do: rotate files. It writes to standard error, as service managers and container engines expect.
 """
@@ -70,7 +70,7 @@ class _Json(logging.Formatter):
 
 
 class _Rate(logging.Filter):
-    """Lets so many lines of a kind through each second. A kind is a message before anything is put into it."""
+    """Limits the lines of each kind per second. A kind is a message before its values are inserted."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

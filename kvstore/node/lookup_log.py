@@ -1,12 +1,12 @@
-"""The log of look-ups on the disk: appended to by a thread of its own, rotated, and read when the node opens.
+"""The log of look-ups on the disk: appended to by its own thread, rotated, and read when the node opens.
 
 A frame is its length and a CRC-32 of what follows (4 bytes each, little-endian), then tenant, user and session as
 digests (16 bytes each), the request's id behind its length (one byte), and the look-up as the proto has it. Files are
 numbered upwards; the oldest goes when there are more than `LOOKUP_LOG_FILES`.
 
-What always holds: nobody waits for the disk here; what is not written for want of room, or because the disk does not
+What always holds: no caller waits for the disk; what is not written for lack of room, or because the disk does not
 take it, is counted. What was handed to the kernel survives SIGKILL. A tail that is torn, or wrong in any other way,
-ends its file: what stands before it is good, and new frames take its place.
+ends its file: the frames before it are good, and new frames take its place.
 What it doesn't do: survive power loss; it is never synced.
 """
 
@@ -61,7 +61,7 @@ class Kept(NamedTuple):
         return _HEAD.size + _NAMES.size + len(self.request_id) + len(self.message)
 
     def frame(self) -> bytes:
-        """As it stands in the log."""
+        """The bytes in the log."""
         names = _NAMES.pack(self.tenant, self.session, len(self.request_id))
         body = b"".join((names, self.request_id, self.message))
         return _HEAD.pack(len(body), zlib.crc32(body)) + body
@@ -134,7 +134,7 @@ class LookupLog(Handle):
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what waits, and end; a disk that stands still is not waited for."""
+        """Write what is queued, and end, with a deadline for a stuck disk."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -77,7 +77,9 @@ class Looking:
         self._tenant, self._session = tenant, session
         self._request_id, self._kind = request_id, kind
         self._at_ms, self._began_ns = lookups.clock.wall_ms(), lookups.clock.monotonic_ns()
-        self._gone: dict[int, tuple[int, int]] = {}  # when blocks went, and how long nobody had used them
+        self._gone: dict[
+            int, tuple[int, int]
+        ] = {}  # when blocks were removed, and how long they had been unused
         self.is_over = False
         self.blocks = self.left = blocks
         self.outcomes = bytearray()
@@ -89,7 +91,7 @@ class Looking:
         self.outcomes = bytearray((Outcome.GIVEN_UP,)) * self.blocks
 
     def all_are(self, outcome: Outcome, blocks: int | None = None) -> None:
-        """Say so of the first so many blocks, or of all."""
+        """Set it for the first `count` blocks, or for all."""
         self.outcomes = bytearray((outcome,)) * (self.blocks if blocks is None else blocks)
 
     def add(self, outcome: Outcome) -> None:

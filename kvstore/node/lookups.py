@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Lookups"]
 
 _NO_SESSION = bytes(USER_BYTES + SESSION_BYTES)
-_ROOM_PART = 64  # room is made for so many-th part of the whole at once
+_ROOM_PART = 64  # one part in this many is freed at once
 
 
 class Lookups:
@@ -78,7 +78,7 @@ class Lookups:
     def begin(
         self, told: HasMetadata, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
     ) -> Looking:
-        """Somebody asks for blocks; what it has to tell of look-ups that did not come here is taken down."""
+        """A caller requests blocks. Its report of look-ups that did not reach the node is recorded."""
         request_id = ""
         for key, value in told.invocation_metadata() or ():
             if key == REQUEST_HEADER and isinstance(value, str):

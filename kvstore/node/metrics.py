@@ -1,4 +1,4 @@
-"""What Prometheus is told of a node: every metric, its help and its labels, in one place.
+"""The metrics of a node for Prometheus: each with its help and labels, in one place.
 
 What always holds: names end in their unit, and counters in `_total`; labels have few values, since reasons, calls,
 statuses and drives are few, and tenants are those of the node's file; no user, session or key is one. Values are taken

@@ -52,7 +52,7 @@ def _policy(page: str) -> str:
 
 
 def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -> HttpServer:
-    """Make the server for a node; it listens when it is told to."""
+    """Make the server for a node; `listen` starts it."""
     version = package_version()
     pages: dict[str, Callable[[Question], Awaitable[Answer]]] = {}
     history: History | None = None

@@ -78,7 +78,7 @@ class Prefetches:
     """All of a node's."""
 
     def __init__(self, store: Store, memory: HotMemory, is_wanted_elsewhere: Callable[[], bool]) -> None:
-        """`is_wanted_elsewhere` is whether somebody waits for the drive, or for memory."""
+        """`is_wanted_elsewhere` says whether other work waits for the drive or for memory."""
         self._store = store
         self._memory = memory
         self._is_wanted_elsewhere = is_wanted_elsewhere
@@ -98,7 +98,7 @@ class Prefetches:
         keys: Sequence[bytes],
         ended: Callable[[Prefetched], object] | None = None,
     ) -> Asked:
-        """Queue a session's first blocks, as many as there is a share for; `ended` is told when that is over."""
+        """Queue a session's first blocks, as many as there is a share for; `ended` is called when that is done."""
         before = self._left.pop((tenant, flow), None)
         if before is not None:  # it is asked for again before it has been done: it is done anew
             self._queued.drop(tenant, flow)
@@ -119,7 +119,7 @@ class Prefetches:
         return asked
 
     def _first_of(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes], asked: Asked) -> list[_Wanted]:
-        """Give the blocks up to the first gap, which nobody can use anything behind, and up to the share."""
+        """The blocks up to the first gap, behind which none are usable, and up to the share."""
         left_bytes = self._memory.size_bytes // SHARES
         wanted: list[_Wanted] = []
         for first in range(0, len(keys), PREFIX_STEP_BLOCKS):
@@ -151,7 +151,7 @@ class Prefetches:
         self._left.clear()
 
     def pump(self) -> None:
-        """Read on, unless somebody else waits."""
+        """Read on, unless other work waits."""
         reads: list[GetItem] = []
         while self._reading_bytes < PREFETCH_AHEAD_BYTES and not self._is_wanted_elsewhere():
             one = self._queued.take(lambda _: True)

@@ -1,4 +1,4 @@
-"""Checks that the node can be reached at the fabric address it gives to clients, by reading a word of its own.
+"""Checks that the node can be reached at the fabric address it gives to clients, by reading one of its own words.
 
 What always holds: a node is ready only once that has worked, over an endpoint of the same kind and port range as a
 client's; until then `why` has the reason in words. Each attempt ends within `CONNECT_TIMEOUT_MS`. What it doesn't

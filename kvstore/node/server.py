@@ -1,4 +1,4 @@
-"""`kvstore serve`: opens the store and the fabric, serves until it is told to stop, closes in order.
+"""`kvstore serve`: opens the store and the fabric, serves until it is stopped, closes in order.
 
 The first line on standard output is `ready HOST:PORT` and comes when the node takes calls and has reached itself by the
 fabric address that it tells clients (`kvstore.node.readiness`); everything else goes to standard error. SIGTERM and

@@ -48,7 +48,7 @@ class TakesFlags(Protocol):
     """A row of puts that takes the flags that fired it."""
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
-        """A client reported that a flag fired so many blocks; whether these belong to this row."""
+        """A client reported a flag that fired `blocks` blocks; returns whether they belong to this row."""
         ...
 
 

@@ -8,7 +8,7 @@ What always holds: without a parent, or with one that is not sampled or not writ
 nothing noted. Times are those that the node notes anyhow, and spans are made after acknowledgements have gone out; one
 put's are bounded, whatever the number of its blocks. Nothing in them says whose the blocks are, or which: no tenant, no
 user, no session, no key.
-What it doesn't do: wait for anybody; what takes the spans (`otel`) has a bounded queue.
+What it doesn't do: wait; the exporter (`otel`) has a bounded queue.
 """
 
 from __future__ import annotations

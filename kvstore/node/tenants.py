@@ -1,4 +1,4 @@
-"""Tenants: who may call, for whom, and how much.
+"""Tenants: which callers may call, for which tenant, and how much.
 
 A node without a file of tenants is *open*: it listens on loopback only and takes a caller at its word. With one, every
 call proves who it comes from, by a token (`authorization: Bearer ...`) or by a client certificate that the handshake of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Caller", "Credentials", "Tenant", "Tenants", "credentials_of", "token_digest"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_DEFAULT: Final = "default"  # on an open node, who names no tenant
+_DEFAULT: Final = "default"  # on an open node, for a caller that names no tenant
 _NODE: Final = "(node)"  # no tenant's name
 _BEARER: Final = "bearer "
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -52,7 +52,7 @@ _COMMON: Final = "x509_common_name"
 
 
 def token_digest(token: str) -> str:
-    """What of a token stands in the file of tenants."""
+    """A token's digest, as in the file of tenants."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -87,7 +87,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call: a tenant that has proved it, a node of the cluster or, on an open node, anybody."""
+    """The caller: an authenticated tenant, a node of the cluster or, on an open node, any caller."""
 
     tenants: Tenants
     proved: str | None
@@ -201,7 +201,7 @@ class Tenants:
         return self.named(name)
 
     def named(self, name: str) -> Tenant:
-        """The tenant of this name, who has been proved or needs no proof."""
+        """The tenant of this name, which is authenticated or needs no authentication."""
         tenant = self._known.get(name)
         if tenant is None:
             if _NAME.fullmatch(name) is None:
@@ -209,7 +209,7 @@ class Tenants:
                     "A tenant's name has 1 to 64 letters, digits, dots, dashes and underscores."
                 )
             if len(self._known) >= TENANTS_MAX:
-                self._known.pop(next(iter(self._known)))  # on an open node anybody can make names up
+                self._known.pop(next(iter(self._known)))  # on an open node callers can invent names
             entry = _Entry() if self._entries is None else self._entries[name]
             tenant = Tenant(name, tenant_name(name, self.salt), Rate(self.clock, entry.requests_per_s))
             self._known[name] = tenant

@@ -1,7 +1,7 @@
 """How long things took, in histograms, and the last puts with their times, failed ones too.
 
 What always holds: all of it is noted on the node's own thread, once for blocks that began and ended together, so that
-no lock is shared with anybody; its size is bounded: so many puts, and a histogram for each call that the node answers.
+no lock is shared with another thread; its size is bounded: PUTS_SEEN_MAX puts, and a histogram for each kind of call.
 What it doesn't do: keep anything over a restart, or know a block's key.
 """
 
@@ -48,7 +48,7 @@ class Histogram:
         self.sum_ns = 0
 
     def note(self, lasted_ns: int, times: int = 1) -> None:
-        """Something lasted so long, so many times."""
+        """Note a duration, `times` times."""
         self.counts[bisect_left(_BUCKETS_NS, lasted_ns)] += times
         self.sum_ns += lasted_ns * times
 
@@ -105,7 +105,7 @@ class PutSeen:
         self.kept_ns = max(self.kept_ns, at_ns)
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
-        """A flag fired so many blocks: ours, if they landed soon after it and their flag is not known yet."""
+        """A flag fired `blocks` blocks. Take it if ours landed soon after it and have no flag yet."""
         if self.flagged >= self.blocks or not 0 <= self.landed_ns - at_ns < _FLIGHT_NS:
             return False
         self.flagged += blocks
@@ -195,7 +195,7 @@ class Timings:
     def _just_before(
         self, tenant: bytes, began_ns: int, durability: Durability, trace: SessionTrace | None
     ) -> PutSeen | None:
-        """The last row, if these blocks belong to it: of what is put without asking, each comes by itself."""
+        """The last row, if these blocks belong to it: those put by grants arrive one by one."""
         last = next(reversed(self.puts.values()), None)
         if last is None or last.inline or (last.tenant, last.durability) != (tenant, durability):
             return None

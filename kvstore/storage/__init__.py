@@ -1,1 +1,1 @@
-"""The drive and what stands on it: disk, extents, index, recovery, store."""
+"""The storage engine: disk, extents, index, recovery, store."""

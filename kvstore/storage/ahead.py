@@ -97,7 +97,7 @@ class Ahead:
         return self._memory[begin : begin + length] if result == length else None
 
     def _free_abandoned(self) -> None:
-        """Take back the pieces that nobody will ask for, as far as the drive is done with them."""
+        """Take back the pieces that will not be requested, as far as the drive is done with them."""
         self._reap()
         kept = set(self._guesses.values())
         for piece, result in list(self._results.items()):

@@ -3,7 +3,7 @@
 Always holds: what is being deleted is not found from the call on; a deletion is reported when no header of
 its name is left on the drive, and, if asked for, synced; a block whose put is under way is deleted after it.
 
-It doesn't ask who names a block: sessions go on naming what is deleted, and find it gone.
+It doesn't check references to a block: sessions keep listing deleted blocks, and find them gone.
 """
 
 from __future__ import annotations

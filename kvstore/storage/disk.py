@@ -76,7 +76,7 @@ class Disk(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Give an eventfd, readable when `reap` has something; writing to it wakes whoever waits for it."""
+        """Give an eventfd, readable when `reap` has something; writing to it wakes its waiters."""
         ...
 
     def read_at(self, offset: int, length: int) -> bytes:

@@ -107,7 +107,7 @@ class Doubts:
                 self.commit()
 
     def commit(self) -> None:
-        """Make what has been believed last. If that fails it is doubted again, which costs another check."""
+        """Record what has been verified. If that fails it is doubted again, which costs another check."""
         believed, self._believed = self._believed, set()
         if not believed:
             return

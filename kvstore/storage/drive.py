@@ -325,7 +325,7 @@ class Drive(Handle):
         self._set_off()
 
     def send(self, sends: Sequence[Send]) -> None:
-        """Let somebody else read blocks that the index has at this moment; each is `sent` once the drive is done."""
+        """Let another reader read blocks that the index has now; each is `sent` once the drive is done."""
         self._check(sends)
         self._sends.accept(sends)
         self._set_off()
@@ -346,7 +346,7 @@ class Drive(Handle):
     def evict(self, generations: Sequence[int]) -> int:
         """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
 
-        They are free when nobody reads them and their headers are wiped; nobody is told.
+        They are free when their readers are done and their headers wiped; no event reports that.
         """
         self._check(generations)
         names = [name for name in self._index.names_of(generations) if name is not None]
@@ -397,7 +397,7 @@ class Drive(Handle):
         return self._index.names_of(generations)
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Tell of each (tenant, key) what the index has; expired blocks are told too. One that fails has nothing."""
+        """Tell of each (tenant, key) what the index has; expired blocks are included. One that fails has nothing."""
         try:
             return self._index.lookup(keys)
         except StorageError:  # the drive has stopped by it
@@ -419,7 +419,7 @@ class Drive(Handle):
         Its header is wiped first: it may be good, and would come back after a later deletion of the name.
         """
         self.keeping.quarantine((tenant, key), generation, wipe=True)
-        self._traffic.pump()  # whoever checked the payload need not call again soon
+        self._traffic.pump()  # after a check of the payload, the next call may be late
 
     def used(self, generations: Sequence[int]) -> None:
         """Note that blocks were got from memory, so that the drive keeps them as if it had been asked."""

@@ -1,4 +1,4 @@
-"""Which blocks the drive keeps: every way in and out of the index is told to the eviction's core here.
+"""Reports to the eviction's core: every block that enters or leaves the index.
 
 Always holds:
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "watermarks"]
 
-_LOW_FRACTION: Final = 64  # one in so many pages, but no more than
+_LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
 _MISSES: Final = {Reason.EXPIRED: MissReason.EXPIRED, Reason.QUOTA: MissReason.QUOTA}
@@ -72,7 +72,7 @@ Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
 
 
 class Held(NamedTuple):
-    """A block that somebody guards: what to release."""
+    """A guarded block: what to release."""
 
     name: Name
     generation: int
@@ -82,7 +82,7 @@ class Explanation(NamedTuple):
     """Where a block is, or where it went."""
 
     stored: bool  # it can be got, unless its time is over or it fails a check
-    doubted: bool  # nobody has checked it since a crash
+    doubted: bool  # not checked since a crash
     gone: Eviction | None  # the last one of its name that went, if that is remembered
     now_ms: int
 
@@ -99,7 +99,7 @@ class Explanation(NamedTuple):
 
     @property
     def miss(self) -> Miss:
-        """Give what a get is told of a block that is not stored."""
+        """Give the outcome of a get of a block that is not stored."""
         if self.gone is None:
             return Miss(MissReason.UNKNOWN)
         if self.gone.reason in _FOR_ROOM:
@@ -421,7 +421,7 @@ class Keeping:
         )
 
     def _digest(self, *parts: bytes) -> int:
-        """Give 64 bits for a name, never 0; keyed, so that nobody can make two names meet."""
+        """Give 64 bits for a name, never 0; keyed, so that no client can make two names collide."""
         digest = blake2b(b"".join(parts), digest_size=8, key=self._secret).digest()
         return int.from_bytes(digest, "little") or 1
 

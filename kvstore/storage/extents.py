@@ -124,7 +124,7 @@ class Extents:
         return start
 
     def release(self, start: int, length: int) -> None:
-        """Give an extent back; if somebody reads from it, when they are done."""
+        """Free an extent; if it is being read, when its readers are done."""
         assert self._first <= start < start + length <= self._until
         if start in self._pins:
             assert start not in self._parked
@@ -137,7 +137,7 @@ class Extents:
         self._pins[start] = self._pins.get(start, 0) + 1
 
     def is_pinned(self, start: int) -> bool:
-        """Tell whether somebody reads from an extent."""
+        """Tell whether an extent is being read."""
         return start in self._pins
 
     def unpin(self, start: int) -> None:

@@ -97,7 +97,7 @@ class LentNote(NamedTuple):
 
 
 class FolderLock:
-    """Holds a data folder for this process; the kernel lets go of it when the process dies."""
+    """Locks a data folder for this process; the kernel releases it when the process dies."""
 
     def __init__(self, data: Path) -> None:
         try:
@@ -137,7 +137,7 @@ class NotePlace:
 
     @property
     def note(self) -> CommitNote:
-        """What was noted last, by this process or by one before it; of no drive, if that is damaged."""
+        """The last note, by this process or an earlier one; of no drive, if it is damaged."""
         return CommitNote._make(self._read(b"note", self._at))
 
     def write_note(self, note: CommitNote) -> None:
@@ -146,7 +146,7 @@ class NotePlace:
 
     @property
     def synced(self) -> SyncNote:
-        """What was synced last; nothing, if the note is damaged."""
+        """The last synced note; nothing, if it is damaged."""
         return SyncNote._make(self._read(b"synced", _SYNCED_AT + self._at))
 
     def write_synced(self, note: SyncNote) -> None:

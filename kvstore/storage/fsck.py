@@ -51,7 +51,7 @@ __all__ = ["Report", "check", "run"]
 T = TypeVar("T")
 N = TypeVar("N", bound="tuple[bytes, ...]")
 
-_DAMAGE: Final = {  # what is wrong, and whether a new index mends it
+_DAMAGE: Final = {  # the damage, and whether a new index repairs it
     "damaged copies of the superblock": True,
     "damaged roll: deleted blocks may reappear": True,
     "unusable index": True,
@@ -80,7 +80,7 @@ _NOTES: Final = (
 
 @dataclass
 class Report:
-    """What was found, by what it is: how many, and one example of each kind of damage."""
+    """The findings: how many of each kind of damage, with one example."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Report:
 
     @property
     def left(self) -> list[str]:
-        """What is wrong still, after a repair if there was one."""
+        """The remaining damage, after a repair if there was one."""
         return [what for what in self.damage if not (self.repaired and _DAMAGE[what])]
 
     def lines(self) -> list[str]:

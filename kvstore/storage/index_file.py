@@ -109,7 +109,7 @@ def seal(folder: Path) -> None:
 def unseal(folder: Path) -> None:
     """Take the seal away: the file is about to be changed."""
     seal_path = folder / _SEAL_NAME
-    if seal_path.is_dir():  # whoever has put it there
+    if seal_path.is_dir():  # it is not ours
         shutil.rmtree(seal_path)
     seal_path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What goes into the store and what comes out of it: plain values, no behaviour.
+"""The inputs and outputs of the store: plain values, no behaviour.
 
 Those that are made once a block are named tuples, which Python makes several times faster than data classes.
 """
@@ -81,7 +81,7 @@ class GetItem(NamedTuple):
 class GetDone(NamedTuple):
     """A get has ended: a miss, or a block whose header has been checked and **whose payload has not**.
 
-    Whoever passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page
+    The caller that passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page
     before a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it
     sends; `Store.verify_payload` does it for others.
     """
@@ -116,8 +116,8 @@ class SessionStep(enum.Enum):
     APPEND = (
         enum.auto()
     )  # name these blocks as well, all of which are stored; it makes a session that is not there
-    TRUNCATE = enum.auto()  # name only so many blocks, the first ones
-    FORK = enum.auto()  # become what the first so many blocks of `source` are
+    TRUNCATE = enum.auto()  # keep the first blocks only
+    FORK = enum.auto()  # become a copy of the first blocks of `source`
     REMOVE = enum.auto()  # be gone, and with it, if so asked, the blocks that nothing names any more
     LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
     PROTECT = enum.auto()  # keep its first so many blocks from being evicted, over restarts too; 0: none

@@ -23,7 +23,7 @@ class Outbox(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: dict[Callable[[Sequence[T]], None], list[T]] = {}
-        self.promised = 0  # results that somebody waits for, gathered here or still to come
+        self.promised = 0  # results that are awaited, gathered here or still to come
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -5,7 +5,7 @@ Always holds:
 - A put is reported only when its record is whole on the drive, in the index, and, if asked for, synced
   (`kvstore.storage.writes` keeps the order of all records).
 - A name is written once: later puts of it with the same bytes share the fate of the first, and of what is stored;
-  those with other bytes are told so, and change nothing.
+  those with other bytes fail, and change nothing.
 - The longest life that any of them asks for counts, and is on the drive before that one is reported
   (`kvstore.storage.renewals`).
 - What is stored settles no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it is

@@ -8,10 +8,10 @@ Always holds:
 - A tenant with a quota never has more than it, on all drives together, but for what it had before it got it; of that
   the oldest goes at once, as far as it may.
 - To make room for it only its own blocks go: of those that may go the one used longest ago, exactly, on whatever drive
-  it is. After an opening nobody knows their uses; then they go by age, drives in step.
+  it is. After an opening their uses are unknown; then they go by age, drives in step.
 - A put that would be too much waits, before it takes any room, for as long as something of its own is under way or
   guarded for a time, and `ROOM_WAIT_MS_MAX` at most; then it is refused with the quota named. Its later puts on that
-  drive wait behind it, and nobody else's do.
+  drive wait behind it, and no other tenant's do.
 - No step is long: `EVICTION_URGENT_BLOCKS` go at most between two looks at other work.
 
 What is counted is counted where it changes (`eviction.owners`), so it can't drift away from what is stored. A drive
@@ -216,7 +216,7 @@ class QuotaQueue:
         self._more = bool(self._waiting)
 
     def close(self) -> None:
-        """Let nobody wait for guards any more."""
+        """End all waits for guards."""
         self._closing = self._more = True
 
     def add(self, write: Charged) -> None:

@@ -147,7 +147,7 @@ def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[Le
 def check_manifests(disk: Disk, superblock: Superblock, index: Index, synced_generation: int) -> None:
     """Read each record of a session or a chunk that is not known to be synced; Corrupt if one is not whole.
 
-    Their payloads are in the index, so nobody would notice until the index is gone.
+    Their payloads are in the index, so it would go unnoticed until the index is gone.
     """
     codec, manifests = HeaderCodec(superblock.secret, superblock.drive_uuid), Manifests(index)
     places = [stored.place for _, stored in manifests.all()]

@@ -10,7 +10,7 @@ Always holds:
   been begun after that and ended.
 - While a header is being written its extent is pinned, so that nothing else comes to stand there, not even the zeros
   of a deletion, before that write has ended.
-- A block that is gone when its header has been written was not renewed: whoever asked hears so, and puts it.
+- A block that is gone when its header has been written was not renewed: its caller gets that, and puts it.
 
 It decides nothing about puts: `kvstore.storage.puts` does.
 """
@@ -128,7 +128,7 @@ class Renewals:
         self._ended.append(renewal)
 
     def settle_finished(self) -> list[tuple[Renewal, bool]]:
-        """Put what has been written into the index, in one transaction; tell of each whether its block is there."""
+        """Put what has been written into the index, in one transaction; returns whether each block is there."""
         if not self._ended:
             return []
         ended, self._ended = self._ended, []

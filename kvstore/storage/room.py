@@ -2,11 +2,11 @@
 
 A put that finds no room waits for what is on its way to become free. If that is not enough, first as many pages go as
 it has, in the policy's order; if these do not lie together, those go that stand in one place (see `clearing`). Then it
-finds room, since nobody else may allocate meanwhile.
+finds room, since nothing else may allocate meanwhile.
 
 Always holds: each wait ends. A put is refused, with the reason in a sentence, when nothing more may go, at once if
 waiting would not help and after `ROOM_WAIT_MS_MAX` if a guard is in the way; a refused put has cost no more blocks than
-would have made its room twice. Expired blocks go though nobody waits.
+would have made its room twice. Expired blocks go even if no put waits.
 
 It doesn't order the puts (`kvstore.storage.writes` does) and does not choose (`kvstore.storage.eviction` does).
 """
@@ -40,7 +40,7 @@ _WHY: Final = {
     Stuck.LEASED: "all blocks are leased",
     Stuck.PROTECTED: "all blocks are protected",
 }
-_FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # nobody will end these by and by
+_FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # these don't end by themselves
 
 
 class _Search:
@@ -90,7 +90,7 @@ class Room:
             self._search.look_again_ns = self._search.since_ns
 
     def close(self) -> None:
-        """Let nobody wait for guards any more: they will not end."""
+        """End all waits for guards: they will not be released."""
         self._closing = self._more = True
 
     def step(self) -> None:

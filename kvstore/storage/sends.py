@@ -1,4 +1,4 @@
-"""Blocks that somebody else reads from the drive, and sends on: a reader (`nic_offload.reader`).
+"""Blocks that a reader (`nic_offload.reader`) reads from the drive and sends.
 
 Always holds: the extents of what is handed on are pinned, and the blocks guarded, from before it is handed on until the
 drive is done with it; it is handed on when it is its tenant's turn at the drive, and counts there until then.

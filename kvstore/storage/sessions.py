@@ -540,7 +540,7 @@ def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Nam
 
 
 def _nobody(_: Sequence[SessionDone]) -> None:
-    """Hear of what nobody waits for."""
+    """Take the end of a step that is not awaited."""
 
 
 def _address(memory: mmap.mmap) -> int:

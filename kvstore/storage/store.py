@@ -193,7 +193,7 @@ class Store(Handle):
     def evict(self, generations: Sequence[int]) -> int:
         """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
 
-        They are free when nobody reads them and their headers are wiped; nobody is told.
+        They are free when their readers are done and their headers wiped; no event reports that.
         """
         return sum(drive.evict(some) for drive, some in self._by_drive(generations).items())
 
@@ -233,7 +233,7 @@ class Store(Handle):
         ]
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Tell of each (tenant, key) what the index has; expired blocks are told too."""
+        """Give what the index has of each (tenant, key); expired blocks are included."""
         if self._only is not None:
             return self._only.lookup(keys)
         return [entry for _, entry in self._find(keys)]

@@ -1,7 +1,7 @@
 """pytest's fixtures: `pytest_plugins = ["kvstore.testing.fixtures"]`, and a test takes `kv_node` or `kv_client`.
 
 What always holds: one node serves a whole test session, since it takes half a second to start; each `kv_client` is a
-tenant of its own, so tests don't see each other's blocks. A test that kills its node makes a `LocalNode` itself.
+tenant, so tests don't see each other's blocks. A test that kills its node makes a `LocalNode` itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A node for a test: `kvstore serve` as a child process, with a drive of its own in a folder that goes with it.
+"""A node for a test: `kvstore serve` as a child process, with its own drive in a temporary folder.
 
 What always holds: it listens on loopback on a port that it keeps over restarts; what was acknowledged as written is
 there after `kill` and `start`; nothing of it is left once it is closed.
@@ -39,9 +39,9 @@ class LocalNode(Handle):
     """
 
     def __init__(self, *, drive: str = "64MiB", arguments: Sequence[str] = ()) -> None:
-        """Start it, and wait until it takes calls; NodeUnavailable with its own last words if it does not start.
+        """Start it, and wait until it serves; NodeUnavailable with its last log line if it does not start.
 
-        `arguments` are further ones of `kvstore serve`, such as `("--eviction", "s3fifo")`.
+        `arguments` are further arguments of `kvstore serve`, such as `("--eviction", "s3fifo")`.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="triggerkv-")
         try:
@@ -60,7 +60,7 @@ class LocalNode(Handle):
         return self._process.target
 
     def client(self, **more: Any) -> Client:
-        """A client of it, for which the node needs 16 MiB unless `more` says otherwise; `more` is what `Client` takes.
+        """A client of it, which takes 16 MiB of the node unless `more`, the arguments of `Client`, says otherwise.
 
         >>> with LocalNode() as node, node.client(tenant="acme") as client:
         ...     client.tenant
@@ -69,7 +69,7 @@ class LocalNode(Handle):
         return Client(self.target, **({"slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES_MAX} | more))
 
     def kill(self) -> None:
-        """SIGKILL it: what was not acknowledged as written may be gone. `start` brings it back.
+        """Send SIGKILL: blocks not acknowledged as written may be lost. `start` restarts it.
 
         >>> with LocalNode() as node:
         ...     node.kill()
@@ -77,7 +77,7 @@ class LocalNode(Handle):
         self._process.kill()
 
     def stop(self) -> int:
-        """SIGTERM it, as a service manager does, and wait; the exit status. `start` brings it back.
+        """Send SIGTERM, as a service manager does, and wait; returns the exit status. `start` restarts it.
 
         >>> with LocalNode() as node:
         ...     node.stop()
@@ -86,7 +86,7 @@ class LocalNode(Handle):
         return self._process.stop()
 
     def start(self) -> None:
-        """Start it again after `kill` or `stop`, over the same drive, and wait until it takes calls.
+        """Restart it after `kill` or `stop`, on the same drive, and wait until it serves.
 
         >>> with LocalNode() as node:
         ...     before = node.target
@@ -98,7 +98,7 @@ class LocalNode(Handle):
         self._process.start()
 
     def log(self) -> str:
-        """What it has said on standard error, in all its lives.
+        """What it has written to standard error since it was created.
 
         >>> with LocalNode() as node:
         ...     "fabric" in node.log()

@@ -1,4 +1,4 @@
-"""Acknowledgement words: 8 bytes that a node puts into a client's memory to say how a block fares.
+"""Acknowledgement words: 8 bytes that a node puts into a client's memory to report a block's progress.
 
 A word is `generation << 8 | code`. The generation is the lease's (for a put) or one of the client's own
 (for a fetch), so a word of an earlier use is never taken for one of now. Codes of a put only rise: a watch

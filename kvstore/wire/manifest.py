@@ -68,7 +68,7 @@ class Manifest(NamedTuple):
     turns: tuple[Turn, ...] = ()
     label: bytes = b""
     expires_ms: int = 0  # 0: it does not end by itself
-    protected: int = 0  # so many of its first blocks are kept from eviction
+    protected: int = 0  # how many of its first blocks are protected from eviction
 
     @property
     def blocks(self) -> int:

@@ -40,7 +40,7 @@ class Seal:
 
     @property
     def told(self) -> bytes:
-        """What the other end is told."""
+        """The secret sent to the other end."""
         return self._secret
 
     def _key(self, direction: bytes) -> bytes:

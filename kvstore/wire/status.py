@@ -66,7 +66,7 @@ def status_of(error: KvError) -> grpc.StatusCode:
 
 
 def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
-    """What goes along with the status, for a client that knows our tree."""
+    """The trailers of the status, for a client that knows our error tree."""
     trailers = [(ERROR_NAME, type(error).__name__)]
     if isinstance(error, errors.Overloaded):
         trailers.append((RETRY_AFTER_MS, str(error.retry_after_ms)))

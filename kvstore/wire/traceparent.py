@@ -23,7 +23,7 @@ _FORM = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]
 
 
 class TraceParent(NamedTuple):
-    """A span of somebody's, to which others are children."""
+    """The parent span of a caller."""
 
     trace_id: int
     span_id: int

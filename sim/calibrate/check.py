@@ -1,4 +1,4 @@
-"""Holds what a profile predicts against what was measured through a running node, at sizes it was not fitted at.
+"""Compares a profile's predictions with measurements through a running node, at sizes it was not fitted at.
 
 A shared machine is twice as fast in one minute as in the next. So the bare link and drive are measured in turns with
 the path, and a prediction is what they took, put together as the model says, and what the profile says that the
@@ -43,7 +43,7 @@ class Compared(NamedTuple):
 def predict(
     profile: Profile, operation: str, size_bytes: int, blocks: int, beside: Beside | None = None
 ) -> float:
-    """Seconds until the last of so many blocks: the first alone, each other as one of a train."""
+    """Seconds until the last of `count` blocks: the first alone, each other as one of a train."""
 
     def one_s(count: str) -> float:
         added_s = profile.line(f"node.{operation}.{count}").seconds(size_bytes)

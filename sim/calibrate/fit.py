@@ -1,4 +1,4 @@
-"""Fits `seconds = a + m * b` to what was measured, weighted by relative error.
+"""Fits `seconds = a + m * b` to measurements, weighted by relative error.
 
 Plain least squares looks at the largest messages only, and is wrong by a factor of ten at small ones; here every
 point counts by how far off it is in per cent. What always holds: neither number is negative; the range that was

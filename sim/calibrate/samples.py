@@ -1,4 +1,4 @@
-"""What was measured, as a file of JSON that can be kept, sent, and fitted again.
+"""Measurements, as a JSON file that can be kept, sent, and fitted again.
 
 What always holds: seconds are those of one run of `count` messages (of a drive: of one message with `count` under
 way); a file that says less than that is refused by name.

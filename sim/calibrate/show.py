@@ -1,6 +1,6 @@
 """`kvsim calibrate run | fit | check`: measure this machine, fit a profile, hold it against the product.
 
-What is measured is measured by other programs, fio and `kvstore bench`, so that nothing here needs a fabric.
+The measuring is done by other programs, fio and `kvstore bench`, so that nothing here needs a fabric.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run_run(arguments: argparse.Namespace) -> str:
 
 
 def _fits_plot(profile: Profile, measured: Measured) -> str:
-    """The paper's Fig. 4 for this machine: what was measured of the drive, and the fit."""
+    """The paper's Fig. 4 for this machine: the drive's measurements, and the fit."""
     charts = []
     for way in dict.fromkeys(one.what for one in measured.of("drive")):
         series = []

@@ -5,11 +5,11 @@ a long prompt is computed in chunks, and answers are slower meanwhile: continuou
 vLLM. What a step takes is a roofline (`Speeds`). The engine's memory holds the KV of what is under way; what is left of
 it keeps blocks of earlier prompts, of which the one used longest ago goes first, tails before heads.
 
-What always holds: a block that somebody uses stays; what is held and what is kept never exceed the memory; steps of
+What always holds: a block in use stays; what is held and what is kept never exceed the memory; steps of
 nothing but answers, which are all alike but for the growing contexts, are taken as one stretch, to the same ends as one
 by one.
 
-What it doesn't do: know of time but what it is told, or of the network; take a request back that was admitted.
+What it doesn't do: know the time except as given, or the network; take a request back that was admitted.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = ["Chunk", "Engine", "Memory", "Speeds", "Work"]
 
 
 class Memory:
-    """Blocks of KV in an engine's GPUs. Those that are kept though nobody uses them are found by later prompts."""
+    """Blocks of KV in an engine's GPUs. Unused ones are kept, and found by later prompts."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
         self._users: dict[int, int] = {}  # of each block that can be found, how many use it
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self.taken_blocks = 0  # that somebody uses, those included that can't be found
+        self.taken_blocks = 0  # in use, including those that can't be found
         self.evicted = 0
 
     @property
     def idle_blocks(self) -> int:
-        """Kept though nobody uses them."""
+        """Kept, and unused."""
         return len(self._idle)
 
     def cached(self, blocks: Sequence[int]) -> int:
@@ -146,7 +146,7 @@ class Speeds:
         return self._overhead_s + self._linear_s(tokens + answers) + attention / self._flops_per_s + kv_s
 
     def stretch_s(self, steps: int, answers: int, context_tokens: float) -> float:
-        """So many steps of nothing but answers, each a token longer than in the one before."""
+        """Consecutive steps of decoding only, each sequence a token longer than in the one before."""
         one_s = self._overhead_s + self._linear_s(answers)
         return steps * one_s + self._kv_s * (steps * context_tokens + answers * steps * (steps - 1) / 2)
 
@@ -163,7 +163,7 @@ class Speeds:
 
 
 class Engine:
-    """The steps of one engine. Whoever drives it begins a stretch, and ends it when its time has come."""
+    """The steps of one engine. Its driver begins a stretch, and ends it when its time has come."""
 
     def __init__(self, memory: Memory, speeds: Speeds, step_tokens: int, slots: int) -> None:
         self.memory, self.speeds = memory, speeds

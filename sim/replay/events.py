@@ -1,7 +1,7 @@
 """The discrete-event core: trains of messages through resources that queue (`events.h` says what holds).
 
 A resource has servers; a route is a list of stops at resources, each with what a message costs there; a train
-is a number of messages, one every so often, or a list of them. Whoever drives the core runs it to the next train that
+is a number of messages at regular intervals, or a list of them. The driver runs the core to the next train that
 is through and adds what follows from it.
 """
 
@@ -68,7 +68,7 @@ class Events:
         self._times = ffi.new("double[2]")
 
     def add_resource(self, servers: int = 1) -> int:
-        """Give it so many servers and its number."""
+        """Add a resource with this many servers; returns its number."""
         return _checked(lib.events_add_resource(self._core, servers))
 
     def add_route(self, steps: Sequence[Step]) -> int:

@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def usd_per_hour(self) -> float:
-        """What is paid for: who stores nothing needs no storage."""
+        """The cost: a plan without storing needs no storage."""
         assert self.cluster is not None
         storage = 0.0 if self.way == "recompute" else self.cluster.storage_usd_per_hour
         return self.cluster.gpus_usd_per_hour + storage

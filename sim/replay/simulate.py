@@ -72,7 +72,7 @@ class Result:
 
     @property
     def usd_per_hour(self) -> float:
-        """What is paid for: who stores nothing needs no storage."""
+        """The cost: a plan without storing needs no storage."""
         return self.cluster.gpus_usd_per_hour + (self.path != "recompute") * self.cluster.storage_usd_per_hour
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,7 +15,7 @@ from kvstore.errors import KeyTaken, NodeUnavailable, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
-from kvstore.node import inline
+from kvstore.node import batches, inline
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import batches_pb2_grpc, kvstore_pb2
 from tests.conftest import small_client
@@ -147,9 +149,50 @@ def test_a_stream_that_contradicts_itself_is_ended(node: NodeInProcess, parts: l
 def test_whole_blocks_before_a_break_are_kept(node: NodeInProcess, client: Client) -> None:
     parts = [pb.PutPart(name=name(1, 4), chunk=b"abcd"), pb.PutPart(chunk=b"too much")]
     messages = [pb.PutBatchRequest(parts=[part]) for part in parts]
-    with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError):
+    with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
         list(stub(channel).PutBatch(iter(messages), timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     wait_until(lambda: client.get_inline(key(1), 4) == b"abcd", "it is kept")
+
+
+def test_a_break_lets_the_message_go_out_that_is_being_sent(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else gRPC could not send the status, and the call ended at its caller's deadline."""
+    begun, told = threading.Event(), []
+
+    class Slow:
+        """A call whose messages take a while to be sent."""
+
+        def __init__(self, context: Any) -> None:
+            self._context = context
+
+        def peer(self) -> str:
+            return str(self._context.peer())
+
+        async def write(self, message: bytes) -> None:
+            told.append("began")
+            begun.set()
+            await asyncio.sleep(0.1)
+            await self._context.write(message)
+            told.append("ended")
+
+    made = batches._Puts.__init__
+    monkeypatch.setattr(
+        batches._Puts,
+        "__init__",
+        lambda puts, at, context, *more: made(puts, at, Slow(context), *more),  # type: ignore[arg-type] # what is used of one
+    )
+
+    def messages() -> Iterator[pb.PutBatchRequest]:
+        yield pb.PutBatchRequest(parts=[pb.PutPart(name=name(1, 4), chunk=b"abcd")])
+        assert begun.wait(WAIT_S)
+        yield pb.PutBatchRequest(parts=[pb.PutPart(chunk=b"too much")])
+
+    with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(stub(channel).PutBatch(messages(), timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert told == ["began", "ended"]
 
 
 def test_a_stream_that_stands_still_is_ended_and_its_memory_comes_back(

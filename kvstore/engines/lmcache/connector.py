@@ -65,7 +65,7 @@ class TriggerKvConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # lmca
         return url.startswith(_SCHEME) or plugin == "triggerkv"
 
     def create_connector(self, context: ConnectorContext) -> RemoteConnector:
-        """Make one; its settings stand in LMCache's `extra_config`, under `triggerkv`."""
+        """Make one from the settings in LMCache's `extra_config`, under `triggerkv`."""
         extra = (context.config.extra_config or {}) if context.config is not None else {}
         settings = dict(extra.get("triggerkv", {}))
         if context.url.startswith(_SCHEME):
@@ -220,7 +220,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return []
 
     async def close(self) -> None:
-        """End what is under way, within its time, and let the node go."""
+        """End pending transfers, with a deadline, and close the client."""
 
         def close() -> None:
             self._threads.shutdown(cancel_futures=True)

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class _Tasks:
-    """Tasks of one kind: a thread, a descriptor, and the results that nobody has taken yet."""
+    """Tasks of one kind: a thread, a descriptor, and the results not taken yet."""
 
     def __init__(self, name: str) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -201,7 +201,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         }
 
     def close(self) -> None:
-        """End what is under way, within its time, and let the node go."""
+        """End pending transfers, with a deadline, and close the client."""
         with self._lock:
             if self._closed:
                 return

@@ -1,6 +1,6 @@
-"""What LMCache has looked up and locked: pins on the node, let go when the last key of a look-up is unlocked.
+"""Blocks that LMCache has looked up and locked: pins on the node, released when the last key of a look-up is unlocked.
 
-What always holds: no lock outlives its time on the node, and what is remembered here of locks that nobody let go is
+What always holds: no lock outlives its time on the node, and what is remembered here of locks never released is
 dropped when that time is over. Any thread.
 """
 
@@ -51,7 +51,7 @@ class Locks:
                 self._of_key.setdefault(key, deque()).append(one)
 
     def take(self, keys: Iterable[Any]) -> list[Handle]:
-        """Unlock keys, each once; the pins that nobody needs any more, to be closed."""
+        """Unlock keys, each once; returns the pins no longer needed, to be closed."""
         over = []
         with self._lock:
             for key in keys:

@@ -43,7 +43,7 @@ class Pool:
     name: str
     host: Any
     layout: Layout
-    page_tokens: int  # 0: it has no bytes of its own, its pages are others' pools'
+    page_tokens: int  # 0: it has no bytes; its pages belong to other pools
     sizes: tuple[int, ...]  # of a page's pieces
 
     @classmethod
@@ -88,7 +88,7 @@ class Pool:
 
 
 def anchor_layout(config: HiCacheStorageConfig, weights: str) -> bytes:
-    """What goes with every object of this engine's, whichever pool it is of."""
+    """The metadata of every object of this engine, of any pool."""
     parts = [_version(), config.model_name or "", weights, config.pp_rank, config.pp_size]
     return json.dumps(parts).encode()
 

@@ -1,6 +1,6 @@
 """What moved between SGLang and the node, as SGLang's own metrics want it: pages and GB/s of each call.
 
-What always holds: what is kept between two calls of `taken` is bounded; what is over is left out, the oldest first.
+What always holds: what is kept between two calls of `taken` is bounded; the oldest entries are dropped.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ copies each page into a flat tensor, and we store that. The two don't see each o
 What always holds: only the constructor raises, for a wrong configuration. Every call ends within its time, and what
 fails is a miss, or a page that is not stored. A page is True only if its exact bytes are in place.
 
-What it doesn't do: list what is stored. `clear` deletes what this process has stored, as far as it remembers.
+What it doesn't do: list stored blocks. `clear` deletes those this process has stored, as far as it remembers.
 """
 
 from __future__ import annotations

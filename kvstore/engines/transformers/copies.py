@@ -69,7 +69,7 @@ def scatter(
 
 
 class Gathered:
-    """What has come of each layer, in order."""
+    """The parts of each layer that have arrived, in order."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         self._shapes = shapes

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mover", "batches"]
 
-MEMORY_BYTES: Final = 64 << 20  # what is on its way at a time, unless one block is larger
+MEMORY_BYTES: Final = 64 << 20  # in flight at a time, unless one block is larger
 _TIMEOUT_S: Final = ENGINE_MOVE_MS / 1000
 
 log = logging.getLogger(__name__)

@@ -83,7 +83,7 @@ class CacheStore:
         layers: Sequence[LayerShape] | None = None,
         block_tokens: int = _BLOCK_TOKENS,
     ) -> None:
-        """Open it; the node is not called yet. How it is reached stands in `kvstore.reach`.
+        """Open it. The node is not called yet; `kvstore.reach` describes how it is reached.
 
         `weights` names the model's weights beyond doubt; by default all of them are digested, a second or so for each
         gigabyte. `layers` say what each layer keeps where the model's configuration doesn't.
@@ -201,7 +201,7 @@ class ChatSession:
             log.debug("A session was not prefetched: %s", error)
 
     def save(self, cache: DynamicCache, tokens: Any) -> Saved:
-        """Store what the cache has beyond what is stored, as a turn. `tokens` are those it was made of, at least."""
+        """Store the rest of the cache, as a turn. `tokens` are at least those it was computed from."""
         numbers, cached = _numbers(tokens), cache.get_seq_length()
         if len(numbers) < cached:
             raise InvalidArgument(f"The cache has {cached} tokens, and {len(numbers)} were given.")

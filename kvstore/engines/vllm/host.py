@@ -161,7 +161,7 @@ class HostMemory:
             self._to_send.put_nowait(key)
 
     def clear(self) -> None:
-        """Forget what nobody uses."""
+        """Forget unused entries."""
         with self._lock:
             for key in [key for key, slot in self._slots.items() if not slot.users]:
                 self._drop(key)

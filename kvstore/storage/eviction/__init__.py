@@ -1,6 +1,6 @@
 """Eviction without a drive: what goes when room is needed or its time is over.
 
-`evictor` is the core; it is told what happens to blocks and plans what goes, in an order that a `policy` keeps (`lru`,
+`evictor` is the core: it hears of changes to blocks and plans evictions, in an order that a `policy` keeps (`lru`,
 `s3fifo`; `policies` knows them by name). `chains` lets sessions go from their tails, `guards` keep blocks from going,
 `wheel` lets them expire, `pressure` says when room is wanted. `ground` and `clearing` find room that lies together;
 `history` remembers what went, and why.

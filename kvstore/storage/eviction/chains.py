@@ -1,9 +1,9 @@
-"""Sessions as chains: which blocks stand in which session, and which of them are tails.
+"""Sessions as chains: which blocks are in which session, and which of them are tails.
 
-A session is a chain of blocks at positions; a block may stand in many sessions. A block's bytes follow from
+A session is a chain of blocks at positions; a block may be in many sessions. A block's bytes follow from
 all that came before them, so it has one position, the same wherever it stands.
 
-A *tail* is a block that is the last of every session it stands in; a block in no session is one too. If only
+A *tail* is a block that is the last of every session it is in; a block in no session is one too. If only
 tails are taken away, what is left of each session is always a prefix of what was there. And there always is a
 tail: the block with the highest position is one.
 
@@ -190,7 +190,7 @@ class Chains:
         return tails
 
     def sessions(self, row: int) -> Iterator[int]:
-        """Give the sessions that a row stands in."""
+        """Give the sessions that a row is in."""
         link = self._first[row]
         while link != _NO_LINK:
             chain = self._chains[self._link_chain[link]]
@@ -199,11 +199,11 @@ class Chains:
             link = self._link_next[link]
 
     def last_session(self, row: int) -> int:
-        """Give the session that a row joined last, of those it stands in; 0 if there is none."""
+        """Give the session that a row joined last; 0 if it is in none."""
         return next(self.sessions(row)) if self._first[row] != _NO_LINK else 0
 
     def position(self, row: int) -> int:
-        """Tell the position of a row that stands in a session."""
+        """Give the position of a row in a session."""
         return self._positions[row]
 
     def rows(self, session: int, first_position: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ stands between holes that are large already.
 Always holds: what is found lies together with what is free, for the whole length, and nothing in it has a guard; a
 step looks at a bounded number of places.
 
-It moves nothing, and it asks nobody for how long a block has not been used.
+It moves nothing, and ignores how long a block has not been used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def clearings(
     generations: list[tuple[int, int]] = []
     while position < extents.until_page:
         here, generation = land.look(position)
-        position += here or 1  # what has to stay has a length that nobody here knows
+        position += here or 1  # the length of a block that has to stay is unknown here
         if not here:
             first, generations = position, []
         elif generation:

@@ -103,7 +103,7 @@ class Evictor:
     def restore(self, generations: array[int], pages: array[int], expiries_ms: Sequence[int]) -> None:
         """Take what is on the drive into an empty core, in ascending order of generations.
 
-        Nobody knows their uses, so they count as used in that order, before all that comes.
+        Their uses are unknown, so they count as used in that order, before all later blocks.
         """
         assert not self._generations
         count = len(generations)
@@ -164,7 +164,7 @@ class Evictor:
     def joined(
         self, generations: Sequence[int], session: int, first_position: int, now_ms: int
     ) -> dict[int, Refusal]:
-        """Note that kept blocks stand in a session, one after the other; give those refused.
+        """Note that kept blocks are in a session, one after the other; returns those refused.
 
         What stood at a place before has left the session by it: the session went on differently.
         """
@@ -359,7 +359,7 @@ class Evictor:
         return max(0, now_ms - self._start_ms) // TIMER_TICK_MS
 
     def _reach(self, missing: int) -> None:
-        """Make so many more rows, or some in store; they are taken behind those that are free, the lowest first."""
+        """Make at least this many more rows; they are taken behind those that are free, the lowest first."""
         if missing > 0:
             missing = max(missing, _ROWS_AT_ONCE)
             first = len(self._generations)

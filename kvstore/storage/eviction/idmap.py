@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IdMap"]
 
-_RUN_BITS: Final = 6  # so many neighbours lie together: what was put together is got together
+_RUN_BITS: Final = 6  # neighbours in one run: blocks put together are got together
 _PART_ENTRIES: Final = 64
 _PARTS_MIN: Final = 16
 _PARTS_MAX: Final = 1 << 14

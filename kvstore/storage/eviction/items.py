@@ -1,4 +1,4 @@
-"""What goes into the eviction's core and what comes out of it: plain values, no behaviour."""
+"""The inputs and outputs of the eviction's core: plain values, no behaviour."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Record(NamedTuple):
     expires_ms: int = 0  # 0 = never
     session: int = 0  # 64 bits; 0 = none
     position: int = 0  # in the session, from 0
-    owner: int = 0  # whose quota it counts against; 0 = nobody's
+    owner: int = 0  # the owner of the quota it counts against; 0: none
 
 
 class Guard(enum.IntEnum):
     """What keeps a block from being evicted, from the one over soonest to the one that may last for ever."""
 
-    PIN = 0  # somebody reads it
-    WRITE = 1  # somebody writes it, or waits for it to be synced
-    LEASE = 2  # somebody was promised it for a time
+    PIN = 0  # it is being read
+    WRITE = 1  # it is being written or synced
+    LEASE = 2  # it was promised for a time
     PROTECTED = 3  # it must not be lost, nor made lossy
 
 
@@ -54,7 +54,7 @@ class Reason(enum.IntEnum):
     STRANDED = 2  # room was needed, and the block stood behind a gap in its only session
     EXPIRED = 3  # its time to live had ended
     SUPERSEDED = 4  # a newer record has taken its name
-    DELETED = 5  # somebody said so
+    DELETED = 5  # on request
     QUARANTINED = 6  # it failed a check
     CLEARED = 7  # room was needed in one piece, and it stood there
     QUOTA = 8  # its tenant was at its quota and put more, and of its blocks it was used longest ago

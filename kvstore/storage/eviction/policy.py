@@ -35,7 +35,7 @@ class Policy(Protocol):
 
     @property
     def knows_names(self) -> bool:
-        """Whether it looks at names: else nobody has to make them."""
+        """Whether it uses names; if not, none need be made."""
         ...
 
     def admitted(self, row: int, pages: int, name64: int) -> None:

@@ -32,7 +32,7 @@ __all__ = ["Ghosts", "S3Fifo"]
 _SMALL: Final = 0
 _MAIN: Final = 1
 _HEADS: Final = 2
-_SMALL_FRACTION: Final = 10  # one in so many pages
+_SMALL_FRACTION: Final = 10  # one in this many pages
 _SHED_ENTRIES: Final = 4096  # of ghosts that are over, dropped together
 _ENTRY_MASK: Final = (1 << 32) - 1  # entries are numbered modulo 2^32
 
@@ -66,7 +66,7 @@ class S3Fifo:
         self._enter(_MAIN, row)
 
     def restored(self, pages: Sequence[int]) -> None:
-        """Take in rows from 0 on: main, since nobody knows which were new."""
+        """Take in rows from 0 on: main, since it is unknown which were new."""
         self._rings.fill(_MAIN, len(pages))
         self._pages.extend(pages)
         self._queue.extend(bytes([_MAIN]) * len(pages))
