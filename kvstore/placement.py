@@ -23,7 +23,7 @@ from zlib import crc32
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Placement", "lots_of"]
+__all__ = ["Placement", "lot_of", "lots_of"]
 
 _LOT_BITS: Final = 13
 _LOT_SHIFT: Final = 32 - _LOT_BITS
@@ -57,7 +57,12 @@ class Placement:
 
     def order(self, tenant: bytes, name: bytes) -> tuple[int, ...]:
         """Give the drives for a name, its home first."""
-        return self._orders[crc32(tenant + name) >> _LOT_SHIFT]
+        return self._orders[lot_of(tenant, name)]
+
+
+def lot_of(tenant: bytes, name: bytes) -> int:
+    """Give the lot of a name."""
+    return crc32(tenant + name) >> _LOT_SHIFT
 
 
 def lots_of(uuid: bytes, weight: int) -> list[float]:

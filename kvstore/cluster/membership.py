@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import Map, Member
+from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS, ETCD_CALL_MS
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from kvstore.clock import Clock
-    from kvstore.cluster.etcd import Listed
+    from kvstore.cluster.etcd import Found, Listed
     from kvstore.cluster.reach import EtcdReach
 
 __all__ = ["Membership", "digest_of"]
@@ -63,6 +64,11 @@ class _Etcd(Protocol):
     ) -> int: ...
     async def remove(self, key: bytes, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
+    async def latest(self, prefix: bytes) -> tuple[int, int]: ...
+    async def value(self, key: bytes) -> Found: ...
+    async def claim(
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes
+    ) -> bool: ...
     async def close(self) -> None: ...
 
 
@@ -74,6 +80,7 @@ class Membership:
         self._folder = etcd.reach.folder
         self._member: Member | None = None
         self.map = Map(0)
+        self.primacy = Primacy(etcd, clock)  # by what is listed, held back or not
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
         self._away_since_ns: int | None = None
         self._lease = 0
@@ -118,6 +125,7 @@ class Membership:
     def start(self) -> None:
         """Follow the map."""
         self._tasks.append(asyncio.create_task(self._follow()))
+        self._tasks.append(asyncio.create_task(self.primacy.follow()))
 
     def join(self, member: Member) -> None:
         """Be a member from now on."""
@@ -219,6 +227,14 @@ class Membership:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
+            found = self._found_lease if self._found_lease in self.leases else 0
+            self.primacy.listed(
+                Map.of(listed.revision, members),
+                top=listed.top,
+                count=len(listed.values),
+                has_gap=not listed.is_told,
+                own=(self._member.name, found, self._key(self._member)),
+            )
         if listed.revision <= self.map.revision or self._is_held_back(members):
             return  # what is held back is listed again
         before, self.map = self.map, Map.of(listed.revision, members, absent=known)

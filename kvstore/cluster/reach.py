@@ -60,6 +60,11 @@ class EtcdReach:
         """Under which all of the cluster's records are."""
         return b"/triggerkv/%s/" % self.cluster.encode()
 
+    @property
+    def lots(self) -> bytes:
+        """Under which is who orders which sessions; it is not below `folder`, which every node follows."""
+        return b"/triggerkv/%s.sessions/" % self.cluster.encode()
+
     def pem(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
         """Who signed etcd's certificate, our key and our certificate; None without TLS."""
         if self.ca is None:

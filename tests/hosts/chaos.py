@@ -185,13 +185,19 @@ class Chaos:
             assert worker.ask("pause") == "pause"
         for worker in self.workers:
             until("each get says something", SETTLED_S, lambda worker=worker: worker.ask("read_all") == 0)
+        for worker in self.workers:
+            until(
+                "each session has a node that orders it",
+                SETTLED_S,
+                lambda worker=worker: worker.ask("silent_sessions") == 0,
+            )
 
     def history(self) -> list[Call]:
         calls = []
         for worker in self.workers:
             for line in worker.history.read_text().splitlines():
-                client, kind, key, value, began_s, ended_s, end = json.loads(line)
-                calls.append(Call(client, Kind(kind), key, value, began_s, ended_s, End(end)))
+                client, kind, key, value, began_s, ended_s, end, first = json.loads(line)
+                calls.append(Call(client, Kind(kind), key, value, began_s, ended_s, End(end), first))
         return calls
 
     # --- harm, each for a while
