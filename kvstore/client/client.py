@@ -24,7 +24,7 @@ from kvstore.client.blocks import fingerprint_of
 from kvstore.client.core import Core
 from kvstore.client.inline import InlineCalls
 from kvstore.client.observing import ObservingCalls
-from kvstore.client.sessions import AnyHome, SessionCalls
+from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
 from kvstore.client.transfers import Transfers
 from kvstore.durability import Durability
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric, Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["Client"]
+__all__ = ["Client", "session_calls_of"]
 
 
 class Client(Handle):
@@ -133,7 +133,7 @@ class Client(Handle):
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
         self._observing = ObservingCalls(core.channel, core.calling, reach)
         self._steps = StepCalls(core.channel, core.calling, reach)
-        self.session_calls = SessionCalls(self, core, self._steps)
+        self._sessions = SessionCalls(self, core, self._steps)
 
     # --- the client itself
 
@@ -454,10 +454,6 @@ class Client(Handle):
 
     # --- sessions
 
-    def go_by(self, home: AnyHome) -> None:
-        """Ask for sessions by a map, as `Nodes` has its clients do; else the node is asked for what it has."""
-        self.session_calls.home = home
-
     def session(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """One session, whether it is there or not. The node is not called. A follower is told of all its transfers.
 
@@ -465,7 +461,7 @@ class Client(Handle):
         >>> chat.append([key], tokens=16)  # the session's blocks, now
         1
         """
-        return self.session_calls.one(user, name, follower=follower)
+        return self._sessions.one(user, name, follower=follower)
 
     def sessions(self, user: str) -> Iterator[ListedSession]:
         """All sessions of a user; what is removed or made meanwhile may or may not be among them.
@@ -474,7 +470,7 @@ class Client(Handle):
         >>> [one.session for one in client.sessions("eve")]
         ['chat 1']
         """
-        return self.session_calls.of_user(user)
+        return self._sessions.of_user(user)
 
     def import_session(
         self,
@@ -500,7 +496,7 @@ class Client(Handle):
         >>> client.import_session(file, "bob", "a copy").info().tokens
         16
         """
-        return self.session_calls.import_one(file, user, name, durability, progress)
+        return self._sessions.import_one(file, user, name, durability, progress)
 
     # --- what the node does
 
@@ -544,3 +540,8 @@ class Client(Handle):
         >>> events.close()
         """
         return self._observing.watch(timeout_s=timeout_s)
+
+
+def session_calls_of(client: Client) -> SessionCalls:
+    """For `Nodes`, whose sessions follow a user's home: a client's calls, and by which map it makes them."""
+    return client._sessions  # noqa: SLF001 - of this module

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client.client import Client
+from kvstore.client.client import Client, session_calls_of
 from kvstore.client.following import Following
 from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
@@ -127,12 +127,12 @@ class Nodes(Handle):
             client = self._clients.get(target)
             if client is None:
                 client = self._clients[target] = Client(self.reach.at(target), **self._of_clients)
-                client.go_by(_HomeOnMap(self, target))
+                session_calls_of(client).home = _HomeOnMap(self, target)
             return client
 
     def session(self, user: str, name: str) -> Session:
         """A session, on whatever node is the user's home at each call."""
-        return Session(lambda: self.of(user).session_calls, user, name)
+        return Session(lambda: session_calls_of(self.of(user)), user, name)
 
     def register(self, memory: Buffer) -> Everywhere:
         """Let blocks of any node be put from memory and got into it. Close it when the memory goes."""

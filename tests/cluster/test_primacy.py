@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -190,6 +191,7 @@ def test_a_node_that_hears_no_more_of_etcd_stops_ordering_before_another_begins(
         assert not await orders(nodes[1], of_first)
         nodes[0].way.is_away = True
         cut_s, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+        term = await nodes[0].primacy.enter("", of_first)
         while await orders(nodes[0], of_first):
             assert not await orders(nodes[1], of_first)
             await asyncio.sleep(0.1)
@@ -198,12 +200,35 @@ def test_a_node_that_hears_no_more_of_etcd_stops_ordering_before_another_begins(
             assert loop.time() - cut_s < FAILOVER_S
             await asyncio.sleep(0.1)
         assert (await nodes[1].primacy.enter("", of_first)).epoch == 1
+        with pytest.raises(DeadlineExceeded, match="done too late"):
+            await nodes[0].primacy.check(term, "", of_first)
         nodes[0].way.is_away = False
         await asyncio.sleep(FAILOVER_S)
         assert (await nodes[0].primacy.enter("", of_first)).epoch == 2, (
             "what it had of the first is not what there is"
         )
         leases.cancel()
+
+    run(history())
+
+
+def test_a_new_home_waits_until_the_old_one_must_have_heard() -> None:
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        nodes = [Node(etcd, rng, name, {}) for name in ("node1", "node2")]
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        of_first = [user for user in map(str, range(20)) if await orders(nodes[0], user)]
+        nodes[0].way.is_away = True
+        key = b"/triggerkv/test/nodes/node1"  # it drains, and can't hear of it; no lease ends
+        value, lease = etcd.values[key]
+        draining = replace(Member.decoded(value), state=DRAINING).encoded()
+        await etcd.put(key, draining, lease, only_new=False, lasting=b"")
+        for _ in range(200):
+            user = rng.choice(of_first)
+            both = [await orders(node, user) for node in reversed(nodes)]
+            assert not all(both)
+            await asyncio.sleep(0.05)
+        assert both == [True, False]
 
     run(history())
 
