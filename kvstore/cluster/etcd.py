@@ -120,11 +120,19 @@ class Etcd:
         await self._call("Lease/LeaseRevoke", pb.EtcdLeaseRevokeRequest(id=lease), pb.EtcdLeaseRevokeResponse)
 
     async def put(
-        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        lease: int,
+        *,
+        only_new: bool = False,
+        lasting: bytes = b"",
+        unless: bytes = b"",
     ) -> int:
         """Write a record that goes with a lease; gives the revision that has it, 0 if there was one and it stays.
 
-        With it the same value is written under the key `lasting`, which goes with no lease.
+        With it the same value is written under the key `lasting`, which goes with no lease. Nothing is written, and 0
+        given, if there is a value under the key `unless`.
         """
         request = pb.EtcdTxnRequest()
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
@@ -132,14 +140,17 @@ class Etcd:
             request.success.add(request_put=pb.EtcdPutRequest(key=lasting, value=value))
         if only_new:
             request.compare.add(key=key, create_revision=0, target=_CREATED)
+        if unless:
+            request.compare.add(key=unless, create_revision=0, target=_CREATED)
         answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)
         return answer.header.revision if answer.succeeded else 0
 
-    async def remove(self, key: bytes, unless: bytes) -> bool:
-        """Remove a record; False, and it stays, if there is one under the other key."""
+    async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool:
+        """Remove a record, and write another; False, and nothing is done, if there is one under the third key."""
         request = pb.EtcdTxnRequest()
         request.compare.add(key=unless, create_revision=0, target=_CREATED)
         request.success.add(request_delete_range=pb.EtcdDeleteRangeRequest(key=key))
+        request.success.add(request_put=pb.EtcdPutRequest(key=by, value=value))
         return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def listed(self, prefix: bytes) -> Listed:

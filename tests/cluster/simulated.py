@@ -76,6 +76,7 @@ class FakeEtcd:
         self.values: dict[bytes, tuple[bytes, int]] = {}
         self.written: dict[bytes, int] = {}  # the revisions of the values
         self.lots: dict[bytes, Found] = {}
+        self.gone: dict[bytes, bytes] = {}
         self.past: list[Listed] = []  # all lists that there ever were, one change each
         self.leases: dict[int, tuple[float, int]] = {}  # until when, and for how long it is kept
         self.joined: dict[bytes, int] = {}  # by whose lease, last
@@ -94,16 +95,20 @@ class FakeEtcd:
         self.leases[lease] = (asyncio.get_running_loop().time() + ttl_s, ttl_s)
         return True
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes) -> int:
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes, unless: bytes = b""
+    ) -> int:
         if lease not in self.leases:
             raise EtcdAway("etcd: requested lease not found")
-        if only_new and key in self.values:
+        if (only_new and key in self.values) or unless in self.gone:
             return 0
         if not only_new:
             self.joined[key] = lease
         self.revision += 1
         self._write(key, value, lease)
-        if lasting:
+        if b".gone/" in lasting:
+            self.gone[lasting] = value
+        elif lasting:
             self._write(lasting, value, 0)
         await self.tell()
         return self.revision
@@ -144,6 +149,10 @@ class FakeEtcd:
             now_s = asyncio.get_running_loop().time()
             await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])
             await asyncio.sleep(0.1)
+
+    def left(self) -> set[str]:
+        """Names of nodes that have left for good."""
+        return {key.rpartition(b"/")[2].decode() for key in self.gone}
 
     def known(self) -> set[str]:
         """Names of nodes that have a record, be it of a member or of one that is absent."""
@@ -186,19 +195,27 @@ class FakeClient:
         await self._etcd.drop([lease])
 
     async def put(
-        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        lease: int,
+        *,
+        only_new: bool = False,
+        lasting: bytes = b"",
+        unless: bytes = b"",
     ) -> int:
         await self._reach()
-        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting)
+        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting, unless=unless)
         await self._reach()
         return revision
 
-    async def remove(self, key: bytes, unless: bytes) -> bool:
+    async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool:
         await self._reach()
         if unless in self._etcd.values:
             return False
         if self._etcd.values.pop(key, None) is not None:
             del self._etcd.written[key]
+            self._etcd.gone[by] = value
             self._etcd.revision += 1
             await self._etcd.tell()
         await self._reach()
@@ -227,7 +244,7 @@ class FakeClient:
 
     async def value(self, key: bytes) -> Found:
         await self._reach()
-        found = self._etcd.lots.get(key, Found(b"", 0))
+        found = self._etcd.lots.get(key, Found(self._etcd.gone.get(key, b""), 0))
         await self._reach()
         return found
 

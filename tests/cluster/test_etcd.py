@@ -68,19 +68,22 @@ def test_what_is_put_is_listed_and_followed_and_goes_with_its_lease(etcd: RealEt
     run(doing())
 
 
-def test_a_record_is_removed_unless_another_is_there(etcd: RealEtcd) -> None:
+def test_a_record_is_replaced_or_written_unless_another_is_there(etcd: RealEtcd) -> None:
     async def doing() -> None:
         ours = Etcd(EtcdReach(etcd.endpoints, "test"))
         lease = await ours.grant(30)
-        at, known = FOLDER + b"c", b"/triggerkv/test/known/c"
+        at, known, gone = FOLDER + b"c", b"/triggerkv/test/known/c", b"/triggerkv/test.gone/c"
         await ours.put(at, b"one", lease, lasting=known)
         assert (await ours.listed(b"/triggerkv/test/known/")).values == {known: (b"one", 0)}
-        assert not await ours.remove(known, unless=at)
+        assert not await ours.replace(known, gone, b"one", unless=at)
+        assert (await ours.value(gone)).value == b""
         await ours.revoke(lease)
         assert (await ours.listed(b"/triggerkv/test/")).values == {known: (b"one", 0)}
-        assert await ours.remove(known, unless=at)
+        assert await ours.replace(known, gone, b"one", unless=at)
         assert (await ours.listed(b"/triggerkv/test/")).values == {}
-        assert await ours.remove(known, unless=at), "it is not there"
+        assert (await ours.value(gone)).value == b"one"
+        assert await ours.put(at, b"two", await ours.grant(30), unless=gone) == 0
+        assert (await ours.listed(b"/triggerkv/test/")).values == {}
         await ours.close()
 
     run(doing())

@@ -15,6 +15,7 @@ from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from tests.cluster.test_cluster import Cluster, cluster
+from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -110,3 +111,19 @@ def test_without_etcd_sessions_wait_and_a_node_that_was_started_again_has_them(c
     assert nodes.of(user).get_inline(KEYS[0], len(KEYS[0])) == KEYS[0], "blocks don't wait"
     member.start(cluster.etcd.members)
     wait_until(lambda: keys(nodes, user) == KEYS, "and go on", WAIT_S)
+
+
+def test_a_node_that_was_alone_joins_with_the_sessions_of_users_whose_home_it_is(cluster: Cluster) -> None:
+    users = [f"user {number}" for number in range(30)]
+    data = cluster.folder / "alone"
+    with small_node(data) as node, Client(node.target) as client:
+        for key in KEYS:
+            client.put_inline(key, key)
+        for user in users:
+            client.session(user, "chat").append(KEYS, tokens=64)
+    joined = cluster.add(data)
+    cluster.settled(cluster.nodes)
+    theirs = {user for user in users if cluster.client.home(user) == joined.target}
+    assert theirs
+    wait_until(lambda: keys(cluster.client, min(theirs)) == KEYS, "it orders them", WAIT_S)
+    assert {user for user in users if keys(cluster.client, user) == KEYS} == theirs
