@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from kvcli.completion import add_completion, script
 from kvcli.running import run_command
 from kvcli.version import add_version
-from kvstore.block_commands import add_block_commands
+from kvstore.commands.block_commands import add_block_commands
+from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.errors import ConfigError, KvError, RuleError, UsageError
-from kvstore.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def _config(arguments: argparse.Namespace) -> int:
     if arguments.print_defaults:
         print(defaults_shown(), end="")
     elif arguments.client:
+        from kvstore.commands.show_commands import table
         from kvstore.reach import Reach
-        from kvstore.show_commands import table
 
         print("\n".join(table(Reach.told(DEFAULT_NODE))))
     else:
@@ -66,7 +66,7 @@ def _token(_: argparse.Namespace) -> int:
 
 
 def _certificates(arguments: argparse.Namespace) -> int:
-    from kvstore.certificates_command import make
+    from kvstore.commands.certificates_command import make
 
     if not 1 <= arguments.days <= _DAYS_MAX:
         raise ConfigError(f"--days takes 1 to {_DAYS_MAX}.")
@@ -86,11 +86,11 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from kvstore.doctor import run, show
+    from kvstore.commands.doctor import run, show
 
     if arguments.node is None:
         return run(arguments.data, as_json=arguments.json)
-    from kvstore.doctor_node import check_node
+    from kvstore.commands.doctor_node import check_node
 
     told = reach(arguments)
     return max(show(list(check_node(told.at(node))), as_json=arguments.json) for node in told.nodes)
@@ -109,7 +109,7 @@ def _fsck(arguments: argparse.Namespace) -> int:
 
 
 def _match(arguments: argparse.Namespace) -> int:
-    from kvstore.match_command import run
+    from kvstore.commands.match_command import run
 
     return run(arguments.rules, arguments.request, as_json=arguments.json)
 

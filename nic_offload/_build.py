@@ -50,6 +50,8 @@ _PARTS = (
     "seal",
     "sender",
     "shared",
+    "shared_puts",
+    "shared_reads",
     "shelf",
     "siphash",
     "streams",

@@ -10,8 +10,11 @@
 #define CALL_FETCH_PARTS 3
 #define CALL_TELLS 1 /* flag: there is something in the metadata that is to be heard before the answer */
 #define CALL_SHARES 2 /* flag: its caller has the node's memory mapped, and may be told where in it the blocks are */
+#define CALL_ROWS 4 /* flag: it may be told of single blocks, in their rows */
 #define CALL_DONE 1  /* code of an answer that has nothing more to say */
 #define CALL_WHERE 3 /* code of one that says where the blocks are */
+#define BLOCK_WHERE 0x87 /* code of a block's word: it is in the shared memory, see its row. The same as MISS(NODE_AWAY), \
+			    which it is for a client that does not wait for it any more */
 #define ANSWER_BYTES 36864
 #define ANSWER_WHERE 3 /* kind of its bytes */
 #define CALL_ALIGN 8
@@ -52,6 +55,14 @@ struct where_row {
 	uint32_t crc32c, zero;
 };
 
+/* By acknowledgement word, in memory that both ends have mapped: where a block is, and until when (CLOCK_MONOTONIC). */
+struct shared_row {
+	uint64_t generation; /* of the word */
+	uint64_t offset, until_ns;
+	uint64_t read; /* by the client: the generation of which it has read the block, or wants it no more */
+	uint32_t crc32c, zero[7];
+};
+
 /* Of one block in a fetch; 0: it is another call. */
 static inline size_t call_row_bytes(uint8_t kind)
 {
@@ -63,6 +74,7 @@ static inline size_t call_row_bytes(uint8_t kind)
 _Static_assert(sizeof(struct call_part_row) == 72, "as fabric_call.py packs them");
 _Static_assert(sizeof(struct call_head) == 64 && sizeof(struct call_fetch_row) == 64, "as fabric_call.py packs them");
 
+_Static_assert(sizeof(struct shared_row) == 64, "as shared_slots.py says");
 _Static_assert(sizeof(struct answer_head) == 24, "as fabric_call.py packs it");
 _Static_assert(sizeof(struct answer_head) + TK_CALL_BLOCKS * sizeof(struct where_row) + TK_TAG_BYTES <= ANSWER_BYTES,
 	       "the largest answer fits");

@@ -302,7 +302,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		return -ENOMEM;
 	}
 	if (fetch)
-		((struct call_head *)called->bytes)->flags |= CALL_SHARES;
+		((struct call_head *)called->bytes)->flags |= CALL_SHARES | (caller->shared.rows ? CALL_ROWS : 0);
 	pthread_mutex_lock(&caller->lock);
 	if (has_room(caller, called)) {
 		pthread_mutex_lock(&fabric->inbox_lock);
@@ -446,6 +446,11 @@ int poll_callers(struct tk_fabric *fabric)
 			busy = 1;
 		}
 	return busy;
+}
+
+uint64_t caller_word(const struct tk_caller *caller, uint64_t address)
+{
+	return (address - caller->setup.words) / 8;
 }
 
 void caller_read(struct tk_caller *caller, uint32_t place)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
     import mmap
@@ -84,20 +85,18 @@ class Caller:
             raise FabricError.from_code("Opening a caller", code)
         self._handle: Any = out[0]
 
-    def share(self, memory: mmap.mmap, served_code: int, corrupt_code: int, late_code: int) -> None:
+    def share(
+        self, memory: mmap.mmap, served_code: int, corrupt_code: int, late_code: int, rows: int = 0
+    ) -> None:
         """The node's memory is mapped here until this is closed: blocks may be read from it.
 
+        `rows`: the address of those in which the node says of a single block where it is; 0: there are none.
         The codes are what a group's row says of a block that was; that was not what it should be; that came too late.
         """
-        mapped = ffi.from_buffer(memory)
         shared = ffi.new("struct tk_shared *")
-        shared.address, shared.length, shared.hold_ns = (
-            int(ffi.cast("uintptr_t", mapped)),
-            len(memory),
-            lib.TK_HELD_NS,
-        )
+        shared.address, shared.length, shared.hold_ns = address_of(memory), len(memory), lib.TK_HELD_NS
+        shared.rows = rows
         shared.served_code, shared.corrupt_code, shared.late_code = served_code, corrupt_code, late_code
-        ffi.release(mapped)
         lib.tk_caller_share(self._handle, shared)
 
     @property

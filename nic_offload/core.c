@@ -152,6 +152,9 @@ static void withdraw_all(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 		} else if (work->state == WORK_SUMMING && is_get(work)) {
 			queue_remove(&fabric->summing, work);
 			drop(fabric, work);
+		} else if (work->state == WORK_SHARED) {
+			queue_remove(&fabric->shared, work);
+			drop(fabric, work);
 		} else if (withdraw(fabric, work)) {
 			if (work->kind == WORK_LANDING)
 				fail(fabric, work, -ECANCELED);
@@ -236,6 +239,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 			work->state = WORK_STRANDED;
 	}
 	unlist_ready(fabric, endpoint);
+	ring_doorbells(fabric);
 	return status;
 }
 
@@ -354,6 +358,7 @@ void *core_progress(void *argument)
 		moved |= poll_receivers(fabric);
 		moved |= poll_lanes(fabric);
 		moved |= poll_readers(fabric);
+		moved |= poll_shared_reads(fabric);
 		moved |= poll_acks(fabric);
 		if (moved && fabric->overslept)
 			rest_look_again(fabric);
@@ -365,6 +370,7 @@ void *core_progress(void *argument)
 		busy |= poll_callers(fabric);
 		busy |= post_ready(fabric);
 		busy |= make_checksums(fabric);
+		ring_doorbells(fabric);
 		poll_desks(fabric);
 		busy |= expire(fabric);
 		publish_soon(fabric);

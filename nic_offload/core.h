@@ -91,6 +91,7 @@ enum tk_event_kind {
 #define TK_ACKED_PUT 16   /* its end, if it is a good one, is seen from an ack watch; only failures are reported */
 #define TK_GET 32         /* the bytes come from the peer */
 #define TK_SENT_PUT 128	  /* it is over once local memory may be used again: its end, if it is a good one, is TK_SENT */
+#define TK_SHARED_PUT 256 /* the peer can read these bytes itself, where it shares our memory: see shared_reads.c */
 #define TK_SET_COUNTER 64 /* `completion` is set to `step`, not moved by it */
 
 /* How a fabric is opened. */
@@ -421,6 +422,7 @@ struct tk_caller_setup {
 struct tk_shared {
 	uint64_t address, length;
 	uint64_t hold_ns; /* so long after a call the node keeps what it names */
+	uint64_t rows; /* a row for each word, where the node says of a single block where it is; 0: it doesn't */
 	uint32_t served_code, corrupt_code, late_code, zero;
 };
 struct tk_call {
@@ -463,11 +465,27 @@ struct tk_sender_setup {
 	uint32_t words_count;  /* puts that are not over at a time */
 	uint32_t slots_count;  /* puts that have not landed at a time; of more, the others wait */
 	uint32_t good_max;
+	int32_t doorbell; /* the node's, with these: */
+	uint64_t shared_flags, shared_slots; /* 0, or where the node's are mapped here, and `words` with them */
 };
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
 /* Where puts of pieces are put together: so many bytes for each slot. Before the first of them is armed. */
 int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
 int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
+uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went through shared memory */
+
+/* What the two ends of a connection on one machine share; see shared_puts.c. */
+/* That somebody writes to an eventfd, or into a pipe, wakes the progress thread, which reads the pipe and not the eventfd. */
+int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe);
+int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
+/* The peer watches some of its words there, in memory of ours that it has mapped. So they are stored, and its doorbell rung. */
+int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
+			    int doorbell);
+
+/* It reads blocks of TK_SHARED_PUT there, as far as they are in this memory, and hears where they are from so many rows,
+ * one for each of its first words, in the same memory as those words. */
+int tk_endpoint_share_reads(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t rows, uint32_t count,
+			    uint64_t memory, uint64_t bytes);
 
 /* Where a node's client puts blocks by grants; see receiver.c. */
 struct tk_receiver_setup {
@@ -543,6 +561,7 @@ struct tk_reading {
 	uint64_t offset, generation;
 	uint32_t length, crc32c;
 	uint32_t skip, part; /* of the payload so many bytes are put, behind these; 0: all */
+	uint32_t shares, zero; /* TK_SHARED_PUT, or 0 */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t owner[TK_OWNER_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];

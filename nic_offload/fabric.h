@@ -21,6 +21,8 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 
+struct shared_row;
+
 union address {
 	struct sockaddr any;
 	struct sockaddr_in four;
@@ -42,6 +44,7 @@ enum work_state {
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
 	WORK_FLAG_POSTED, /* the chained flag put is on its way */
+	WORK_SHARED,	  /* the peer was told where the bytes are, and has not said yet that it has read them */
 	WORK_OVER,	  /* until the end of the round */
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
@@ -59,6 +62,7 @@ struct work {
 	int counted; /* the NIC has moved the completion counter */
 	int failed;  /* how it ended; 0: well, or not yet */
 	uint32_t crc, summed;
+	struct shared_row *shared; /* of one that the peer reads itself */
 	uint32_t piece, piece_done; /* how far a put of pieces has been gathered */
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last one that came */
@@ -144,6 +148,20 @@ struct known_peer {
 	uint64_t number;
 };
 
+/* Words of the peer that are in memory which both ends have mapped, and what it calls the first of them. */
+struct shared_words {
+	struct spot first;
+	uint64_t address;
+	uint32_t count; /* 0: none */
+};
+
+/* What a peer can read of ours, and where it is told. */
+struct shared_reads {
+	struct spot first; /* of its words */
+	uint64_t rows, memory, bytes;
+	uint32_t count; /* of rows */
+};
+
 struct tk_endpoint {
 	struct tk_fabric *fabric;
 	struct tk_endpoint *next;
@@ -158,6 +176,11 @@ struct tk_endpoint {
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
+	struct shared_words shared_words;
+	struct shared_reads shared_reads;
+	int doorbell; /* of the peer, if it is on this machine and something of ours is put without the fabric */
+	int is_due;   /* it is to be rung at the end of the round, and this is the next such endpoint */
+	struct tk_endpoint *next_due;
 };
 
 struct tk_region {
@@ -257,7 +280,9 @@ struct tk_fabric {
 	/* The progress thread's own. */
 	struct work *all;
 	struct queue summing;
+	struct queue shared; /* WORK_SHARED */
 	struct tk_endpoint *ready_first, *ready_last; /* endpoints that have something to post */
+	struct tk_endpoint *due; /* those whose doorbells are */
 	struct tk_counter **active; /* counters for which something waits */
 	uint32_t active_count, active_capacity;
 	struct nic nic;

@@ -264,6 +264,20 @@ class Endpoint(Handle):
         )
         return len(tag) == self.tag_bytes and bool(told)
 
+    def share_words(self, target: int, target_key: int, words: int, count: int, doorbell: int) -> None:
+        """The peer watches `count` of its words, from `target` on, in memory of ours: see `shared_puts.c`."""
+        code = lib.tk_endpoint_share_words(self.handle, target, target_key, words, count, doorbell)
+        if code:
+            raise FabricError.from_code("Sharing words with a peer", code)
+
+    def share_reads(self, target: int, target_key: int, rows: int, count: int, memory: Region) -> None:
+        """The peer reads this memory of ours itself, and hears where its blocks are from `count` rows of its words."""
+        code = lib.tk_endpoint_share_reads(
+            self.handle, target, target_key, rows, count, memory.address, memory.length
+        )
+        if code:
+            raise FabricError.from_code("Sharing memory with a peer", code)
+
     def close(self) -> None:
         """End everything that goes through this endpoint; its puts and watches are dropped silently."""
         if self.handle is None:
@@ -340,6 +354,16 @@ class Fabric(Handle):
     def open_endpoint(self, source: bytes = b"") -> Endpoint:
         """Open one more endpoint; `source`, a socket address of the fabric's family, is what it listens on."""
         return Endpoint(self, source)
+
+    def hear(self, doorbell: int, *, is_pipe: bool) -> None:
+        """Have the progress thread woken by what is written to an eventfd, or into a pipe, until `ignore`."""
+        code = lib.tk_fabric_hear(self.handle, doorbell, is_pipe)
+        if code:
+            raise FabricError.from_code("Hearing a doorbell", code)
+
+    def ignore(self, doorbell: int) -> None:
+        """The opposite of `hear`."""
+        lib.tk_fabric_ignore(self.handle, doorbell)
 
     def fileno(self) -> int:
         """An eventfd, readable while there are events to reap."""

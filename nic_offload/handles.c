@@ -71,6 +71,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	if (!endpoint)
 		return -ENOMEM;
 	endpoint->fabric = fabric;
+	endpoint->doorbell = -1;
 	struct opening opening = {.endpoint = endpoint, .length = length};
 	if (length)
 		memcpy(opening.source, source, length);

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["Runs", "allocate", "allocate_shared", "copy_runs", "hide_from_dumps", "populate", "set_aside"]
+__all__ = [
+    "Runs",
+    "address_of",
+    "allocate",
+    "allocate_mapped",
+    "allocate_shared",
+    "copy_runs",
+    "hide_from_dumps",
+    "populate",
+    "set_aside",
+]
 
 _F_SEAL_FUTURE_WRITE = 0x10  # what is mapped to be written stays so, and nothing else is
 
@@ -61,6 +71,33 @@ def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
         os.close(fd)
         raise error if isinstance(error, FabricError) else _not_had(length, error) from error
     return memory, fd
+
+
+def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:
+    """Zeroed memory that is there as it is used, and a descriptor through which another process can map it.
+
+    That one can write to it, and not change its size. It is in no core dump of ours.
+    """
+    fd = -1
+    try:
+        fd = os.memfd_create("triggerkv-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, length)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(fd, length)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise _not_had(length, error) from error
+    hide_from_dumps(memory)
+    return memory, fd
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where it begins; so for as long as it is not closed."""
+    view = ffi.from_buffer(memory)
+    address = int(ffi.cast("uintptr_t", view))
+    ffi.release(view)
+    return address
 
 
 def _not_had(length: int, error: OSError) -> FabricError:

@@ -99,6 +99,7 @@ void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 int rest_open(struct tk_fabric *fabric);
 int rest_hear(struct tk_fabric *fabric, int pipe_fd);
 int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
+int rest_ignore(struct tk_fabric *fabric, int event_fd);
 void rest_look_again(struct tk_fabric *fabric);
 int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
 
@@ -122,6 +123,9 @@ void sender_summed(struct work *work);
 uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata); /* any thread */
 uint32_t sender_head(const struct work *work, const void **bytes); /* returns how many */
 void *sender_head_desc(const struct work *work);
+int sender_shares(const struct work *work); /* whether its slot is mapped here; then these: */
+uint32_t sender_copies(struct work *work, uint32_t bytes_max);
+void sender_put(struct tk_fabric *fabric, struct work *work);
 void sender_put_over(struct tk_fabric *fabric, struct work *work);
 void sender_acked(struct work *watch, int is_final);
 struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
@@ -136,6 +140,7 @@ uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t 
 struct queue *caller_queue(const struct work *work); /* where it waits for a place */
 int poll_callers(struct tk_fabric *fabric);
 
+uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* which of its words it is */
 void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
 void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and was as it should be */
 
@@ -147,6 +152,18 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
+int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word says where a single block is; 0: it is not to be read */
+
+/* shared_reads.c: the same, the node's side */
+int may_share(const struct work *work);
+int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or what posting gives */
+void was_told(struct tk_fabric *fabric, struct work *work); /* it is in no other queue any more */
+int poll_shared_reads(struct tk_fabric *fabric);
+
+/* shared_puts.c: puts and words between two ends on one machine */
+int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot); /* 0: it has to be posted */
+void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+void ring_doorbells(struct tk_fabric *fabric);
 
 /* pieces.c; the first two any thread */
 void pieces_use(struct tk_pieces *pieces);

@@ -160,7 +160,7 @@ static struct tk_operation operation_of(const struct tk_reading *record, struct 
 		.region = region,
 		.length = record->length,
 		.crc32c = record->crc32c,
-		.flags = TK_FLAG_PUT | TK_VERIFY_CRC | TK_ACKED_PUT,
+		.flags = TK_FLAG_PUT | TK_VERIFY_CRC | TK_ACKED_PUT | (record->shares & TK_SHARED_PUT),
 		.skip = record->skip,
 		.part = record->part,
 	};

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric, Region
     from nic_offload.lane import RecordFormat
 
-__all__ = ["Reader", "Reading"]
+__all__ = ["SHARES", "Reader", "Reading"]
 
-_READING = struct.Struct("=11Q4I32s16s16s")
+_READING = struct.Struct("=11Q5I4x32s16s16s")
+SHARES = int(lib.TK_SHARED_PUT)
 assert _READING.size == ffi.sizeof("struct tk_reading")
 
 
@@ -46,6 +47,7 @@ class Reading(NamedTuple):
     crc32c: int
     skip: int
     part: int
+    shares: int  # SHARES: the peer reads the payload itself, if it has our memory mapped; 0: it doesn't
     key: bytes
     owner: bytes
     fingerprint: bytes

@@ -76,6 +76,11 @@ int rest_hear_writes(struct tk_fabric *fabric, int event_fd)
 	return watch_fd(fabric, WAKES_WRITES, event_fd, EPOLLIN | EPOLLET); /* nobody reads it empty */
 }
 
+int rest_ignore(struct tk_fabric *fabric, int event_fd)
+{
+	return epoll_ctl(fabric->sleep_fd, EPOLL_CTL_DEL, event_fd, NULL) ? -errno : 0;
+}
+
 void rest_look_again(struct tk_fabric *fabric)
 {
 	__atomic_store_n(&fabric->sockets_changed, 1, __ATOMIC_RELEASE);

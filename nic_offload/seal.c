@@ -52,17 +52,19 @@ uint64_t word_in(const struct tk_endpoint *endpoint, struct spot spot, uint64_t 
 	return endpoint->seal.is_set ? sealed(endpoint->seal.in, spot, word) : word;
 }
 
-uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word)
-{
-	const struct seal *seal = &watch->endpoint->seal;
-	struct spot spot = {seal->words.address + (watch->word - seal->here), seal->words.key};
-	uint64_t said = watch->generation << ACK_CODE_BITS | (word & IN_THE_CLEAR);
-	return word_in(watch->endpoint, spot, said) == word ? said : 0;
-}
-
 static int holds(uint64_t start, uint64_t length, uint64_t word)
 {
 	return length >= sizeof word && word >= start && word - start <= length - sizeof word;
+}
+
+uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word)
+{
+	const struct seal *seal = &watch->endpoint->seal;
+	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it came through no network */
+		return word >> ACK_CODE_BITS == watch->generation ? word : 0;
+	struct spot spot = {seal->words.address + (watch->word - seal->here), seal->words.key};
+	uint64_t said = watch->generation << ACK_CODE_BITS | (word & IN_THE_CLEAR);
+	return word_in(watch->endpoint, spot, said) == word ? said : 0;
 }
 
 int may_watch(const struct tk_endpoint *endpoint, const struct tk_region *region, uint64_t word)

@@ -17,6 +17,7 @@ struct seal {
 	uint64_t out[2], in[2];
 	struct spot words; /* what peers call the memory in which their acknowledgements come in, */
 	uint64_t here, words_bytes; /* and where it is */
+	uint64_t shared, shared_bytes; /* words that only the peer's process and ours can write to */
 };
 
 struct siphash {

@@ -11,6 +11,10 @@
  * whoever waits for its word in vain ends the link. Payloads are summed when they go out, so what comes is what was there
  * then, or is refused. Where the connection is sealed, the head has a tag, for its slot and generation alone.
  *
+ * Where the node is on the same machine and its slots are mapped here, the same is copied into them, with no message at all:
+ * payload, head, flag, in this order, and its doorbell is rung (shared_puts.c). The head is made in memory of our own, since
+ * the node can write to a slot at any time.
+ *
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
 #define _GNU_SOURCE
@@ -20,6 +24,8 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
 struct tk_sender {
 	struct tk_sender_setup setup;
@@ -32,6 +38,8 @@ struct tk_sender {
 	uint32_t *slots, *words; /* free ones, the last used first: its memory is warm */
 	uint32_t slots_free, words_free;
 	uint64_t ack_generation;
+
+	uint64_t shared; /* atomic: puts that went through shared memory */
 
 	/* Where puts of pieces are put together; set before there are any. */
 	struct tk_region *gather_region;
@@ -64,19 +72,38 @@ static int remove_sender(struct tk_fabric *fabric, void *argument)
 	return 0;
 }
 
+/* The words are the node's memory, which nobody else has: they need no tag. */
+static int share(const struct tk_sender_setup *setup)
+{
+	struct seal *seal = &setup->endpoint->seal;
+	if (setup->shared_flags % 8 || setup->shared_slots % 8 || setup->doorbell < 0)
+		return -EINVAL;
+	seal->shared = setup->words;
+	seal->shared_bytes = (uint64_t)setup->words_count * 8;
+	setup->endpoint->doorbell = setup->doorbell;
+	return 0;
+}
+
 static int holds(const struct tk_region *region, uint64_t address, uint64_t bytes)
 {
 	return address >= region->address && bytes <= region->length &&
 	       address - region->address <= region->length - bytes;
 }
 
+static int may_watch_words(const struct tk_sender_setup *setup)
+{
+	uint64_t bytes = (uint64_t)setup->words_count * 8;
+	return holds(setup->region, setup->words, bytes) && may_watch_ack(setup->endpoint, setup->words) &&
+	       may_watch_ack(setup->endpoint, setup->words + bytes - 8);
+}
+
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out)
 {
 	if (!setup->endpoint || !setup->region || !setup->slots_count || !setup->words_count || setup->words % 8 ||
-	    !holds(setup->region, setup->words, (uint64_t)setup->words_count * 8) ||
-	    !may_watch_ack(setup->endpoint, setup->words) ||
-	    !may_watch_ack(setup->endpoint, setup->words + (uint64_t)(setup->words_count - 1) * 8) ||
+	    (!setup->shared_slots && !may_watch_words(setup)) ||
 	    !holds(setup->region, setup->heads, (uint64_t)setup->slots_count * TK_HEAD_PAGE))
+		return -EINVAL;
+	if (setup->shared_slots && share(setup))
 		return -EINVAL;
 	struct tk_sender *sender = calloc(1, sizeof *sender);
 	if (!sender)
@@ -140,6 +167,47 @@ static struct tk_put_head *head_of(const struct work *work)
 	return (struct tk_put_head *)(setup->heads + (uint64_t)work->grant * TK_HEAD_PAGE) - 1;
 }
 
+int sender_shares(const struct work *work)
+{
+	return work->op.sender && work->op.sender->setup.shared_slots;
+}
+
+/* Of its slot, as it is mapped here. */
+static uint64_t shared_payload(const struct work *work)
+{
+	const struct tk_sender_setup *setup = &work->op.sender->setup;
+	return setup->shared_slots + (uint64_t)(work->grant - 1) * setup->slot_bytes + TK_HEAD_PAGE;
+}
+
+/* The next bytes into its slot. The checksum is of the application's bytes: if what is in the slot differs, because somebody
+ * writes to either of the two meanwhile, the node refuses it. */
+uint32_t sender_copies(struct work *work, uint32_t bytes_max)
+{
+	uint32_t bytes = bytes_max < BYTES_A_STEP ? bytes_max : BYTES_A_STEP;
+	const char *from = (const char *)work->op.local + work->summed;
+	memcpy((char *)shared_payload(work) + work->summed, from, bytes);
+	work->crc = tk_crc32c(from, bytes, work->crc);
+	work->summed += bytes;
+	return bytes;
+}
+
+void sender_put(struct tk_fabric *fabric, struct work *work)
+{
+	const struct tk_operation *op = &work->op;
+	const void *head;
+	uint32_t bytes = sender_head(work, &head);
+	memcpy((char *)shared_payload(work) - bytes, head, bytes);
+	uint64_t *flag = (uint64_t *)op->sender->setup.shared_flags + work->grant - 1;
+	tk_word_store(flag, word_out(op->endpoint, (struct spot){op->flag_target, op->flag_key}, op->flag_value));
+	ring_later(fabric, op->endpoint);
+	__atomic_add_fetch(&op->sender->shared, 1, __ATOMIC_RELAXED);
+}
+
+uint64_t tk_sender_shared(const struct tk_sender *sender)
+{
+	return __atomic_load_n(&sender->shared, __ATOMIC_RELAXED);
+}
+
 uint32_t sender_head(const struct work *work, const void **bytes)
 {
 	const struct tk_put_head *head = head_of(work);
@@ -194,7 +262,9 @@ static void make_head(struct work *work)
 	head->ack_generation = work->partner->ack.generation;
 	head->ack_word = sender->setup.first_word + work->word - 1;
 	head->length = op->length;
-	if (op->pieces)
+	if (op->pieces && sender_shares(work))
+		op->local = shared_payload(work);
+	else if (op->pieces)
 		op->local = sender->gather + (uint64_t)(work->grant - 1) * sender->gather_slot_bytes;
 	op->remote = sender->setup.slots + (uint64_t)(work->grant - 1) * sender->setup.slot_bytes + TK_HEAD_PAGE;
 	op->remote_key = op->flag_key = sender->setup.area_key;

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from nic_offload.group import Group
     from nic_offload.pieces import Pieces
 
-__all__ = ["HEAD_PAGE_BYTES", "METADATA_BYTES_MAX", "Area", "GrantedPut", "Heads", "Sender", "send"]
+__all__ = [
+    "HEAD_PAGE_BYTES",
+    "METADATA_BYTES_MAX",
+    "Area",
+    "GrantedPut",
+    "Heads",
+    "Sender",
+    "SharedArea",
+    "send",
+]
 
 HEAD_PAGE_BYTES = int(lib.TK_HEAD_PAGE)  # of each slot, before its payload
 _HEAD = struct.Struct("=IIQQQIIIBB2x32s16s32x")
@@ -47,6 +56,15 @@ class Area(NamedTuple):
     key: int
     slots_count: int
     first_generation: int
+
+
+class SharedArea(NamedTuple):
+    """The same area, mapped here: its flags, its slots, the words for our puts, and what wakes the node."""
+
+    flags: int
+    slots: int
+    words: int
+    doorbell: int
 
 
 class Heads:
@@ -132,8 +150,13 @@ class Sender:
         first_ack_generation: int,
         grace_ns: int,
         good_max: int,
+        shared: SharedArea | None = None,
     ) -> None:
-        """`words` and `heads` are addresses in the region, which has a page for the head of each slot."""
+        """`words` and `heads` are addresses in the region, which has a page for the head of each slot.
+
+        With a `shared` area nothing goes over the fabric, and its words are watched in place of `words`.
+        """
+        shared = shared or SharedArea(0, 0, words, -1)
         setup = ffi.new(
             "struct tk_sender_setup *",
             {
@@ -144,7 +167,7 @@ class Sender:
                 "slots": area.slots,
                 "slot_bytes": area.slot_bytes,
                 "area_key": area.key,
-                "words": words,
+                "words": shared.words,
                 "heads": heads,
                 "first_generation": area.first_generation,
                 "first_ack_generation": first_ack_generation,
@@ -153,6 +176,9 @@ class Sender:
                 "words_count": words_count,
                 "slots_count": area.slots_count,
                 "good_max": good_max,
+                "doorbell": shared.doorbell,
+                "shared_flags": shared.flags,
+                "shared_slots": shared.slots,
             },
         )
         out = ffi.new("struct tk_sender **")
@@ -170,6 +196,11 @@ class Sender:
         code = lib.tk_sender_gather(self._handle, region.handle, address, slot_bytes)
         if code:
             raise FabricError.from_code("Giving a sender memory for pieces", code)
+
+    @property
+    def shared_puts(self) -> int:
+        """How many puts went into the node's memory without the fabric."""
+        return int(lib.tk_sender_shared(self._handle)) if self.pointer else 0
 
     def close(self) -> None:
         """Its endpoint is closed."""

@@ -6,6 +6,9 @@
  * again, or for `hold_ns`. Each block is then copied from there to where it is wanted, a bounded piece a round, and its
  * checksum is made from the copy. A node that has to do anything else for a call answers it as any other.
  *
+ * What has to be read from a drive first, or is sent by the application, is told block by block instead: a block's word says
+ * that its place is in a row of memory that both ends have mapped (shared_reads.c).
+ *
  * What always holds: a row of the group ends once its block's bytes are all there, and are those that the node named,
  * or as a miss; nothing is written for a row that is over; a copy that took so long that the node may have used the memory for
  * something else is a miss, whatever its checksum; after one wrong checksum this client reads over the fabric, where the
@@ -23,6 +26,8 @@
 #define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
 struct shared_block {
+	struct shared_row *told; /* by the node, of this block alone; NULL: by the answer to the call */
+	uint64_t until_ns;	 /* then its bytes stay so long */
 	struct work *watch; /* for the word that ends it another way; NULL: it is over */
 	uint64_t from, to;
 	uint32_t length, skip, part; /* a `part` of 0: all */
@@ -72,6 +77,16 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place)
 	fetch->asked_ns = tk_now_ns();
 }
 
+/* The node may have the memory back. */
+static void done_with(struct shared_block *block, struct work *watch)
+{
+	if (!block->told)
+		return;
+	tk_word_store(&block->told->read, watch->ack.generation);
+	block->told = NULL;
+	ring_later(watch->ack.endpoint->fabric, watch->ack.endpoint);
+}
+
 /* A watch is over. */
 void shared_over(struct work *watch)
 {
@@ -81,6 +96,7 @@ void shared_over(struct work *watch)
 	watch->fetch = NULL;
 	if (watch->fetch_row < fetch->blocks) {
 		fetch->block[watch->fetch_row].watch = NULL;
+		done_with(&fetch->block[watch->fetch_row], watch);
 		group_copies(watch->ack.group, watch->ack.row, 0);
 	}
 	if (--fetch->watches)
@@ -88,6 +104,13 @@ void shared_over(struct work *watch)
 	if (fetch->is_answered)
 		caller_read(fetch->caller, fetch->place);
 	free(fetch);
+}
+
+static int has_place(const struct shared_fetch *fetch, const struct shared_block *block, uint64_t offset)
+{
+	const struct tk_shared *shared = fetch->shared;
+	return block->length <= shared->length && offset <= shared->length - block->length &&
+	       (!block->part || (block->part <= block->length && block->skip <= block->length - block->part));
 }
 
 /* Reads the rows of an answer, each once: the node can still write there. */
@@ -98,12 +121,39 @@ static int read_rows(struct shared_fetch *fetch, const char *rows)
 		struct shared_block *block = &fetch->block[i];
 		struct where_row row;
 		memcpy(&row, rows + i * sizeof row, sizeof row);
-		if (block->length > shared->length || row.offset > shared->length - block->length ||
-		    (block->part && (block->part > block->length || block->skip > block->length - block->part)))
+		if (!has_place(fetch, block, row.offset))
 			return 0;
 		block->from = shared->address + row.offset;
 		block->crc32c = row.crc32c;
 	}
+	return 1;
+}
+
+static void begin_copy(struct tk_fabric *fabric, struct work *watch)
+{
+	watch_remove(&fabric->acks, watch);
+	group_copies(watch->ack.group, watch->ack.row, 1);
+	watch->state = WORK_SUMMING;
+	queue_push(&fabric->summing, watch);
+}
+
+/* Reads the row once: the node can still write there. */
+int shared_told(struct tk_fabric *fabric, struct work *watch)
+{
+	struct shared_fetch *fetch = watch->fetch;
+	if (!fetch || watch->fetch_row >= fetch->blocks || !fetch->shared->rows)
+		return 0;
+	struct shared_block *block = &fetch->block[watch->fetch_row];
+	struct shared_row *there = (struct shared_row *)fetch->shared->rows + caller_word(fetch->caller, watch->ack.word);
+	struct shared_row row;
+	memcpy(&row, there, sizeof row);
+	if (row.generation != watch->ack.generation || !has_place(fetch, block, row.offset))
+		return 0;
+	block->from = fetch->shared->address + row.offset;
+	block->crc32c = row.crc32c;
+	block->until_ns = row.until_ns;
+	block->told = there;
+	begin_copy(fabric, watch);
 	return 1;
 }
 
@@ -144,10 +194,7 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 			give_up(fabric, watch, i);
 			continue;
 		}
-		watch_remove(&fabric->acks, block);
-		group_copies(block->ack.group, block->ack.row, 1);
-		block->state = WORK_SUMMING;
-		queue_push(&fabric->summing, block);
+		begin_copy(fabric, block);
 	}
 	return 1;
 }
@@ -171,7 +218,8 @@ static void copy_piece(const struct shared_block *block, struct work *work, uint
 static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *block, const struct work *work)
 {
 	const struct tk_shared *shared = fetch->shared;
-	if (tk_now_ns() - fetch->asked_ns > shared->hold_ns / 2)
+	uint64_t now_ns = tk_now_ns();
+	if (block->told ? now_ns > block->until_ns : now_ns - fetch->asked_ns > shared->hold_ns / 2)
 		return shared->late_code;
 	int is_good = work->crc == block->crc32c;
 	caller_shared(fetch->caller, is_good);

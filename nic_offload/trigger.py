@@ -86,6 +86,7 @@ class TriggeredPut(NamedTuple):
         0,
         0,
     )  # of what has the checksum, only so many bytes (the second) behind the first
+    shared: bool = False  # the peer reads these bytes itself, if it has our memory mapped
 
 
 class TriggeredGet(NamedTuple):
@@ -297,6 +298,7 @@ def _move_row(move: CounterMove) -> bytes:
 def _row(operation: Operation) -> bytes:
     if isinstance(operation, TriggeredPut):
         flags = (lib.TK_ACKED_PUT if operation.acked else 0) | (lib.TK_SENT_PUT if operation.sent else 0)
+        flags |= lib.TK_SHARED_PUT if operation.shared else 0
         where = operation.source, operation.target, operation.target_key
         return _transfer_row(
             operation,

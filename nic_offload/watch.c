@@ -88,6 +88,11 @@ int poll_acks(struct tk_fabric *fabric)
 			continue;
 		}
 		work->code = code;
+		if (code == BLOCK_WHERE && shared_told(fabric, work)) {
+			i--;
+			busy = 1;
+			continue;
+		}
 		if (work->caller) /* before its own caller hears of it, who may want the place */
 			code = caller_answered(fabric, work, code);
 		if (work->ack.group && code <= work->ack.good_max)
@@ -160,6 +165,8 @@ int make_checksums(struct tk_fabric *fabric)
 			continue;
 		} else if (!landing && work->op.pieces) {
 			piece = gather_some(work, piece);
+		} else if (!landing && sender_shares(work)) {
+			piece = sender_copies(work, piece);
 		} else {
 			work->crc = tk_crc32c((const char *)bytes + work->summed, piece, work->crc);
 			work->summed += piece;

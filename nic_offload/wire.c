@@ -15,7 +15,8 @@
 #define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
 #define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
-#define TOO_LATE 2 /* what posting gives for a put whose deadline is over */
+#define TOO_LATE 2 /* what posting gives for a put whose deadline is over, */
+#define TOLD 3	   /* and for one that the peer reads itself */
 
 /* Whether its end says that it came: then the peer's side confirms it. Else somebody else knows, or nobody needs to. */
 static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
@@ -49,6 +50,8 @@ static int post_confirmed_flag(struct work *work)
 int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
 	      uint64_t key)
 {
+	if (put_shared_word(fabric, endpoint, word, (struct spot){target, key}))
+		return 0;
 	word = word_out(endpoint, (struct spot){target, key}, word);
 	if (!fabric->loses_context)
 		return (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key);
@@ -69,6 +72,8 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
+	if (put_shared_word(fabric, op->endpoint, op->flag_value, (struct spot){op->flag_target, op->flag_key}))
+		return 1;
 	set_flag_word(work);
 	if (is_to_be_confirmed(fabric, op))
 		return post_confirmed_flag(work);
@@ -148,6 +153,14 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 		return post_landed(fabric, work);
 	if (work->state == WORK_READY && work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns)
 		return TOO_LATE;
+	if (sender_shares(work)) {
+		sender_put(fabric, work);
+		return 1;
+	}
+	if (may_share(work)) {
+		int status = tell_where(fabric, work);
+		return status ? status : TOLD;
+	}
 	int only_flag = !work->op.length || work->state == WORK_FLAG_READY;
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
@@ -183,6 +196,10 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 	}
 	if (!work->posted_ns)
 		work->posted_ns = tk_now_ns();
+	if (status == TOLD) {
+		was_told(fabric, work);
+		return;
+	}
 	if (status < 0) {
 		finish(fabric, work, status_of_provider(-status));
 	} else if (status == 1) {

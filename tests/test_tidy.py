@@ -21,6 +21,26 @@ PLANTED = [
     ("imports_run_one_way", "nic_offload/a.py", "from sim import cli", "must not import sim"),
     ("imports_run_one_way", "kvstore/node/a.py", "import tests.fakes", "tests.fakes"),
     ("imports_run_one_way", "kvcli/a.py", "import kvstore.errors", "kvcli must not import"),
+    (
+        "imports_run_one_way",
+        "kvstore/client/a.py",
+        "from kvstore.node.gate import Gate",
+        "kvstore.client must not",
+    ),
+    (
+        "imports_run_one_way",
+        "kvstore/node/a.py",
+        "import kvstore.client.core",
+        "kvstore.node must not import",
+    ),
+    (
+        "imports_run_one_way",
+        "kvstore/storage/a.py",
+        "from kvstore.cluster import map",
+        "kvstore.storage must not",
+    ),
+    ("imports_run_one_way", "kvstore/a.py", "from kvstore.client import Client", "kvstore must not import"),
+    ("imports_run_one_way", "kvstore/cli.py", "import tools.mutants", "must not import tools"),
     ("no_pickle", "kvstore/a.py", "import pickle", "pickle"),
     ("no_pickle", "tests/a.py", "from marshal import loads", "marshal"),
     ("no_builtin_hash", "kvstore/a.py", "key = hash(b'x')", "hash()"),
@@ -39,6 +59,18 @@ PLANTED = [
     ("all_says_what_is_public", "kvstore/a.py", "__all__ = []\ndef f(): pass", "f is public"),
     ("all_says_what_is_public", "kvstore/a.py", "__all__ = ['g']", "names g"),
     ("files_are_short", "sim/a.py", "x = 1\n" * 600, "at most 600"),
+    ("c_files_are_short", "nic_offload/a.c", "\n" * 400, "at most 400"),
+    ("c_files_are_short", "nic_offload/lane.c", "\n" * 650, "at most 650"),
+    ("bounds_are_in_limits", "kvstore/node/a.py", "_TRIES = 3", "_TRIES belongs in"),
+    (
+        "bounds_are_in_limits",
+        "kvstore/client/a.py",
+        "from typing import Final\nWAIT_S: Final = 1.5",
+        "WAIT_S",
+    ),
+    ("no_file_is_dead", "kvstore/node/a.py", "", "not used"),
+    ("no_file_is_dead", "tools/a.sh", "", "not used"),
+    ("no_file_is_dead", "nic_offload/a.c", "", "not used"),
     ("no_path_of_somebodys_machine", "docs/a.md", "see /ho" + "me/me/x", "docs/a.md:2"),
     ("no_path_of_somebodys_machine", ".ci/run", "cd /wo" + "rk/x", ".ci/run:2"),
     ("proto_and_deploy_hold_no_python", "proto/a.py", "", "proto/a.py"),
@@ -48,6 +80,9 @@ PLANTED = [
 
 HARMLESS = [
     ("imports_run_one_way", "kvstore/a.py", "import nic_offload"),
+    ("imports_run_one_way", "kvstore/node/a.py", "from kvstore.storage.store import Store"),
+    ("bounds_are_in_limits", "kvstore/a.py", "from kvstore.limits import X\nWAIT_S = X / 1000\nDAY_NS = 1"),
+    ("c_files_are_short", "nic_offload/a.c", "\n" * 390),
     ("no_builtin_hash", "kvstore/a.py", "class A:\n    def __hash__(self):\n        return hash(1)"),
     ("time_only_through_the_clock", "kvstore/clock.py", "import time\ntime.time()"),
     ("time_only_through_the_clock", "tests/a.py", "import time\ntime.time()"),
@@ -100,5 +135,11 @@ def test_every_rule_has_a_planted_breach() -> None:
 
 
 def test_every_exception_has_a_reason() -> None:
-    for allowed in (tidy.CLOCK_ALLOWED, tidy.ENVIRONMENT_ALLOWED):
+    for allowed in (
+        tidy.BOUNDS_ALLOWED,
+        tidy.C_LINES_ALLOWED,
+        tidy.CLOCK_ALLOWED,
+        tidy.ENVIRONMENT_ALLOWED,
+        tidy.LAYERS_ALLOWED,
+    ):
         assert all(len(reason) > 10 for reason in allowed.values())

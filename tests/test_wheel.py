@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.readme import clean_copy, environment
+from tools.release import repacked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +53,12 @@ def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.startswith("triggerkv-")
     assert "-cp311-abi3-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        assert [name for name in archive.namelist() if name.endswith((".c", ".h"))] == []
+    files = repacked(wheel.read_bytes())
+    assert [name for name in files if name.endswith((".pyi", "_build.py"))] == []
+    (record,) = (data.decode() for name, data in files.items() if name.endswith("RECORD"))
+    assert {line.split(",")[0] for line in record.splitlines()} == set(files)
 
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", str(venv))

@@ -1,4 +1,29 @@
-"""What a serving engine imports."""
+"""The client: put and get blocks, keep sessions, and find out why something was slow or missed.
+
+Three blocks are put by one store to a flag word, named as a turn of a session, and resumed:
+
+>>> from kvstore.client import Block, Client
+>>> from kvstore.names import block_key
+>>> from nic_offload.flags import FlagWords
+>>> memory = bytearray(b"KV of three blocks..." * 1000)
+>>> with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
+...     region = client.register(memory)
+...     keys = [block_key(b"chat 8", bytes([number])) for number in range(3)]
+...     blocks = [Block(key, region, n * 7000, 7000, threshold=n + 1) for n, key in enumerate(keys)]
+...     chat = client.session("grace", "chat 8")
+...     puts = chat.arm(blocks, flags[0])  # the node is not called for each block
+...     flags[0].store(3)  # any process can do this
+...     all(put.error is None for put in puts.wait(timeout_s=10))
+...     chat.append(keys, tokens=48)
+...     chat.resume(lambda number, key: blocks[number]).is_whole
+True
+3
+True
+
+`Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster. A get
+gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and `Client.looked_up` say more about a miss.
+`kvstore.errors` has the errors, `kvstore.testing` a node for tests, `help(...)` an example of each method.
+"""
 
 from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored

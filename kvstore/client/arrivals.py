@@ -39,6 +39,7 @@ from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
     LEARNT_SESSIONS_MAX,
+    REPORTS_SLICE_MS,
     SESSIONS_FOLLOWED_MAX,
     SESSIONS_LISTED_MAX,
     TRANSFERS_TOLD_MAX,
@@ -67,7 +68,7 @@ __all__ = ["Arrival", "Arrivals"]
 
 _LIMITS = Limits(extent_bytes_max=BLOCK_BYTES_MAX, gets_per_ticket_max=BATCH_BLOCKS_MAX)
 _NS_PER_MS = 1_000_000
-_LOOK_S = 0.1  # how long a wait for reports lasts at most before deadlines are looked at
+_LOOK_S = REPORTS_SLICE_MS / 1000
 
 
 class _Told(NamedTuple):

@@ -39,6 +39,8 @@ from kvstore.limits import (
     CLUSTER_CALLS_AT_ONCE,
     CLUSTER_FIRST_TRY_MS,
     CLUSTER_LAST_COPY_MS,
+    CLUSTER_MAP_AGAIN_MS,
+    CLUSTER_PUTS_SLICE_MS,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
     REPLICAS_MAX,
@@ -66,8 +68,8 @@ __all__ = ["ClusterBlock", "ClusterClient", "ClusterPin", "ClusterPuts"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
-_MAP_S = 0.05  # until members that have different maps are asked again
-_LOOK_S = 0.02  # at one node's puts, until those of the others are looked at
+_MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
+_LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
 _INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
 R = TypeVar("R")
 

@@ -28,7 +28,7 @@ from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.client.slabs import Slabs
 from kvstore.clock import SystemClock
 from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, KvError, NodeUnavailable
-from kvstore.limits import FETCH_CANCEL_MS
+from kvstore.limits import FETCH_CANCEL_MS, STATUS_AGAIN_MS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
@@ -134,16 +134,25 @@ class Core(Handle):
 
     def status(self, wait_s: float) -> pb.StatusResponse:
         """As `Client.status`."""
-        self._check_open()
-        timeout_s = wait_s or self.reach.call_timeout_s
-        try:
-            answer: pb.StatusResponse = self.stub.Status(
-                pb.StatusRequest(), timeout=timeout_s, wait_for_ready=wait_s > 0
-            )
-        except grpc.RpcError as failure:
-            raise error_from_rpc("Reading the node's status", failure) from failure
-        self.breaker.succeeded()
-        return answer
+        deadline_s = time.monotonic() + (wait_s or self.reach.call_timeout_s)
+        while True:
+            self._check_open()
+            left_s = max(0.001, deadline_s - time.monotonic())
+            try:
+                answer: pb.StatusResponse = self.stub.Status(
+                    pb.StatusRequest(), timeout=left_s, wait_for_ready=wait_s > 0
+                )
+            except grpc.RpcError as failure:
+                error = error_from_rpc("Reading the node's status", failure)
+                is_away = isinstance(
+                    error, NodeUnavailable
+                )  # or gRPC has not seen yet that the connection broke
+                if not wait_s or not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
+                    raise error from failure
+                time.sleep(STATUS_AGAIN_MS / 1000)
+            else:
+                self.breaker.succeeded()
+                return answer
 
     # --- what a node is told of puts and gets
 

@@ -18,7 +18,7 @@ import grpc
 
 from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
 from kvstore.client.failures import Failures
-from kvstore.client.shared import map_shared
+from kvstore.client.shared import MappedMemory, map_shared
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, NoMemory, Overloaded
 from kvstore.limits import ACK_GRACE_MS, ACK_WORDS, GRANTED_PUTS, GRANTED_SLOTS
@@ -27,8 +27,8 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.seal import Seal
 from kvstore.wire.status import error_from_rpc, words_of
-from nic_offload.memory import set_aside
-from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender
+from nic_offload.memory import address_of, set_aside
+from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender, SharedArea
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -155,7 +155,7 @@ class Link:
         self.calls: FabricCalls | None = None  # a node of an earlier version takes none
         self.sender: Sender | None = None  # None: every put has to ask for its slot
         self._gathered: tuple[Region, mmap.mmap] | None = None
-        self.shared: mmap.mmap | None = None  # the node's hot memory, if it is on this machine and shares it
+        self.mapped = MappedMemory()  # of the node, if it is on this machine
         self._block_bytes_max = block_bytes_max
         self.is_sure = True  # that nothing comes in any more, once it is lost
         with contextlib.ExitStack() as undo:
@@ -220,11 +220,14 @@ class Link:
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES
             self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, start)
-            self.shared = map_shared(answer.shared) if answer.HasField("shared") else None
-            if self.shared is not None:
+            if answer.HasField("shared"):
+                self.mapped = map_shared(answer.shared, answer.puts)
+            if self.mapped.hot is not None:
                 corrupt, late = code_of_miss(MissReason.CORRUPT), code_of_miss(MissReason.NODE_AWAY)
-                self.calls.caller.share(self.shared, AckCode.SERVED, corrupt, late)
-        if answer.HasField("puts"):
+                mapped = self.mapped.slots
+                rows = 0 if mapped is None else address_of(mapped.memory) + mapped.rows_offset
+                self.calls.caller.share(self.mapped.hot, AckCode.SERVED, corrupt, late, rows)
+        if answer.HasField("puts") and self.mapped.is_sure:
             self.sender = self._open_sender(answer.puts)
 
     def _open_sender(self, puts: pb.PutArea) -> Sender:
@@ -248,6 +251,17 @@ class Link:
             self._generation,
             ACK_GRACE_MS * 1_000_000,
             Durability.SYNCED,
+            self._shared_area(puts),
+        )
+
+    def _shared_area(self, puts: pb.PutArea) -> SharedArea | None:
+        slots = self.mapped.slots
+        if slots is None:
+            return None
+        self._fabric.hear(slots.own_doorbell, is_pipe=True)
+        flags = address_of(slots.memory)
+        return SharedArea(
+            flags, flags + puts.slots - puts.flags, flags + slots.words_offset, slots.node_doorbell
         )
 
     def gather_region(self) -> Region:
@@ -363,10 +377,13 @@ class Link:
         self.endpoint.close()
         if self.calls is not None:
             self.calls.caller.close()
-        if self.shared is not None:
-            self.shared.close()
         if self.sender is not None:
             self.sender.close()
+        if self.mapped.hot is not None:
+            self.mapped.hot.close()
+        if self.mapped.slots is not None:
+            self._fabric.ignore(self.mapped.slots.own_doorbell)
+            self.mapped.slots.close()
         if self._gathered is not None:
             region, memory = self._gathered
             region.close()

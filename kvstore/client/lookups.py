@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
-from kvstore.limits import LOOKUPS_TOLD_BYTES_MAX, LOOKUPS_WAITING_MAX
+from kvstore.limits import LOOKUP_RUNS_TOLD_MAX, LOOKUPS_TOLD_BYTES_MAX, LOOKUPS_WAITING_MAX
 from kvstore.lookups import Lookup, Outcome, Run, clean_id, outcome_of_miss, runs_of
 from kvstore.miss import Miss
 from kvstore.wire import lookups_pb2 as pb
@@ -38,7 +38,6 @@ __all__ = ["Asked", "ClientLookups", "Metadata", "as_request", "current_request"
 
 Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
-_RUNS_TOLD_MAX = 8
 _request: ContextVar[str] = ContextVar("kvstore_request", default="")
 _process = secrets.token_hex(4)
 _numbers = itertools.count(1)
@@ -141,9 +140,9 @@ class ClientLookups:
 
     def _note(self, request_id: str, kind: Kind, began_ns: int, runs: list[Run], error: KvError) -> None:
         blocks = sum(run.blocks for run in runs)
-        if len(runs) > _RUNS_TOLD_MAX:
-            rest = sum(run.blocks for run in runs[_RUNS_TOLD_MAX - 1 :])
-            runs[_RUNS_TOLD_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
+        if len(runs) > LOOKUP_RUNS_TOLD_MAX:
+            rest = sum(run.blocks for run in runs[LOOKUP_RUNS_TOLD_MAX - 1 :])
+            runs[LOOKUP_RUNS_TOLD_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
         took_us = max(0, self.clock.monotonic_ns() - began_ns) // 1000
         at_ms = self.clock.wall_ms() - took_us // 1000
         lookup = Lookup(

@@ -30,6 +30,7 @@ from kvstore.endpoints import (
     wildcard,
 )
 from kvstore.errors import ConfigError, DeadlineExceeded, FabricError, NodeUnavailable, ProtocolError
+from kvstore.limits import FABRIC_GRACE_MS, OWN_ADDRESS_PROBE_MS
 from kvstore.reach import split_target
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.library import load
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnSide", "say_first_word"]
 
-_PROBE_TIMEOUT_S = 2.0
-_GRACE_S = 1.0  # the fabric's thread tells of a deadline a little behind it
+_PROBE_TIMEOUT_S = OWN_ADDRESS_PROBE_MS / 1000
+_GRACE_S = FABRIC_GRACE_MS / 1000
 
 
 class OwnSide:

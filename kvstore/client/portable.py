@@ -16,11 +16,11 @@ import itertools
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.errors import KvError, LayoutError, NoSession, SessionFileError, SessionRefused
-from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, IMPORT_UNFINISHED_MS
 from kvstore.miss import Miss
 from kvstore.wire.manifest import Turn
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "export_session", "import_session"]
 
 Progress = Callable[[int, int], None]  # how many blocks are done, of how many
-
-_UNFINISHED_MS: Final = 600_000  # what an import that was cut off has begun ends by itself after this
 
 
 def export_session(client: Client, session: Session, file: BinaryIO, progress: Progress | None) -> int:
@@ -96,7 +94,9 @@ def import_session(
     ends = [*(turn.first_block for turn in content.turns), len(content.keys)][1:]
     try:
         for turn, end in zip(content.turns, ends, strict=True):
-            gathered.append(content.keys[turn.first_block : end], turn.tokens, time_to_live_ms=_UNFINISHED_MS)
+            gathered.append(
+                content.keys[turn.first_block : end], turn.tokens, time_to_live_ms=IMPORT_UNFINISHED_MS
+            )
         return gathered.fork(name, user=user, durability=durability)
     finally:
         with suppress(KvError):  # it ends by itself

@@ -185,7 +185,11 @@ class SessionCalls:
 
 
 class Session:
-    """One session of one user. Appends of one such object come one after the other."""
+    """One session of one user: its blocks in order, turn by turn. `Client.session` makes it.
+
+    `append` names blocks as a turn, `resume` brings all of them back into memory, `fork` begins another session with
+    the same blocks. Appends of one such object are made one after the other.
+    """
 
     def __init__(
         self, find: Callable[[], SessionCalls], user: str, name: str, follower: Follower | None = None

@@ -1,7 +1,8 @@
-"""A node's hot memory, mapped by a client on the same machine, to be read.
+"""Memory of a node on the same machine, mapped by its client: the hot memory, to be read, and its slots, to be written.
 
 What always holds: it is mapped only if its size can't change any more, because a page that goes would end the process
-that reads it; whatever stands in the way, a client reads over the fabric as if there were no such memory.
+that uses it; slots are used only if the node knows that they are; whatever stands in the way, a client goes on over the
+fabric as if there were no such memory.
 """
 
 from __future__ import annotations
@@ -11,34 +12,96 @@ import mmap
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.limits import SHARE_CALL_MS
+from kvstore.limits import ACK_WORDS, GRANTED_PUTS, SHARE_CALL_MS
+from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED, ROW_BYTES
 from nic_offload.memory import hide_from_dumps
 
 if TYPE_CHECKING:
     from kvstore.wire import kvstore_pb2 as pb
 
-__all__ = ["map_shared"]
+__all__ = ["MappedMemory", "MappedSlots", "map_shared"]
+
+_SLOTS_FDS = 3
+_FDS_MAX = 1 + _SLOTS_FDS
+_WORD_BYTES = 8
 
 
-def map_shared(told: pb.SharedMemory) -> mmap.mmap | None:
-    """The memory that an attach has told of; None if it is not on this machine, or can't be had."""
+@dataclass(frozen=True, slots=True)
+class MappedSlots:
+    """The slots that a connection was granted, and the doorbells of both ends."""
+
+    memory: mmap.mmap
+    words_offset: int
+    rows_offset: int
+    node_doorbell: int
+    own_doorbell: int
+
+    def close(self) -> None:
+        """Nothing of ours uses it any more."""
+        os.close(self.node_doorbell)
+        os.close(self.own_doorbell)
+        self.memory.close()
+
+
+@dataclass(slots=True)
+class MappedMemory:
+    """What a client has of its node's memory."""
+
+    hot: mmap.mmap | None = None
+    slots: MappedSlots | None = None
+    is_sure: bool = True  # the node has the same idea of `slots`: else none is used, over the fabric neither
+
+
+def map_shared(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
+    """The memory that an attach has told of, as far as it is on this machine and can be had."""
+    memory = MappedMemory()
     with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to_node:
         to_node.settimeout(SHARE_CALL_MS / 1000)
         to_node.connect(f"\0{told.socket}")
         to_node.sendall(told.pass_once)
-        _, fds, _, _ = socket.recv_fds(to_node, 1, 1)
-        return _mapped(fds[0], told.size_bytes) if fds else None
-    return None
+        has, fds, _, _ = socket.recv_fds(to_node, 1, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if has and has[0] & HAS_HOT and fds:
+                memory.hot = _mapped(fds[0], told.size_bytes, mmap.PROT_READ)
+            if has and has[0] & HAS_SLOTS and len(fds) >= _SLOTS_FDS and _fit(told, puts):
+                _map_slots(to_node, told, fds[-_SLOTS_FDS:], memory)
+        finally:
+            for fd in fds:
+                os.close(fd)
+    return memory
 
 
-def _mapped(fd: int, size_bytes: int) -> mmap.mmap | None:
+def _fit(told: pb.SharedMemory, puts: pb.PutArea) -> bool:
+    slots_end = puts.slots - puts.flags + puts.count * puts.slot_bytes
+    return (
+        puts.count * _WORD_BYTES <= puts.slots - puts.flags
+        and slots_end <= told.words_offset
+        and told.words_offset + GRANTED_PUTS * _WORD_BYTES <= told.rows_offset
+        and told.rows_offset + ACK_WORDS * ROW_BYTES <= told.slots_bytes
+    )
+
+
+def _map_slots(to_node: socket.socket, told: pb.SharedMemory, fds: list[int], into: MappedMemory) -> None:
+    memory = _mapped(fds[0], told.slots_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    if memory is None:
+        return
+    slots = MappedSlots(memory, told.words_offset, told.rows_offset, os.dup(fds[1]), os.dup(fds[2]))
+    into.is_sure = False
     try:
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size_bytes:
-            return None
-        memory = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+        to_node.sendall(MAPPED)
+        if to_node.recv(1) == MAPPED:
+            into.slots, into.is_sure = slots, True
     finally:
-        os.close(fd)
+        if into.slots is None:
+            slots.close()
+
+
+def _mapped(fd: int, size_bytes: int, rights: int) -> mmap.mmap | None:
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size_bytes:
+        return None
+    memory = mmap.mmap(fd, size_bytes, prot=rights)
     hide_from_dumps(memory)
     return memory

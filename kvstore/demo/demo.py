@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.client import Block, Client, Hit
+from kvstore.commands.trace_command import table as trace_table
 from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.demo.show import Progress, say, table
 from kvstore.names import block_key
-from kvstore.trace_command import table as trace_table
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 

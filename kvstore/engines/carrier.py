@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Hit, Stored
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError, KvError
-from kvstore.limits import BATCH_BLOCKS_MAX, SLOTS_PER_CLIENT_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
 from nic_offload.handle import Handle
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["PART_BYTES", "Carrier", "Place", "part_keys"]
 
 PART_BYTES = 4 << 20  # of one stored object; part of the names of larger blocks, so it never changes
-_SLOTS_BYTES = 64 << 20  # of the node's memory that puts of one engine may take at a time
 _SLOTS_MIN = 16
 T = TypeVar("T")
 
@@ -104,7 +103,7 @@ class Carrier(Handle):
     def __init__(self, settings: EngineSettings, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
         """Open the client; the node is not called yet. Larger blocks than said are sent inside gRPC."""
         self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
-        self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // self._slot_bytes))
+        self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, ENGINE_SLOTS_BYTES // self._slot_bytes))
         of_clients: dict[str, Any] = {
             "layout": layout,
             "slots": self._slots,

@@ -248,7 +248,9 @@ class _Puts:
         kept = [self._lengths.pop(done.tag) for done in batch if done.error is None]
         self._inline.counters.kept(kept, (done.error for done in batch))
         self.blocks, self.size_bytes = self.blocks + len(kept), self.size_bytes + sum(kept)
-        self._inline.timings.inline_kept(self._tenant, self.durability, landed_ns, landed_ns, kept)
+        self._inline.timings.inline_kept(
+            self._tenant, self.durability, landed_ns, landed_ns, kept, (done.error for done in batch)
+        )
         for done in batch:
             self._lengths.pop(done.tag, None)
             self._inline.give_back(self._who, self._pieces.pop(done.tag))

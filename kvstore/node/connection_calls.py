@@ -68,10 +68,11 @@ def fetch(
     told: HasMetadata,
     *,
     called: bool,
+    shares: bool = False,
 ) -> None:
     """Queue blocks to be sent. `fingerprint_of` each block says under which layout it is wanted.
 
-    `called`: the call has come by gRPC.
+    `called`: the call has come by gRPC. `shares`: its client would rather read them in the hot memory.
     """
     check_count(len(rows))
     for row, fingerprint in zip(rows, fingerprint_of, strict=True):
@@ -101,6 +102,7 @@ def fetch(
                 ack_generation=row.ack_generation,
                 skip=row.skip,
                 part=row.part,
+                shares=shares,
                 seen=seen,
             )
             for row, fingerprint in zip(rows, fingerprint_of, strict=True)

@@ -33,6 +33,7 @@ from kvstore.wire.fabric_call import (
     AREA_BYTES,
     CALL_PLACES,
     LENGTH_END,
+    ROWS,
     AnswerCode,
     CallKind,
     call_offset,
@@ -172,7 +173,9 @@ class FabricCalls:
     def open(self, connection: Connection, answers_base: int) -> CallArea:
         """Take calls of a connection from now on."""
         node = self._node
-        area = CallArea(connection, answers_base, node.hot, shares=node.sharing is not None)
+        area = CallArea(
+            connection, answers_base, node.hot, shares=node.sharing is not None and node.sharing.shares_hot
+        )
         self._areas[connection] = area
         self._watch(area, [(place, area.first_generation) for place in range(CALL_PLACES)])
         self.limits_changed()
@@ -274,7 +277,15 @@ class FabricCalls:
         connection.owner.rate.take(max(1, len(rows)))
         told = Told(call.metadata)
         if call.kind is not CallKind.RESERVE:
-            fetch(self._node, connection, [call.fingerprint] * len(rows), rows.fetch, told, called=False)
+            fetch(
+                self._node,
+                connection,
+                [call.fingerprint] * len(rows),
+                rows.fetch,
+                told,
+                called=False,
+                shares=bool(call.flags & ROWS),
+            )
             return b""
         blocks = [BlockRequest(row.key, call.fingerprint, row.length, row.ack_word) for row in rows.reserve]
         leases = reserve(

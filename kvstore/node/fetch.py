@@ -33,6 +33,7 @@ class FetchRequest(NamedTuple):
     ack_generation: int
     skip: int = 0
     part: int = 0  # so many bytes are sent, behind the first `skip`; 0: all
+    shares: bool = False  # the client would rather read them in the hot memory
     seen: SeenGet | None = None  # who traces the get that it is of
 
     @property

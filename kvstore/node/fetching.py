@@ -413,6 +413,7 @@ class Fetches:
             crc32c=crc32c,
             part=(request.skip, request.part),  # of bytes that were checked, all of them
             sent=True,  # whoever asked knows whether it came
+            shared=request.shares,
         )
 
     def _miss(self, fetch: Fetch, reason: MissReason) -> WordPut:

@@ -16,10 +16,11 @@ import ctypes
 import logging
 import mmap
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import Corrupt, Expired, FabricError, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_BYTES_MAX,
@@ -34,6 +35,7 @@ from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
+from kvstore.node.shared_slots import SharedSlots
 from kvstore.node.span_notes import End
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
@@ -104,11 +106,16 @@ class Landed:
 class PutArea:
     """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
 
-    def __init__(self, connection: Connection, memory: HotMemory) -> None:
+    def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool) -> None:
+        """`shares`: its client may be on this machine, and have its slots mapped."""
         self.connection = connection
         self.holder = (connection.tenant, self)
         self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
-        self._memory = mmap.mmap(-1, self.layout.total_bytes)
+        self.shared: SharedSlots | None = None
+        if shares:
+            with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
+                self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
+        self._memory = mmap.mmap(-1, self.layout.total_bytes) if self.shared is None else self.shared.memory
         self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
         self.rooms: dict[int, Piece] = {}  # by number
         self.unheard: list[Landed] = []  # of which the store has not heard
@@ -150,7 +157,10 @@ class PutArea:
         """The connection's endpoint is closed."""
         self.receiver.close()
         self._region.close()
-        self._memory.close()
+        if self.shared is not None:
+            self.shared.close()
+        else:
+            self._memory.close()
 
 
 class Granted:
@@ -172,8 +182,8 @@ class Granted:
     def __len__(self) -> int:
         return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
 
-    def open(self, connection: Connection) -> PutArea | None:
-        """Let a connection's client put by grants; None if it is not to.
+    def open(self, connection: Connection, *, shares: bool) -> PutArea | None:
+        """Let a connection's client put by grants; None if it is not to. `shares`: it may have its slots mapped.
 
         A tenant with a rate limit reserves each slot instead, and so does a client whose tenant's share of slots is
         used up, or whose blocks are larger than the hot memory.
@@ -183,7 +193,7 @@ class Granted:
             return None
         if layout.total_bytes > self._slots.left(connection.tenant):
             return None
-        area = self._areas[connection.number] = PutArea(connection, self._memory)
+        area = self._areas[connection.number] = PutArea(connection, self._memory, shares=shares)
         self._slots.take(connection.tenant, layout.total_bytes)
         self._choose_way(area)
         return area
@@ -499,6 +509,7 @@ class Granted:
 
     def _note_failure(self, one: Landed, error: StorageError) -> None:
         lease, connection = one.lease, one.connection
+        self._node.timings.lease_failed(connection.tenant, lease, error)
         if not one.is_awaited:
             self._node.counters.lost(error)
             log.warning("a landed block could not be stored: %s", error, extra=connection.about())

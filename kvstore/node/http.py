@@ -25,13 +25,14 @@ import socket
 import ssl
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
 from kvstore.limits import (
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
+    HTTP_FIELDS_MAX,
     HTTP_REQUEST_BYTES_MAX,
     HTTP_REQUESTS_PER_S,
     HTTP_TIMEOUT_MS,
@@ -48,12 +49,11 @@ if TYPE_CHECKING:
     from kvstore.node.listening import Certificates
     from kvstore.node.tenants import Tenant
 
-__all__ = ["Answer", "HttpServer", "Question"]
+__all__ = ["Answer", "Closes", "HttpServer", "Question"]
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = HTTP_TIMEOUT_MS / 1000
-_FIELDS_MAX: Final = 8
 _REASONS: Final = {
     200: "OK",
     400: "Bad Request",
@@ -72,6 +72,14 @@ _ALWAYS: Final = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+class Closes(Protocol):
+    """Something that ends with the server."""
+
+    def close(self) -> None:
+        """End."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +138,13 @@ class HttpServer:
         health: Mapping[str, Callable[[], Answer]],
         pages: Mapping[str, Callable[[Question], Awaitable[Answer]]],
         tls: Certificates | None = None,
+        closes: Closes | None = None,
     ) -> None:
         self._gate = gate
         self._health = health
         self._pages = pages
         self._tls = tls
+        self._closes = closes
         self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
         self._clock = clock
         self._rates: dict[
@@ -175,7 +185,9 @@ class HttpServer:
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Let go of the port, and of who is there."""
+        """Release the port, and close all connections."""
+        if self._closes is not None:
+            self._closes.close()
         if self._thread is None or self._listener is None:
             return
         self._closing.set()
@@ -335,9 +347,9 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
         headers[name.lower()] = value.strip()
     path, _, query = words[1].partition("?")
     try:
-        fields = dict(parse_qsl(query, max_num_fields=_FIELDS_MAX))
+        fields = dict(parse_qsl(query, max_num_fields=HTTP_FIELDS_MAX))
     except ValueError:
-        raise _Bad(400, f"A query has at most {_FIELDS_MAX} fields.") from None
+        raise _Bad(400, f"A query has at most {HTTP_FIELDS_MAX} fields.") from None
     return words[0], path, fields, headers
 
 

@@ -133,7 +133,9 @@ class InlineBlocks:
                     self._granted.free_names([(tenant, key)])
                 lengths = [length] if batch[0].error is None else []
                 self.counters.kept(lengths, [batch[0].error])
-                self.timings.inline_kept(tenant, batch[0].durability, began_ns, landed_ns, lengths)
+                self.timings.inline_kept(
+                    tenant, batch[0].durability, began_ns, landed_ns, lengths, [batch[0].error]
+                )
                 if not kept.done():
                     kept.set_result(batch[0])
 

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.limits import (
     LOOKUP_ID_BYTES_MAX,
+    LOOKUP_LOG_CLOSE_MS,
     LOOKUP_LOG_FILE_BYTES_MAX,
     LOOKUP_LOG_FILES,
+    LOOKUP_LOG_FRAME_BYTES_MAX,
     LOOKUP_LOG_WAITING_BYTES_MAX,
     SESSION_BYTES,
     TENANT_BYTES,
@@ -41,9 +43,8 @@ log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<II")
 _NAMES = struct.Struct(f"<{TENANT_BYTES}s{USER_BYTES + SESSION_BYTES}sB")
-_BODY_BYTES_MAX = 8 << 10
 _FILE = re.compile(r"lookups-(\d{8})\.log")
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = LOOKUP_LOG_CLOSE_MS / 1000
 
 
 class Kept(NamedTuple):
@@ -72,7 +73,11 @@ def frames(data: bytes) -> Iterator[tuple[int, Kept]]:
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)
         body = data[at + _HEAD.size : at + _HEAD.size + length]
-        if not _NAMES.size <= length <= _BODY_BYTES_MAX or len(body) < length or zlib.crc32(body) != crc:
+        if (
+            not _NAMES.size <= length <= LOOKUP_LOG_FRAME_BYTES_MAX
+            or len(body) < length
+            or zlib.crc32(body) != crc
+        ):
             return
         tenant, session, id_bytes = _NAMES.unpack_from(body)
         message_at = _NAMES.size + id_bytes

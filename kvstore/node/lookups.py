@@ -16,11 +16,14 @@ from google.protobuf.message import DecodeError
 
 from kvstore.limits import (
     LEASES_OVER_REMEMBERED,
+    LOOKUP_TOLD_LATE_MS,
     LOOKUPS_BYTES_MAX,
     LOOKUPS_LISTED_MAX,
     LOOKUPS_MAX,
     LOOKUPS_TOLD_BYTES_MAX,
     SESSION_BYTES,
+    UI_LOOKUPS_MAX,
+    UI_LOOKUPS_SCANNED_MAX,
     USER_BYTES,
 )
 from kvstore.lookups import Lookup, bounded, clean_id
@@ -30,6 +33,8 @@ from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from kvstore.clock import Clock
     from kvstore.lookups import Kind
     from kvstore.node.calls import HasMetadata
@@ -42,7 +47,6 @@ __all__ = ["Lookups"]
 
 _NO_SESSION = bytes(USER_BYTES + SESSION_BYTES)
 _ROOM_PART = 64  # room is made for so many-th part of the whole at once
-_DAY_MS = 86_400_000
 
 
 class Lookups:
@@ -92,7 +96,7 @@ class Lookups:
             return  # it is for people to read, and no reason to refuse blocks
         now_ms = self.clock.wall_ms()
         for told in message.lookups:
-            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), _DAY_MS)
+            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), LOOKUP_TOLD_LATE_MS)
             told.at_unix_ms, told.by_caller = now_ms - ago_ms, True
             lookup = lookup_of(told)
             self.record(
@@ -152,6 +156,15 @@ class Lookups:
             del self._of[tenant], self._bytes_of[tenant]
 
     # --- what is asked
+
+    def missed(self, tenant: bytes, outcomes: Container[int]) -> list[pb.Lookup]:
+        """The last look-ups with such an outcome, of one tenant or with b"" of all; the latest first."""
+        notes = (self._of.get(tenant, deque()),) if tenant else tuple(self._of.values())
+        share = UI_LOOKUPS_SCANNED_MAX // max(1, len(notes))
+        recent = (kept for mine in notes for kept in islice(reversed(mine), share))
+        messages = (pb.Lookup.FromString(kept.message) for kept in recent)
+        found = [one for one in messages if any(run.outcome in outcomes for run in one.runs)]
+        return sorted(found, key=lambda one: -one.at_unix_ms)[:UI_LOOKUPS_MAX]
 
     def told_of(
         self, tenant: bytes, request_id: str, session: SessionName | None, last: int

@@ -217,6 +217,17 @@ def _of_blocks(node: Node) -> list[Metric]:
             counters.puts_taken,
         ),
         _counters(
+            "kvstore_triggered_puts_total",
+            "Blocks of triggered puts: armed, fired (as far as clients reported it), landed, and late.",
+            "state",
+            {
+                "armed": counters.leased,
+                "fired": node.traces.fired_blocks,
+                "landed": counters.landed,
+                "late": counters.leases_over,
+            },
+        ),
+        _counters(
             "kvstore_landed_lost_total",
             "Blocks acknowledged only as landed and then not stored, by reason.",
             "reason",
@@ -295,6 +306,12 @@ def _of_times(node: Node) -> list[Metric]:
             "Time from landing in memory to written or synced.",
             "durability",
             {Durability(one).name.lower(): histogram for one, histogram in sorted(timings.kept.items())},
+        ),
+        _histograms(
+            "kvstore_trigger_seconds",
+            "Time from the flag, where a client reported it, until the put's last block landed.",
+            "what",
+            {"landed": timings.fired},
         ),
         _histograms(
             "kvstore_get_seconds",

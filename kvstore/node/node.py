@@ -536,6 +536,7 @@ class Node:
 
     def _not_kept(self, connection: Connection, lease: Lease, error: StorageError) -> AckCode | None:
         """Note why a block was not kept; give what its word is to say, unless that may be somebody else's by now."""
+        self.timings.lease_failed(connection.tenant, lease, error)
         if lease.is_taken:  # its word has said so
             return None
         if lease.durability is Durability.LANDED:
@@ -559,6 +560,7 @@ class Node:
         if connection is None or lease is None:
             return
         self.counters.leases_over += 1
+        self.timings.lease_over(connection.tenant, lease)
         if self.spans is not None:
             self.spans.ended([(lease, End.EXPIRED)], self.clock.monotonic_ns())
         self.lookups.lease_over(connection.tenant, lease.key)
@@ -572,9 +574,7 @@ class Node:
 
     def _end_if_quarantined(self, connection: Connection, generation: int) -> None:
         if not connection.closed and connection.slots.is_quarantined(generation):
-            log.warning(
-                "an expired lease was not given back; the connection is closed", extra=connection.about()
-            )
+            log.warning("an expired lease was not given back; connection closed", extra=connection.about())
             self.detach(connection)
 
     # --- the end

@@ -13,14 +13,16 @@ import hashlib
 import json
 import re
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.version import package_version
 from kvstore.errors import ProtocolError
 from kvstore.limits import HEALTH_STILL_MS, SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.miss import MissReason
+from kvstore.node.history import History
 from kvstore.node.http import Answer, HttpServer
 from kvstore.node.metrics import CONTENT_TYPE, gathered, rendered
-from kvstore.node.ui_state import state
+from kvstore.node.ui_state import misses, state, trace, whose
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -53,6 +55,7 @@ def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -
     """Make the server for a node; it listens when it is told to."""
     version = package_version()
     pages: dict[str, Callable[[Question], Awaitable[Answer]]] = {}
+    history: History | None = None
 
     async def metrics(question: Question) -> Answer:
         taken = gathered(node, gate.tenants, question.tenant, version)
@@ -66,19 +69,31 @@ def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -
             page.encode(), "text/html; charset=utf-8", headers={"Content-Security-Policy": _policy(page)}
         )
 
+        history = points = History(node)
+
         async def show(_: Question) -> Answer:
             return answer
 
         async def tell(question: Question) -> Answer:
-            told = state(
-                node, gate.tenants, question.tenant, version, _after(question.query.get("after", ""))
+            chosen, after = question.query.get("tenant", ""), question.query.get("after", "")
+            return _json(
+                state(node, gate.tenants, question.tenant, version, chosen, _name(after, "after"), points)
             )
-            return Answer(json.dumps(told, separators=(",", ":")).encode(), "application/json")
+
+        async def tell_trace(question: Question) -> Answer:
+            session = _name(question.query.get("session", "?"), "session")
+            return _json(trace(node, whose(gate.tenants, question.tenant, "")[0], session))
+
+        async def tell_misses(question: Question) -> Answer:
+            tenant, _ = whose(gate.tenants, question.tenant, question.query.get("tenant", ""))
+            return _json(misses(node, question.tenant, tenant, _reason(question.query.get("reason", ""))))
 
         pages["/"] = show
         pages["/ui/state.json"] = tell
+        pages["/ui/trace.json"] = tell_trace
+        pages["/ui/misses.json"] = tell_misses
     health = {"/healthz": lambda: _health(node), "/readyz": lambda: _readiness(node.readiness.why)}
-    return HttpServer(gate, node.clock, health, pages, tls)
+    return HttpServer(gate, node.clock, health, pages, tls, history)
 
 
 def _health(node: Node) -> Answer:
@@ -93,12 +108,23 @@ def _readiness(why: str) -> Answer:
     return Answer(f"not ready: {why}\n".encode(), status=503) if why else Answer(b"ready\n")
 
 
-def _after(text: str) -> bytes:
-    """The name of the session behind which the list is to begin."""
+def _json(told: dict[str, Any]) -> Answer:
+    return Answer(json.dumps(told, separators=(",", ":")).encode(), "application/json")
+
+
+def _reason(text: str) -> MissReason | None:
+    try:
+        return MissReason[text.upper()] if text else None
+    except KeyError:
+        raise ProtocolError("`reason` is a reason of a miss, in lower case.") from None
+
+
+def _name(text: str, field: str) -> bytes:
+    """The name of a session, as the state has it."""
     try:
         name = bytes.fromhex(text)
     except ValueError:
         name = b"?"
     if len(name) not in (0, _NAME_BYTES):
-        raise ProtocolError("`after` is the `next` of an earlier page.")
+        raise ProtocolError(f"`{field}` is the name of a session, as the page's state has it.")
     return name

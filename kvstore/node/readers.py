@@ -16,7 +16,7 @@ from kvstore.node.fetch import Group
 from kvstore.storage.sends import Send
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.errors import FabricError
-from nic_offload.reader import Reader, Reading
+from nic_offload.reader import SHARES, Reader, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -141,6 +141,7 @@ class Readers:
             entry.crc32c,
             request.skip,
             request.part,
+            SHARES if request.shares else 0,
             request.key,
             connection.tenant,
             entry.fingerprint,

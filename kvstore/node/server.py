@@ -27,6 +27,7 @@ from kvstore.limits import (
     KEEPALIVE_MS,
     MESSAGE_BYTES_MAX,
     READINESS_RETRY_MS,
+    STOP_GRACE_MS,
 )
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
@@ -84,7 +85,7 @@ __all__ = ["add_services", "serve"]
 
 log = logging.getLogger(__name__)
 
-_STOP_GRACE_S = 1.0
+_STOP_GRACE_S = STOP_GRACE_MS / 1000
 _PROGRESS_NS = 1_000_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
@@ -403,8 +404,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         lookup_log = LookupLog(config.data / "lookups")
         tenants = Tenants(store.salt, clock)
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
-        if config.tenants is None:
-            node.sharing = Sharing(node.hot)
+        node.sharing = Sharing(node.hot if config.tenants is None else None)
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # whatever ended it: its timer must not come upon a drive that is closed

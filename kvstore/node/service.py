@@ -98,11 +98,17 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     calls = self._node.fabric_calls.open(connection, request.answers_base)
                     answer.calls.base, answer.calls.key = calls.base, calls.key
                     answer.calls.first_generation = calls.first_generation
-                if self._node.sharing is not None and request.shares:
-                    answer.shared.CopyFrom(self._node.sharing.offer(connection))
-                puts = self._node.granted.open(connection) if request.puts_by_grants else None
+                sharing = self._node.sharing if request.shares else None
+                puts = None
+                if request.puts_by_grants:
+                    shares_slots = sharing is not None and sharing.shares_slots
+                    puts = self._node.granted.open(connection, shares=shares_slots)
                 if puts is not None:
                     answer.puts.CopyFrom(_put_area_message(puts.told))
+                if sharing is not None:
+                    shared = sharing.offer(connection, None if puts is None else puts.shared)
+                    if shared is not None:
+                        answer.shared.CopyFrom(shared)
                 yield answer
                 await _either(_exhausted(request_iterator), connection.ended.wait())
             finally:

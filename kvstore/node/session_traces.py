@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -20,6 +20,7 @@ from kvstore.limits import (
     RPC_TIMEOUT_MS,
     STEP_DETAIL_BYTES_MAX,
     STEPS_REPORTED_MAX,
+    TRACE_FLAGS_MAX,
     TRACE_STEPS_MAX,
     TRACES_MAX,
 )
@@ -36,22 +37,32 @@ if TYPE_CHECKING:
     from kvstore.node.landing import Lease
     from kvstore.storage.manifests import SessionName
 
-__all__ = ["SeenGet", "SessionTrace", "Traces"]
+__all__ = ["SeenGet", "SessionTrace", "TakesFlags", "Traces"]
 
 _NS_PER_MS = 1_000_000
 _TOGETHER_NS = 10 * _NS_PER_MS
 _STEPS_LOOKED_BACK = 6
 
 
-class SessionTrace:
-    """Of one session."""
+class TakesFlags(Protocol):
+    """A row of puts that takes the flags that fired it."""
 
-    __slots__ = ("_clock", "_seen", "name")
+    def take_flag(self, at_ns: int, blocks: int) -> bool:
+        """A client reported that a flag fired so many blocks; whether these belong to this row."""
+        ...
+
+
+class SessionTrace:
+    """Of one session. Flags are handed to the rows of puts as they are reported, since a trace is trimmed."""
+
+    __slots__ = ("_clock", "_flags", "_rows", "_seen", "name")
 
     def __init__(self, clock: Clock, name: SessionName) -> None:
         self._clock = clock
         self.name = name
         self._seen: deque[Seen] = deque(maxlen=TRACE_STEPS_MAX)
+        self._flags: deque[Seen] = deque(maxlen=TRACE_FLAGS_MAX)  # of no row yet
+        self._rows: deque[TakesFlags] = deque(maxlen=TRACE_FLAGS_MAX)
 
     def saw(
         self,
@@ -83,8 +94,20 @@ class SessionTrace:
         self.saw(step, blocks, size_bytes, detail=detail, at_ns=now_ns)
 
     def reported(self, seen: Seen) -> None:
-        """Somebody else saw something; its time is already the node's."""
+        """A client saw something; its time is already the node's."""
         self._seen.append(seen)
+        if seen.step is Step.FIRED and not any(row.take_flag(seen.at_ns, seen.blocks) for row in self._rows):
+            self._flags.append(seen)
+
+    def follow(self, row: TakesFlags) -> None:
+        """Offer this row the flags that are reported from now on."""
+        self._rows.append(row)
+
+    def offer(self, row: TakesFlags) -> None:
+        """Offer this row the flags of no row so far."""
+        for seen in tuple(self._flags):
+            if row.take_flag(seen.at_ns, seen.blocks):
+                self._flags.remove(seen)
 
     def in_order(self) -> list[Seen]:
         """All of it, the earliest first."""
@@ -139,6 +162,7 @@ class Traces:
         self._of: dict[bytes, OrderedDict[SessionName, SessionTrace]] = {}  # by tenant, unused longest first
         self._count = 0
         self._machine = machine_clock()
+        self.fired_blocks = 0  # whose flags clients reported, of all sessions
 
     def __len__(self) -> int:
         return self._count
@@ -197,6 +221,8 @@ class Traces:
         offset_ns = 0 if one_clock and self._machine else since_ns
         for seen in seen_of(message.seen):
             at_ns = min(max(0, seen.at_ns + offset_ns), now_ns)
+            if seen.step is Step.FIRED:
+                self.fired_blocks += seen.blocks
             trace.reported(
                 Seen(seen.step, at_ns, seen.blocks, seen.size_bytes, seen.tokens, seen.detail, by_node=False)
             )

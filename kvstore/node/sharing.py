@@ -1,15 +1,16 @@
-"""The node's hot memory for clients on its own machine: they map it, to be read, and copy blocks out of it themselves.
+"""A node's memory for clients on its own machine: they map it, copy blocks out of it, and put blocks into it.
 
-An attach is answered with the name of a socket (of the abstract namespace) and a pass. Who shows the pass there is
-given the memory's descriptor. A client on another machine, or in another network namespace, finds no such socket, and
-goes on over the fabric. What such a client is told of blocks, and how long these stay where they are, is the desk's
-affair (`nic_offload/desk.c`).
+An attach is answered with the name of a socket (of the abstract namespace) and a pass. A caller that shows the pass
+there is given descriptors: of the hot memory, to be read, and of the slots that the connection was granted, to be
+written (`shared_slots`). A client on another machine, or in another network namespace, finds no such socket, and goes
+on over the fabric. `nic_offload/desk.c` decides what such a client is told of blocks, and how long these stay where
+they are.
 
-Always holds: a pass is good once, and until its connection is closed; nobody can write to the memory or change its size
-through the descriptor; a caller that says nothing is hung up on after `SHARE_CALL_MS`, and no more than
-`SHARE_CALLERS_MAX` are listened to at a time.
-What it doesn't do: keep tenants apart. All that the hot memory has can be read in it, so a node that has tenants shares
-nothing.
+Always holds: a pass is good once, for `SHARE_PASS_MS`, and until its connection is closed; nobody can write to the hot
+memory, or change the size of either, through a descriptor; a caller that says nothing is hung up on after
+`SHARE_CALL_MS`, and no more than `SHARE_CALLERS_MAX` are listened to at a time.
+What it doesn't do: keep tenants apart in the hot memory. All that it has can be read in it, so a node that has tenants
+shares no more than slots.
 """
 
 from __future__ import annotations
@@ -21,26 +22,44 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvstore.limits import SHARE_CALL_MS, SHARE_CALLERS_MAX, SHARE_PASS_BYTES
+from kvstore.errors import FabricError
+from kvstore.limits import SHARE_CALL_MS, SHARE_CALLERS_MAX, SHARE_PASS_BYTES, SHARE_PASS_MS, SHARE_SLOTS_MAX
 from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory
+    from kvstore.node.shared_slots import SharedSlots
 
 __all__ = ["Sharing"]
 
 log = logging.getLogger(__name__)
 
 
+class _Offer:
+    """What one pass is good for."""
+
+    def __init__(
+        self, connection: Connection, slots: SharedSlots | None, expires: asyncio.TimerHandle
+    ) -> None:
+        self.connection = connection
+        self.slots = slots
+        self.expires = expires
+
+
 class Sharing:
     """Of one node, in its loop's thread."""
 
-    def __init__(self, memory: HotMemory) -> None:
-        self._memory = memory
+    def __init__(self, hot: HotMemory | None) -> None:
+        """Without the hot memory it shares slots alone."""
+        self._hot = hot
         self._loop = asyncio.get_running_loop()
-        self._passes: dict[bytes, Connection] = {}
+        self._offers: dict[bytes, _Offer] = {}
         self._mapped: set[Connection] = set()
+        self._slots: set[Connection] = set()  # that have theirs mapped, or may
         self._callers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._name = f"triggerkv-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -49,20 +68,47 @@ class Sharing:
         self._loop.add_reader(self._listener, self._accept)
 
     def __len__(self) -> int:
-        """How many connections have the memory mapped."""
+        """How many connections have memory of the node mapped."""
         return len(self._mapped)
 
-    def offer(self, connection: Connection) -> pb.SharedMemory:
-        """What a client is told that may map the memory."""
+    @property
+    def shares_hot(self) -> bool:
+        """Whether blocks can be read out of the hot memory."""
+        return self._hot is not None
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether one more connection may have its slots mapped."""
+        return len(self._slots) < SHARE_SLOTS_MAX
+
+    def offer(self, connection: Connection, slots: SharedSlots | None) -> pb.SharedMemory | None:
+        """What a client is told that may map memory; None if there is nothing to map."""
+        if self._hot is None and slots is None:
+            return None
         one = secrets.token_bytes(SHARE_PASS_BYTES)
-        self._passes[one] = connection
-        return pb.SharedMemory(socket=self._name, pass_once=one, size_bytes=self._memory.size_bytes)
+        expires = self._loop.call_later(SHARE_PASS_MS / 1000, self._expire, one)
+        self._offers[one] = _Offer(connection, slots, expires)
+        told = pb.SharedMemory(socket=self._name, pass_once=one)
+        if self._hot is not None:
+            told.size_bytes = self._hot.size_bytes
+        if slots is not None:
+            self._slots.add(connection)
+            told.slots_bytes, told.words_offset = slots.size_bytes, slots.words_offset
+            told.rows_offset = slots.rows_offset
+        return told
+
+    def _expire(self, one: bytes) -> None:
+        offer = self._offers.pop(one)
+        if offer.slots is not None:
+            offer.slots.withhold()
+            self._slots.discard(offer.connection)
 
     def withdraw(self, connection: Connection) -> None:
         """The connection is closed."""
-        for one in [one for one, whose in self._passes.items() if whose is connection]:
-            del self._passes[one]
+        for one in [one for one, offer in self._offers.items() if offer.connection is connection]:
+            self._offers.pop(one).expires.cancel()
         self._mapped.discard(connection)
+        self._slots.discard(connection)
 
     def _accept(self) -> None:
         with suppress(OSError):  # it has left, or we have no descriptor for it
@@ -75,15 +121,45 @@ class Sharing:
             self._loop.add_reader(caller, self._hear, caller)
 
     def _hear(self, caller: socket.socket) -> None:
+        """It shows its pass."""
         try:
-            shown = caller.recv(SHARE_PASS_BYTES)
-            connection = self._passes.pop(shown, None)
-            if connection is not None:
-                socket.send_fds(caller, [b"\0"], [self._memory.fd])
-                self._mapped.add(connection)
-                log.info("maps the hot memory", extra=connection.about())
+            offer = self._offers.pop(caller.recv(SHARE_PASS_BYTES), None)
+            if offer is not None:
+                offer.expires.cancel()
+                self._hand_over(caller, offer)
+                return
         except OSError:
-            pass  # it has left, and reads over the fabric, or not at all
+            pass  # it has left, or we have no descriptor for it: it goes on over the fabric
+        self._end(caller)
+
+    def _hand_over(self, caller: socket.socket, offer: _Offer) -> None:
+        has = HAS_HOT * self.shares_hot | HAS_SLOTS * (offer.slots is not None)
+        hot = [] if self._hot is None else [self._hot.fd]
+
+        def give(fds: Sequence[int]) -> None:
+            socket.send_fds(caller, [bytes([has])], [*hot, *fds])
+
+        if offer.slots is None:
+            give(())
+        else:
+            offer.slots.hand_over(give)
+        self._mapped.add(offer.connection)
+        log.info("maps the node's memory", extra=offer.connection.about())
+        if offer.slots is None:
+            self._end(caller)
+        else:
+            self._loop.add_reader(caller, self._hear_mapped, caller, offer.connection, offer.slots)
+
+    def _hear_mapped(self, caller: socket.socket, connection: Connection, slots: SharedSlots) -> None:
+        """It has its slots mapped, and puts nothing before it was answered."""
+        try:
+            if caller.recv(1) == MAPPED and not connection.closed:
+                slots.mapped(connection, None if self._hot is None else self._hot.region)
+                caller.send(MAPPED)
+            else:
+                slots.withhold()
+        except (OSError, FabricError):
+            pass  # it has left, or will
         self._end(caller)
 
     def _end(self, caller: socket.socket) -> None:
@@ -97,3 +173,6 @@ class Sharing:
         self._listener.close()
         for caller in list(self._callers):
             self._end(caller)
+        for offer in self._offers.values():
+            offer.expires.cancel()
+        self._offers.clear()

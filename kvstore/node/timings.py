@@ -1,4 +1,4 @@
-"""How long things took, in histograms, and the last puts with their times.
+"""How long things took, in histograms, and the last puts with their times, failed ones too.
 
 What always holds: all of it is noted on the node's own thread, once for blocks that began and ended together, so that
 no lock is shared with anybody; its size is bounded: so many puts, and a histogram for each call that the node answers.
@@ -12,13 +12,15 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstore.limits import PUTS_SEEN_MAX
+from kvstore.errors import LeaseExpired
+from kvstore.limits import PUTS_SEEN_MAX, RPC_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstore.clock import Clock
     from kvstore.durability import Durability
+    from kvstore.errors import KvError
     from kvstore.node.landing import Lease
     from kvstore.node.session_traces import SessionTrace
 
@@ -26,6 +28,7 @@ __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
 
 _TOGETHER_NS: Final = 10_000_000  # blocks that come so soon after others are one row of the page,
 _ROW_NS: Final = 100_000_000  # which covers no more than this
+_FLIGHT_NS: Final = RPC_TIMEOUT_MS * 1_000_000  # a flag longer before a landing belongs to another put
 
 # From ten microseconds, which a block out of memory takes, to the ten seconds after which calls end.
 _BUCKETS_NS: Final[tuple[int, ...]] = (
@@ -77,7 +80,12 @@ class PutSeen:
     size_bytes: int = 0
     landed_first_ns: int = 0
     landed_ns: int = 0  # the last of them
-    kept_ns: int = 0  # the last of them
+    kept_ns: int = 0  # the last of them, and of those that failed
+    flag_ns: int = 0  # the first flag, as its client reported it; 0: it has not
+    flagged: int = 0  # blocks whose flags it has reported
+    failed: int = 0
+    failure: str = ""  # of the last that failed: the type of its error
+    fired: Histogram | None = None  # where the time from the flag to landed is noted
 
     def add(self, blocks: int, size_bytes: int, landed_ns: int, kept_ns: int) -> None:
         """Some of them have been kept."""
@@ -86,6 +94,25 @@ class PutSeen:
         self.landed_first_ns = min(self.landed_first_ns or landed_ns, landed_ns)
         self.landed_ns = max(self.landed_ns, landed_ns)
         self.kept_ns = max(self.kept_ns, kept_ns)
+        if self.trace is not None:
+            self.trace.offer(self)
+
+    def fail(self, blocks: int, size_bytes: int, why: str, at_ns: int) -> None:
+        """Some of them have not been kept."""
+        self.failed += blocks
+        self.failure = why
+        self.size_bytes += size_bytes
+        self.kept_ns = max(self.kept_ns, at_ns)
+
+    def take_flag(self, at_ns: int, blocks: int) -> bool:
+        """A flag fired so many blocks: ours, if they landed soon after it and their flag is not known yet."""
+        if self.flagged >= self.blocks or not 0 <= self.landed_ns - at_ns < _FLIGHT_NS:
+            return False
+        self.flagged += blocks
+        self.flag_ns = min(self.flag_ns or at_ns, at_ns)
+        if self.fired is not None:
+            self.fired.note(self.landed_ns - at_ns, blocks)
+        return True
 
 
 @dataclass(slots=True)
@@ -94,6 +121,9 @@ class Timings:
 
     clock: Clock
     kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to kept
+    fired: Histogram = field(
+        default_factory=Histogram
+    )  # from the flag to landed, where the flag was reported
     got_from_memory: Histogram = field(default_factory=Histogram)  # from asked for to sent
     got_from_drive: Histogram = field(default_factory=Histogram)
     lookups: Histogram = field(default_factory=Histogram)
@@ -115,16 +145,39 @@ class Timings:
             put.add(len(some), sum(lease.length for lease in some), landed_ns, now_ns)
 
     def inline_kept(
-        self, tenant: bytes, durability: Durability, began_ns: int, landed_ns: int, lengths: Iterable[int]
+        self,
+        tenant: bytes,
+        durability: Durability,
+        began_ns: int,
+        landed_ns: int,
+        lengths: Iterable[int],
+        errors: Iterable[KvError | None] = (),
     ) -> None:
-        """Blocks that came inside gRPC are on the drive."""
+        """Blocks that came inside gRPC have ended: those of these lengths are on the drive, others have errors."""
         lengths = list(lengths)
+        now_ns = self.clock.monotonic_ns()
+        for error in errors:
+            if error is not None:
+                self._put(tenant, began_ns, durability, None, inline=True).fail(
+                    1, 0, type(error).__name__, now_ns
+                )
         if not lengths:
             return
-        now_ns = self.clock.monotonic_ns()
         self._kept(durability).note(now_ns - landed_ns, len(lengths))
         put = self._put(tenant, began_ns, durability, None, inline=True)
         put.add(len(lengths), sum(lengths), landed_ns, now_ns)
+
+    def lease_failed(self, tenant: bytes, lease: Lease, error: KvError) -> None:
+        """A block that had landed was not kept."""
+        self._fail(tenant, lease, type(error).__name__)
+
+    def lease_over(self, tenant: bytes, lease: Lease) -> None:
+        """A lease ended before its block landed."""
+        self._fail(tenant, lease, LeaseExpired.__name__)
+
+    def _fail(self, tenant: bytes, lease: Lease, why: str) -> None:
+        put = self._put(tenant, lease.leased_ns, lease.durability, lease.trace, inline=False)
+        put.fail(1, lease.length, why, self.clock.monotonic_ns())
 
     def called(self, call: str, began_ns: int, failure: str | None, ended_ns: int | None = None) -> None:
         """A call is over, now unless it is said when."""
@@ -164,6 +217,8 @@ class Timings:
         if put is None:
             if len(self.puts) >= PUTS_SEEN_MAX:
                 self.puts.popitem(last=False)
-            put = PutSeen(tenant, began_ns, trace, inline, durability)
+            put = PutSeen(tenant, began_ns, trace, inline, durability, fired=self.fired)
             self.puts[tenant, began_ns, inline] = put
+            if trace is not None:
+                trace.follow(put)
         return put

@@ -1,33 +1,60 @@
-"""What the node's web page shows, as one value: bounded, and with a tenant's own things for it alone.
+"""What the node's web page shows, as values of a bounded size: the state, a session's trace, and explained misses.
 
-What always holds: so many puts, one page of sessions, so many drives and reasons; durations are in milliseconds and
-end in `_ms`. Sessions are those of the asking tenant, and everybody's if it observes.
+What always holds: durations are in milliseconds and end in `_ms`. Puts, sessions, traces and look-ups are the asking
+tenant's own. An observer sees all tenants', or those of the tenant it chooses. Nothing here changes anything.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore.limits import LANDING_BYTES_MAX, UI_SESSIONS_MAX
-from kvstore.steps import Step
+from kvstore.errors import ProtocolError, TenantDenied
+from kvstore.explanations import ASKED, advice, lookup_document, placed, said
+from kvstore.limits import LANDING_BYTES_MAX, TENANT_BYTES, UI_SESSIONS_MAX, UI_TENANTS_MAX, USER_BYTES
+from kvstore.lookups import HITS, Outcome, outcome_of_miss
+from kvstore.miss import MissReason
+from kvstore.node.history import FIELDS
+from kvstore.node.statistics import collected
+from kvstore.storage.manifests import SessionName
+from kvstore.wire.lookup_messages import lookup_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from kvstore.node.history import History
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant, Tenants
     from kvstore.node.timings import Histogram, PutSeen
 
-__all__ = ["state"]
+__all__ = ["misses", "state", "trace", "whose"]
 
 _NS_PER_MS = 1_000_000
+# One reason on the wire covers several outcomes.
+_OUTCOMES = {
+    MissReason.UNKNOWN: {Outcome.NEVER, Outcome.DELETED, Outcome.LEASE_EXPIRED, Outcome.NO_SESSION},
+    MissReason.EVICTED: {Outcome.EVICTED, Outcome.STRANDED, Outcome.CLEARED},
+}
 
 
-def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: bytes) -> dict[str, Any]:
-    """All of it."""
-    whose = b"" if tenants.observes(asking.name) else asking.id
+def whose(tenants: Tenants, asking: Tenant, chosen: str) -> tuple[bytes, str]:
+    """Whose puts, sessions and look-ups to show: a tenant's id and name; empty for all tenants'."""
+    if not tenants.observes(asking.name):
+        if chosen not in ("", asking.name):
+            raise TenantDenied(f"{asking.name} is no observer and can't see another tenant.")
+        return asking.id, asking.name
+    if not chosen:
+        return b"", ""
+    for tenant, (name, _) in tenants.names().items():
+        if name == chosen:
+            return tenant, name
+    raise TenantDenied(f"There is no tenant {chosen[:64]!r}.")
+
+
+def state(
+    node: Node, tenants: Tenants, asking: Tenant, version: str, chosen: str, after: bytes, history: History
+) -> dict[str, Any]:
+    """All of the page's first view."""
+    tenant, name = whose(tenants, asking, chosen)
     store, memory, counters = node.store.statistics(), node.hot.pages.statistics(), node.counters
-    quota = node.store.quota(asking.id)
+    quota = node.store.quota(tenant or asking.id)
     return {
         "node": node.store.name,
         "version": version,
@@ -35,7 +62,9 @@ def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: byt
         "eviction": store.eviction.policy,
         "now_unix_ms": node.clock.wall_ms(),
         "uptime_ms": (node.clock.monotonic_ns() - node.began_ns) // _NS_PER_MS,
-        "tenant": "" if not whose else asking.name,
+        "tenant": name,
+        "tenants": _tenants(node, tenants) if tenants.observes(asking.name) else [],
+        "history": {"fields": FIELDS, "points": history.points()},
         "takes_puts": store.takes_puts,
         "counters": {
             "puts": counters.puts,
@@ -45,6 +74,10 @@ def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: byt
             "hits_drive": counters.hits_drive,
             "got_bytes": counters.got_bytes,
             "refused": counters.refused,
+            "armed": counters.leased,
+            "fired": node.traces.fired_blocks,
+            "landed": counters.landed,
+            "late": counters.leases_over,
         },
         "misses": {one.name.lower(): count for one, count in sorted(counters.misses.items())},
         "gone": {
@@ -76,13 +109,14 @@ def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: byt
                 f"{store.blocks} blocks",
             ),
             *(
-                [_tier("your quota", quota.used_bytes, quota.bytes_max, asking.name)]
+                [_tier("quota", quota.used_bytes, quota.bytes_max, name or asking.name)]
                 if quota.bytes_max
                 else []
             ),
         ],
         "drives": [_drive(one.number, one.statistics, one.failure) for one in node.store.drive_states()],
         "times": {
+            "put, flag to landed": _times(node.timings.fired),
             **{
                 f"put, landed to {one.name.lower()}": _times(each)
                 for one, each in sorted(node.timings.kept.items())
@@ -91,8 +125,61 @@ def state(node: Node, tenants: Tenants, asking: Tenant, version: str, after: byt
             "get from the drive": _times(node.timings.got_from_drive),
             "look-up of a batch": _times(node.timings.lookups),
         },
-        "puts": _puts(node, whose),
-        "sessions": _sessions(node, whose, after),
+        "puts": _puts(node, tenant),
+        "sessions": _sessions(node, tenant, after),
+    }
+
+
+def _tenants(node: Node, tenants: Tenants) -> list[dict[str, Any]]:
+    rows = []
+    for tenant, (name, _) in sorted(tenants.names().items(), key=lambda one: one[1])[:UI_TENANTS_MAX]:
+        quota = node.store.quota(tenant)
+        rows.append({"name": name, "used_bytes": quota.used_bytes, "quota_bytes": quota.bytes_max})
+    return rows
+
+
+def trace(node: Node, tenant: bytes, session: bytes) -> dict[str, Any]:
+    """What was seen of one session; times count from its first event."""
+    user_end = TENANT_BYTES + USER_BYTES
+    name = SessionName(session[:TENANT_BYTES], session[TENANT_BYTES:user_end], session[user_end:])
+    if tenant not in (b"", name.tenant):
+        raise ProtocolError("There is no such session.")
+    found = node.traces.find(name)
+    seen = [] if found is None else found.in_order()
+    now_ns = node.clock.monotonic_ns()
+    return {
+        "seen": [
+            {
+                "step": one.step.number,
+                "sentence": one.step.sentence,
+                "by": "node" if one.by_node else "client",
+                "at_ms": round((one.at_ns - seen[0].at_ns) / _NS_PER_MS, 3),
+                "age_ms": (now_ns - one.at_ns) // _NS_PER_MS,
+                "blocks": one.blocks,
+                "size_bytes": one.size_bytes,
+                "tokens": one.tokens,
+                "detail": one.detail,
+            }
+            for one in seen
+        ]
+    }
+
+
+def misses(node: Node, asking: Tenant, tenant: bytes, reason: MissReason | None) -> dict[str, Any]:
+    """The last look-ups that missed for a reason, or for any, explained, and what to do about them."""
+    wanted = set(Outcome) - HITS if reason is None else _OUTCOMES.get(reason, {outcome_of_miss(reason)})
+    lookups = [lookup_of(one) for one in node.lookups.missed(tenant, wanted)]
+    now_ms = node.clock.wall_ms()
+    shown = []
+    for one, first in placed(lookups[::-1]):
+        told = lookup_document(one, first)
+        told["asked"] = ASKED[one.kind].format("1 block" if one.blocks == 1 else f"{one.blocks} blocks")
+        told["sentences"] = [said(run, one, now_ms) for run in one.runs]
+        shown.append(told)
+    return {
+        "now_unix_ms": now_ms,
+        "lookups": shown[::-1],
+        "advice": advice(lookups, collected(node, asking)) if lookups else [],
     }
 
 
@@ -123,23 +210,16 @@ def _times(histogram: Histogram) -> dict[str, Any]:
     return {"count": histogram.count, "p50_ms": ms(0.5), "p99_ms": ms(0.99)}
 
 
-def _puts(node: Node, whose: bytes) -> list[dict[str, Any]]:
+def _puts(node: Node, tenant: bytes) -> list[dict[str, Any]]:
     now_ns = node.clock.monotonic_ns()
-    return [_put(one, now_ns) for one in reversed(node.timings.puts.values()) if whose in (b"", one.tenant)]
+    return [_put(one, now_ns) for one in reversed(node.timings.puts.values()) if tenant in (b"", one.tenant)]
 
 
 def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
     """One row of the time line, in milliseconds since its slots were leased or its first byte came."""
-    marks: Mapping[Step, int] = {}
-    if put.trace is not None:
-        marks = {
-            seen.step: seen.at_ns
-            for seen in reversed(put.trace.in_order())
-            if seen.step in (Step.ARMED, Step.FIRED) and put.began_ns <= seen.at_ns <= put.landed_ns
-        }
 
-    def ms(at_ns: int | None) -> float | None:
-        return None if at_ns is None else round((at_ns - put.began_ns) / _NS_PER_MS, 3)
+    def ms(at_ns: int) -> float | None:
+        return round((at_ns - put.began_ns) / _NS_PER_MS, 3) if at_ns else None
 
     return {
         "inline": put.inline,
@@ -147,24 +227,26 @@ def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
         "size_bytes": put.size_bytes,
         "durability": put.durability.name.lower(),
         "age_ms": (now_ns - put.kept_ns) // _NS_PER_MS,
-        "armed_ms": ms(marks.get(Step.ARMED)),
-        "flag_ms": ms(marks.get(Step.FIRED)),
+        "failed": put.failed,
+        "failure": put.failure,
+        "flag_ms": ms(put.flag_ns),
         "landed_first_ms": ms(put.landed_first_ns),
         "landed_ms": ms(put.landed_ns),
         "kept_ms": ms(put.kept_ns),
     }
 
 
-def _sessions(node: Node, whose: bytes, after: bytes) -> dict[str, Any]:
-    if not after.startswith(whose):
+def _sessions(node: Node, tenant: bytes, after: bytes) -> dict[str, Any]:
+    if not after.startswith(tenant):
         after = b""  # the page of another tenant: this one's own begins at its beginning
-    page, more = node.store.manifests.page(whose, after, UI_SESSIONS_MAX)
+    page, more = node.store.manifests.page(tenant, after, UI_SESSIONS_MAX)
     now_ms = node.clock.wall_ms()
     return {
-        "total": None if whose else len(node.store.manifests),
+        "total": None if tenant else len(node.store.manifests),
         "next": b"".join(page[-1][0]).hex() if more else None,
         "page": [
             {
+                "name": b"".join(name).hex(),
                 "session": one.label.decode(errors="replace"),
                 "user": name.user.hex()[:8],
                 "blocks": one.blocks,

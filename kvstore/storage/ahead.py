@@ -16,8 +16,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import select
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
+from kvstore.limits import READS_AHEAD_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Ahead"]
 
-_DEPTH_MAX: Final = 32
-
 
 class Ahead:
     """A reader of one drive, by one walk, in pieces of at most `piece_bytes`."""
@@ -36,9 +35,9 @@ class Ahead:
     def __init__(self, disk: Disk, piece_bytes: int) -> None:
         self._disk = disk
         self._piece_bytes = piece_bytes
-        self._memory = mmap.mmap(-1, _DEPTH_MAX * piece_bytes)
+        self._memory = mmap.mmap(-1, READS_AHEAD_MAX * piece_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._free = list(range(_DEPTH_MAX))  # pieces of the memory, which are also the tags
+        self._free = list(range(READS_AHEAD_MAX))  # pieces of the memory, which are also the tags
         self._guesses: dict[tuple[int, int], int] = {}  # (offset, length) -> piece; in the order of the drive
         self._results: dict[int, int | None] = {}  # of each piece that is not free; None: in flight
         self._last = (0, 0)
@@ -63,7 +62,7 @@ class Ahead:
         piece = self._guesses.pop((offset, length), None)
         data = None if piece is None else self._taken(piece, length)
         if piece is not None:
-            self._depth = min(2 * self._depth, _DEPTH_MAX)
+            self._depth = min(2 * self._depth, READS_AHEAD_MAX)
         else:
             self._guesses.clear()
             self._depth = 1 if (jump, length) == (self._jump, self._last[1]) else 0

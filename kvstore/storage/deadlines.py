@@ -9,14 +9,14 @@ It doesn't look at a clock, and it ends nothing.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from kvstore.limits import STALE_DEADLINES_MAX
 
 if TYPE_CHECKING:
     from kvstore.storage.manifests import SessionName
 
 __all__ = ["Deadlines"]
-
-_STALE_MAX: Final = 1024  # entries that have been set anew, beside as many as there are good ones
 
 
 class Deadlines:
@@ -40,7 +40,7 @@ class Deadlines:
             return
         self._times_ms[name] = time_ms
         heapq.heappush(self._heap, (time_ms, name))
-        if len(self._heap) > 2 * len(self._times_ms) + _STALE_MAX:
+        if len(self._heap) > 2 * len(self._times_ms) + STALE_DEADLINES_MAX:
             self._heap = [(time_ms, name) for name, time_ms in self._times_ms.items()]
             heapq.heapify(self._heap)
 

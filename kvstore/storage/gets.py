@@ -15,7 +15,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import StorageError
-from kvstore.limits import PAGE_BYTES
+from kvstore.limits import PAGE_BYTES, READS_OF_BLOCK_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Gets", "mismatch"]
-
-_READS_MAX: Final = 3  # of one block: twice all of it, then its header alone
 
 
 class Gets:
@@ -91,7 +89,7 @@ class Gets:
     def arrived(self, read: _Read, result: int) -> None:
         """Take the result of a read."""
         item, entry = read.item, read.entry
-        if result < 0 and read.failed < _READS_MAX - 1:
+        if result < 0 and read.failed < READS_OF_BLOCK_MAX - 1:
             read.failed += 1
             self._traffic.add(read)
             return
@@ -106,7 +104,7 @@ class Gets:
         # Another record's good header is not ours to wipe.
         is_its = is_header_of(found, name, entry)
         is_foreign = isinstance(found, Header) and not is_its
-        if read.failed == _READS_MAX - 1:
+        if read.failed == READS_OF_BLOCK_MAX - 1:
             self._keeping.unreadable(name, entry.generation, wipe=not is_foreign)
             self._miss(item, read.done, MissReason.UNREADABLE, "only the header could be read")
         elif is_its:
@@ -142,7 +140,7 @@ class _Read:
 
     @property
     def size_bytes(self) -> int:
-        return record_bytes(self.entry.length) if self.failed < _READS_MAX - 1 else PAGE_BYTES
+        return record_bytes(self.entry.length) if self.failed < READS_OF_BLOCK_MAX - 1 else PAGE_BYTES
 
     def begin(self, tag: int) -> DiskOp:
         return DiskOp(DiskOpKind.READ, self.item.slot_address, self.size_bytes, self.entry.offset, tag)

@@ -38,7 +38,7 @@ import lmdb
 import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
-from kvstore.limits import HEADER_BYTES, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
+from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, seal, unseal
 from kvstore.storage.index_rows import check_order, rows_of
@@ -92,7 +92,6 @@ _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
 _MAP_BYTES_MIN: Final = 64 << 20
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
-_GROWTHS_MAX: Final = 4  # doublings of the map within one transaction
 _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
 _FAILURES: Final = (lmdb.Error, struct.error)
@@ -409,7 +408,7 @@ class Index:
 
     def write(self, change: Callable[[Any], T]) -> T:
         """Commit a change, which is made anew if the map had to grow; StorageError if nothing was changed."""
-        for _ in range(_GROWTHS_MAX):
+        for _ in range(INDEX_GROWTHS_MAX):
             try:
                 with self._env.begin(write=True) as transaction:
                     commit = transaction.id()

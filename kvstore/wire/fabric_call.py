@@ -47,6 +47,7 @@ __all__ = [
     "CALL_BYTES",
     "CALL_PLACES",
     "LENGTH_END",
+    "ROWS",
     "TAG_BYTES",
     "TELLS",
     "AnswerCode",
@@ -103,6 +104,9 @@ class CallKind(enum.IntEnum):
     FETCH_PARTS = 3  # of a node that has said that it sends them
 
 
+ROWS = (
+    4  # flag of a call: its client may be told of single blocks where they are in memory that it has mapped
+)
 TELLS = 1  # flag of a call: there is something in its metadata that is to be heard before it is answered
 
 

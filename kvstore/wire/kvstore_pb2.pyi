@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 085ff3bd96478fc73f50ed0e0a47a5c8
+# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -138,14 +138,20 @@ class AttachResponse(_message.Message):
     def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
-    __slots__ = ("socket", "pass_once", "size_bytes")
+    __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset", "rows_offset")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     PASS_ONCE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORDS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ROWS_OFFSET_FIELD_NUMBER: _ClassVar[int]
     socket: str
     pass_once: bytes
     size_bytes: int
-    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    slots_bytes: int
+    words_offset: int
+    rows_offset: int
+    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., words_offset: _Optional[int] = ..., rows_offset: _Optional[int] = ...) -> None: ...
 
 class PutArea(_message.Message):
     __slots__ = ("flags", "slots", "slot_bytes", "key", "count", "first_generation")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import kvstore.client
 from kvstore.client import Block, Client
 from kvstore.errors import Closed, KvError, StorageError, UsageError
 from kvstore.names import block_key
@@ -30,6 +31,11 @@ def run(text: str, names: dict[str, Any], name: str) -> dict[str, Any]:
     doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
     assert not report, "".join(report)
     return test.globs
+
+
+def test_the_program_to_copy_runs(shared_node: NodeProcess) -> None:
+    assert kvstore.client.__doc__ is not None
+    run(kvstore.client.__doc__.replace("127.0.0.1:7070", shared_node.target), {}, "kvstore.client")
 
 
 @pytest.fixture(scope="module")

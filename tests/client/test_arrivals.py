@@ -85,7 +85,7 @@ def request(user: str, context: str = "chat", *, tenant: str = "acme", source: s
     return Request.parse({**fields, **five, "protocol": "tcp"})
 
 
-class Rig:
+class ArrivalsRig:
     """A compute node: rules, nodes, and registered memory of so many blocks."""
 
     def __init__(self, target: str, blocks: int = 300) -> None:
@@ -123,14 +123,14 @@ def here(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 
 @pytest.fixture
-def rig(here: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(here.target)
+def rig(here: NodeInProcess) -> Iterator[ArrivalsRig]:
+    rig = ArrivalsRig(here.target)
     yield rig
     rig.close()
 
 
 def test_kv_that_was_prefetched_while_the_user_thought_is_resumed_without_the_drive(
-    here: NodeInProcess, rig: Rig
+    here: NodeInProcess, rig: ArrivalsRig
 ) -> None:
     """Think time > fetch time: no stall. The think time is as long as the prefetch takes; no clock is asked."""
     count = RESUME_BATCH_BLOCKS + 20
@@ -155,7 +155,7 @@ def test_kv_that_was_prefetched_while_the_user_thought_is_resumed_without_the_dr
     assert rig.table.counters(entry).hits == 2
 
 
-def test_without_a_prefetch_the_same_bytes_come_from_the_drive(rig: Rig) -> None:
+def test_without_a_prefetch_the_same_bytes_come_from_the_drive(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 30)
     assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
     assert rig.has("ada", range(30))
@@ -165,7 +165,7 @@ def test_without_a_prefetch_the_same_bytes_come_from_the_drive(rig: Rig) -> None
     assert (read.blocks, read.size_bytes) == (30, 30 * SIZE)
 
 
-def test_a_request_that_comes_while_the_prefetch_runs_is_whole_all_the_same(rig: Rig) -> None:
+def test_a_request_that_comes_while_the_prefetch_runs_is_whole_all_the_same(rig: ArrivalsRig) -> None:
     """What is being read ahead counts as asked for, and has to be asked for again, into memory."""
     rig.store("ada", 0, 200)
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_a_request_that_comes_while_the_prefetch_runs_is_whole_all_the_same(rig:
         assert rig.has("ada", range(200))
 
 
-def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: Rig) -> None:
+def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 3)
     calls = rig.client.calls
     for place in (None, rig.place):
@@ -189,7 +189,7 @@ def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: Rig) -> N
     assert rig.memory[:] == b"\xdd" * len(rig.memory)
 
 
-def test_who_is_unknown_is_a_miss_with_its_reason(rig: Rig) -> None:
+def test_who_is_unknown_is_a_miss_with_its_reason(rig: ArrivalsRig) -> None:
     nobody = rig.arrivals.arrived(request("dora"), rig.place, timeout_s=WAIT_S)
     assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "There is no such session.")
     ahead = rig.arrivals.arrived(request("dora"))
@@ -201,10 +201,12 @@ def test_who_is_unknown_is_a_miss_with_its_reason(rig: Rig) -> None:
     assert rig.arrivals.statistics().missed == 2
 
 
-def test_another_process_finds_out_from_the_node_what_a_user_has(here: NodeInProcess, rig: Rig) -> None:
+def test_another_process_finds_out_from_the_node_what_a_user_has(
+    here: NodeInProcess, rig: ArrivalsRig
+) -> None:
     rig.store("bob", 0, 5)
     rig.store("bob", 100, 102, context="second")
-    other = Rig(here.target)
+    other = ArrivalsRig(here.target)
     assert other.arrivals.known("bob") == ()
     assert other.arrivals.arrived(request("ben", "chat"), other.place, timeout_s=WAIT_S).whole().is_whole
     assert other.has("bob", range(5)), "the rule points to bob's KV"
@@ -218,7 +220,7 @@ def test_another_process_finds_out_from_the_node_what_a_user_has(here: NodeInPro
     other.close()
 
 
-def test_the_catalogue_follows_every_transfer(rig: Rig) -> None:
+def test_the_catalogue_follows_every_transfer(rig: ArrivalsRig) -> None:
     """N puts are N updates; a block that a get misses leaves; what is put again is there again."""
     chat = rig.arrivals.session("ada", "chat")
     blocks = [rig.place(number, key("ada", number)) for number in range(4)]
@@ -246,7 +248,7 @@ def test_the_catalogue_follows_every_transfer(rig: Rig) -> None:
     assert rig.arrivals.known("ada") == ()
 
 
-def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: Rig) -> None:
+def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 10)
     assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
     rig.client.delete([key("ada", 4)])
@@ -260,7 +262,7 @@ def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: R
     assert again.miss.reason is MissReason.UNKNOWN
 
 
-def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: Rig) -> None:
+def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 2)
     chat = rig.arrivals.session("ada", "twice")
     chat.append([key("ada", number) for number in (0, 1, 0)], 48)
@@ -272,7 +274,7 @@ def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: Rig) -
 
 def test_a_node_that_is_away_is_a_miss(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data") as node:
-        rig = Rig(node.target)
+        rig = ArrivalsRig(node.target)
         rig.store("ada", 0, 3)
         assert rig.arrivals.arrived(request("ada")).wait(WAIT_S)
     for _ in range(2):
@@ -288,7 +290,7 @@ def test_a_node_that_is_away_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_memory_any_more(
-    here: NodeInProcess, rig: Rig
+    here: NodeInProcess, rig: ArrivalsRig
 ) -> None:
     rig.store("ada", 0, 5)
     drive = HeldDrive(here)
@@ -312,7 +314,7 @@ def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_me
     assert here.call(lambda node: node.pins.count) == 0
 
 
-def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: Rig) -> None:
+def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 3)
     rig.region.close()
     with pytest.raises(NotRegistered, match="not registered"):
@@ -348,7 +350,7 @@ def test_a_node_that_hangs_holds_up_nobody_elses_users(here: NodeInProcess, node
             assert not hanging.is_alive()
 
 
-def test_a_client_alone_can_have_blocks_read_ahead(rig: Rig) -> None:
+def test_a_client_alone_can_have_blocks_read_ahead(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 3)
     read = rig.client.prefetch([key("ada", number) for number in (0, 1, 7)])
     assert read.unread == []

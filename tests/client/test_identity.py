@@ -424,6 +424,8 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
             *kind,
             "-subj",
             f"/CN={authority}",
+            "-addext",
+            "keyUsage=critical,keyCertSign,cRLSign",  # Python 3.13 checks that it is there
             "-keyout",
             f"{authority}.key",
             "-out",

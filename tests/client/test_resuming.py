@@ -40,7 +40,7 @@ def layer_of(number: int) -> int:
     return number % LAYERS
 
 
-class Rig:
+class ResumeRig:
     """A client with a session of so many blocks and memory for them."""
 
     def __init__(self, node: NodeInProcess, blocks: int) -> None:
@@ -70,7 +70,7 @@ def here(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 
 def test_the_first_layer_is_usable_before_the_last_is_read(here: NodeInProcess) -> None:
-    rig = Rig(here, 10 * LAYERS)
+    rig = ResumeRig(here, 10 * LAYERS)
     drive = HeldDrive(here, lambda name: name not in {key(at) for at in range(0, 10 * LAYERS, LAYERS)})
     with rig.chat.resuming(rig.place, layer_of=layer_of, timeout_s=WAIT_S) as back:
         assert back.wait_layer(0)
@@ -90,7 +90,7 @@ def test_the_first_layer_is_usable_before_the_last_is_read(here: NodeInProcess) 
 
 def test_blocks_come_in_the_order_asked_and_no_more_than_two_batches_ahead(here: NodeInProcess) -> None:
     count = RESUME_BATCH_BLOCKS * (RESUME_AHEAD_BATCHES + 2)
-    rig = Rig(here, count)
+    rig = ResumeRig(here, count)
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back:
         assert rig.placed == list(range(RESUME_AHEAD_BATCHES * RESUME_BATCH_BLOCKS))
         assert back.wait_blocks(1)
@@ -104,7 +104,7 @@ def test_blocks_come_in_the_order_asked_and_no_more_than_two_batches_ahead(here:
 
 
 def test_a_gap_is_a_miss_for_whoever_waits_and_the_prefix_is_that_of_the_session(here: NodeInProcess) -> None:
-    rig = Rig(here, 10 * LAYERS)
+    rig = ResumeRig(here, 10 * LAYERS)
     rig.client.delete([key(6)])  # of layer 2
     with rig.chat.resuming(rig.place, layer_of=layer_of, timeout_s=WAIT_S) as back:
         assert back.wait_layer(1)
@@ -119,7 +119,7 @@ def test_a_gap_is_a_miss_for_whoever_waits_and_the_prefix_is_that_of_the_session
 
 
 def test_a_resume_that_is_given_up_leaves_nothing_under_way(here: NodeInProcess) -> None:
-    rig = Rig(here, 3 * RESUME_BATCH_BLOCKS)
+    rig = ResumeRig(here, 3 * RESUME_BATCH_BLOCKS)
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back:
         assert back.wait_blocks(3)
     after = rig.memory[:]
@@ -132,7 +132,7 @@ def test_a_resume_that_is_given_up_leaves_nothing_under_way(here: NodeInProcess)
 
 
 def test_a_part_of_a_get_can_be_waited_for(here: NodeInProcess) -> None:
-    rig = Rig(here, 20)
+    rig = ResumeRig(here, 20)
     get = rig.client.getting([rig.place(number, key(number)) for number in range(20)], timeout_s=WAIT_S)
     assert get.wait(5) == [Hit(key(number)) for number in range(5)]
     assert rig.has(range(5))

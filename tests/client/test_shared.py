@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.client import link as links
-from kvstore.client.shared import map_shared
+from kvstore.client.shared import MappedMemory, map_shared
 from kvstore.durability import Durability
 from kvstore.limits import SHARE_CALLERS_MAX, SHARE_PASS_BYTES
 from kvstore.miss import Miss, MissReason
@@ -79,20 +79,18 @@ def test_what_landed_is_got_out_of_the_nodes_memory(rig: Rig) -> None:
     assert rig.client.status().mapped == 1
 
 
-def test_what_only_the_drive_has_comes_over_the_fabric_and_from_memory_the_next_time(
-    rig: Rig, node: NodeProcess
-) -> None:
+def test_what_only_the_drive_has_is_read_in_memory_too(rig: Rig, node: NodeProcess) -> None:
     blocks = [rig.block(number) for number in range(4)]
     put(rig, blocks)
     node.stop()
     node.start()
     with rig_of(node) as later:
-        for number, is_shared in enumerate((False, True)):
+        for number in range(2):
             later.target[:] = bytes(len(later.target))
             wanted = [Block(block.key, later.to_region, block.offset, block.length) for block in blocks]
             assert later.client.get(wanted) == [Hit(block.key) for block in blocks], number
             assert later.target[: 4 * MIB] == rig.source[: 4 * MIB]
-            assert bool(shared_blocks(later)) is is_shared
+            assert shared_blocks(later) == 4 * (number + 1)
 
 
 def test_parts_of_blocks(rig: Rig) -> None:
@@ -217,9 +215,9 @@ def test_a_node_that_dies_under_a_reader_costs_misses_and_no_wrong_byte(rig: Rig
 def test_where_the_memory_cannot_be_had_blocks_come_over_the_fabric(
     inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def elsewhere(told: pb.SharedMemory) -> mmap.mmap | None:
+    def elsewhere(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
         told.socket += "-of-another-machine"
-        return map_shared(told)
+        return map_shared(told, puts)
 
     monkeypatch.setattr(links, "map_shared", elsewhere)
     with rig_of(inner) as rig:
@@ -262,7 +260,7 @@ def test_readers_that_call_no_more_hold_up_a_get_from_the_drive_for_two_seconds_
 def offer(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[pb.SharedMemory, Rig]]:
     """What a client was told of the memory, which it has not mapped."""
     told = areas(monkeypatch)
-    monkeypatch.setattr(links, "map_shared", lambda _: None)
+    monkeypatch.setattr(links, "map_shared", lambda *_: MappedMemory())
     with rig_of(inner) as rig:
         link_of(rig.client)
         yield told[-1].shared, rig
@@ -328,7 +326,9 @@ def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, 
     assert rig.client.status().node
 
 
-def test_a_node_with_tenants_offers_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_tenants_offers_no_more_than_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that its hot memory has could be read there."""
     told, tenants = areas(monkeypatch), tmp_path / "tenants.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
@@ -337,4 +337,5 @@ def test_a_node_with_tenants_offers_no_memory(tmp_path: Path, monkeypatch: pytes
         Client(node.target, token="acme", slots=1) as client,
     ):
         client.attach()
-        assert not told[-1].HasField("shared")
+        assert told[-1].shared.slots_bytes
+        assert not told[-1].shared.size_bytes

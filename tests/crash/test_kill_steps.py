@@ -57,7 +57,7 @@ def kv_of(number: int) -> bytes:
     return bytes([number + 1]) * SIZE
 
 
-class Rig:
+class StepsRig:
     """A client of a tenant's own with one buffer between canaries, and a chat that arrivals follow."""
 
     def __init__(self, node: NodeProcess, tenant: str) -> None:
@@ -124,10 +124,10 @@ class Rig:
 
 
 @pytest.fixture
-def rig(shared_node: NodeProcess, tenant: str) -> Iterator[Rig]:
+def rig(shared_node: NodeProcess, tenant: str) -> Iterator[StepsRig]:
     if shared_node._process is None:  # the test before this one failed
         shared_node.start()
-    rig = Rig(shared_node, tenant)
+    rig = StepsRig(shared_node, tenant)
     yield rig
     rig.close()
 
@@ -135,32 +135,32 @@ def rig(shared_node: NodeProcess, tenant: str) -> Iterator[Rig]:
 # --- puts: each of these begins one, and kills the node at its step
 
 
-def before_the_reservation(rig: Rig) -> None:
+def before_the_reservation(rig: StepsRig) -> None:
     rig.node.kill()
     with pytest.raises(NodeUnavailable):
         rig.chat.reserve(rig.blocks())
 
 
-def in_the_reservation(rig: Rig) -> None:
+def in_the_reservation(rig: StepsRig) -> None:
     rig.client.attach()
     with rig.dying(), pytest.raises((NodeUnavailable, DeadlineExceeded)):
         rig.chat.reserve(rig.blocks())
 
 
-def with_slots_leased(rig: Rig) -> None:
+def with_slots_leased(rig: StepsRig) -> None:
     reservation = rig.chat.reserve(rig.blocks())
     rig.node.kill()
     ends(rig, lambda: reservation.arm(rig.flags[0]))
 
 
-def with_puts_armed(rig: Rig) -> None:
+def with_puts_armed(rig: StepsRig) -> None:
     puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     rig.node.kill()
     rig.flags[0].store(BLOCKS)
     ends(rig, lambda: puts)
 
 
-def with_some_fired(rig: Rig) -> None:
+def with_some_fired(rig: StepsRig) -> None:
     puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     with rig.dying():
         rig.flags[0].store(BLOCKS // 2)
@@ -168,7 +168,7 @@ def with_some_fired(rig: Rig) -> None:
     ends(rig, lambda: puts)
 
 
-def with_some_landed(rig: Rig) -> None:
+def with_some_landed(rig: StepsRig) -> None:
     puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     rig.flags[0].store(BLOCKS // 2)
     wait_until(lambda: puts.progress()[1] > 0, "a block has landed")
@@ -177,7 +177,7 @@ def with_some_landed(rig: Rig) -> None:
     ends(rig, lambda: puts)
 
 
-def with_some_written(rig: Rig) -> None:
+def with_some_written(rig: StepsRig) -> None:
     puts = rig.chat.arm(rig.blocks(), rig.flags[0])
     rig.flags[0].store(1)
     wait_until(lambda: puts.progress()[2] > 0, "a block is on the drive")
@@ -187,7 +187,7 @@ def with_some_written(rig: Rig) -> None:
     assert results[0].error is None
 
 
-def while_syncing(rig: Rig) -> None:
+def while_syncing(rig: StepsRig) -> None:
     puts = rig.chat.arm(rig.blocks(), rig.flags[0], durability=Durability.SYNCED)
     rig.flags[0].store(BLOCKS)
     wait_until(lambda: puts.progress()[1] > 0, "a block has landed")
@@ -195,26 +195,26 @@ def while_syncing(rig: Rig) -> None:
     ends(rig, lambda: puts)
 
 
-def before_the_append(rig: Rig) -> None:
+def before_the_append(rig: StepsRig) -> None:
     assert all(result.error is None for result in rig.put())
     rig.node.kill()
     with pytest.raises(NodeUnavailable):
         rig.append()
 
 
-def in_the_append(rig: Rig) -> None:
+def in_the_append(rig: StepsRig) -> None:
     assert all(result.error is None for result in rig.put())
     with rig.dying(), pytest.raises((NodeUnavailable, DeadlineExceeded)):
         rig.append()
 
 
-def behind_the_append(rig: Rig) -> None:
+def behind_the_append(rig: StepsRig) -> None:
     assert all(result.error is None for result in rig.put())
     rig.append()
     rig.node.kill()
 
 
-PUTS: list[Callable[[Rig], None]] = [
+PUTS: list[Callable[[StepsRig], None]] = [
     before_the_reservation,
     in_the_reservation,
     with_slots_leased,
@@ -229,7 +229,7 @@ PUTS: list[Callable[[Rig], None]] = [
 ]
 
 
-def ends(rig: Rig, begun: Callable[[], ArmedPuts]) -> list[PutResult]:
+def ends(rig: StepsRig, begun: Callable[[], ArmedPuts]) -> list[PutResult]:
     """Each put has ended well, or with one typed error, well within its time."""
     try:
         results = begun().wait(WAIT_S)
@@ -243,7 +243,7 @@ def ends(rig: Rig, begun: Callable[[], ArmedPuts]) -> list[PutResult]:
 
 
 @pytest.mark.parametrize("killed", PUTS, ids=lambda step: step.__name__)
-def test_a_node_killed_at_a_step_of_a_put(rig: Rig, killed: Callable[[Rig], None]) -> None:
+def test_a_node_killed_at_a_step_of_a_put(rig: StepsRig, killed: Callable[[StepsRig], None]) -> None:
     rig.fill()
     killed(rig)
     rig.clear()
@@ -269,17 +269,17 @@ def test_a_node_killed_at_a_step_of_a_put(rig: Rig, killed: Callable[[Rig], None
 # --- gets: each of these resumes, and kills the node at its step
 
 
-def before_the_get(rig: Rig) -> Resumed:
+def before_the_get(rig: StepsRig) -> Resumed:
     rig.node.kill()
     return rig.chat.resume(rig.place, timeout_s=WAIT_S)
 
 
-def while_asking_for_the_session(rig: Rig) -> Resumed:
+def while_asking_for_the_session(rig: StepsRig) -> Resumed:
     with rig.dying():
         return rig.chat.resume(rig.place, timeout_s=WAIT_S)
 
 
-def before_the_blocks_are_asked_for(rig: Rig) -> Resumed:
+def before_the_blocks_are_asked_for(rig: StepsRig) -> Resumed:
     def place(number: int, name: bytes) -> Block:
         if not number:
             rig.node.kill()
@@ -288,7 +288,7 @@ def before_the_blocks_are_asked_for(rig: Rig) -> Resumed:
     return rig.chat.resume(place, timeout_s=WAIT_S)
 
 
-def while_the_blocks_are_asked_for(rig: Rig) -> Resumed:
+def while_the_blocks_are_asked_for(rig: StepsRig) -> Resumed:
     rig.client.attach()
     with ExitStack() as dying:
 
@@ -300,56 +300,56 @@ def while_the_blocks_are_asked_for(rig: Rig) -> Resumed:
         return rig.chat.resume(place, timeout_s=WAIT_S)
 
 
-def with_the_get_queued(rig: Rig) -> Resumed:
+def with_the_get_queued(rig: StepsRig) -> Resumed:
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back:
         rig.node.kill()
         return back.whole()
 
 
-def with_the_first_block_here(rig: Rig) -> Resumed:
+def with_the_first_block_here(rig: StepsRig) -> Resumed:
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back:
         back.wait_blocks(1)
         rig.node.kill()
         return back.whole()
 
 
-def while_it_is_being_written_to_memory(rig: Rig) -> Resumed:
+def while_it_is_being_written_to_memory(rig: StepsRig) -> Resumed:
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back, rig.dying():
         return back.whole()
 
 
-def behind_the_get(rig: Rig) -> Resumed:
+def behind_the_get(rig: StepsRig) -> Resumed:
     back = rig.chat.resume(rig.place, timeout_s=WAIT_S)
     assert back.is_whole
     rig.node.kill()
     return back
 
 
-def before_the_arrival(rig: Rig) -> Resumed:
+def before_the_arrival(rig: StepsRig) -> Resumed:
     rig.node.kill()
     return rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole()
 
 
-def in_the_prefetch(rig: Rig) -> Resumed:
+def in_the_prefetch(rig: StepsRig) -> Resumed:
     with rig.dying():
         typing = rig.arrivals.arrived(rig.request)
         assert typing.wait(WAIT_S)
     return rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole()
 
 
-def behind_the_prefetch(rig: Rig) -> Resumed:
+def behind_the_prefetch(rig: StepsRig) -> Resumed:
     assert rig.arrivals.arrived(rig.request).wait(WAIT_S)
     rig.node.kill()
     return rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S).whole()
 
 
-def in_the_fetch_of_an_arrival(rig: Rig) -> Resumed:
+def in_the_fetch_of_an_arrival(rig: StepsRig) -> Resumed:
     arrival = rig.arrivals.arrived(rig.request, rig.place, timeout_s=WAIT_S)
     rig.node.kill()
     return arrival.whole()
 
 
-GETS: list[Callable[[Rig], Resumed]] = [
+GETS: list[Callable[[StepsRig], Resumed]] = [
     before_the_get,
     while_asking_for_the_session,
     before_the_blocks_are_asked_for,
@@ -366,7 +366,7 @@ GETS: list[Callable[[Rig], Resumed]] = [
 
 
 @pytest.mark.parametrize("killed", GETS, ids=lambda step: step.__name__)
-def test_a_node_killed_at_a_step_of_a_get(rig: Rig, killed: Callable[[Rig], Resumed]) -> None:
+def test_a_node_killed_at_a_step_of_a_get(rig: StepsRig, killed: Callable[[StepsRig], Resumed]) -> None:
     assert all(result.error is None for result in rig.put())
     rig.append()
     rig.clear()

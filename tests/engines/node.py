@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvstore.certificates_command import make
+from kvstore.commands.certificates_command import make
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.node.tenants import token_digest

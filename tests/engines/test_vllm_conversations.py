@@ -90,7 +90,7 @@ def reference(place: Path, model: Path) -> Iterator[Reference]:
     reference.close()
 
 
-class Rig:
+class Conversations:
     """A node and an engine, what is said with them, and what happens to them."""
 
     def __init__(self, place: Path, model: Path, loads: list[str], dice: random.Random) -> None:
@@ -184,7 +184,9 @@ class Rig:
         self.node.stop()
 
 
-def hold(rig: Rig, chats: Chats, clean: dict[str, bytes], layout: bytes, dice: random.Random) -> None:
+def hold(
+    rig: Conversations, chats: Chats, clean: dict[str, bytes], layout: bytes, dice: random.Random
+) -> None:
     """Hold all conversations, some at a time, and let something happen each time."""
     turns = dict.fromkeys(range(USERS), 0)
     is_replaced = False
@@ -221,7 +223,7 @@ def test_ten_conversations_and_all_their_pages_are_right_whatever_happens(
     record_property: Callable[[str, object], None],
 ) -> None:
     dice = random.Random(seed)
-    rig = Rig(tmp_path, model, ["sync", "async"][:: -1 if seed % 2 else 1], dice)
+    rig = Conversations(tmp_path, model, ["sync", "async"][:: -1 if seed % 2 else 1], dice)
     try:
         chats, clean = reference.hold(seed)
         hold(rig, chats, clean, reference.layout, dice)

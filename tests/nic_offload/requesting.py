@@ -56,7 +56,7 @@ class Noting:
         return [(user, int.from_bytes(one.key)) for user, extents in self.tickets.values() for one in extents]
 
 
-class Rig:
+class RequesterRig:
     """A requester with a noting fetcher."""
 
     def __init__(self, limits: Limits | None = None) -> None:

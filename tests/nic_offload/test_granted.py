@@ -47,7 +47,7 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-class Rig:
+class GrantRig:
     """The near side is a client, the far side its node."""
 
     def __init__(self, pair: Pair) -> None:
@@ -213,24 +213,24 @@ def head_of(
     return metadata + struct.pack("<I", summed) + rest
 
 
-def open_rig(provider: str) -> Iterator[Rig]:
+def open_rig(provider: str) -> Iterator[GrantRig]:
     with Pair(provider, 16 * MIB) as pair:
         pair.there.fence()
-        yield Rig(pair)
+        yield GrantRig(pair)
 
 
 @pytest.fixture(params=PROVIDERS)
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[GrantRig]:
     yield from open_rig(request.param)
 
 
 @pytest.fixture
-def net() -> Iterator[Rig]:
+def net() -> Iterator[GrantRig]:
     yield from open_rig("net")
 
 
 @pytest.mark.parametrize("length", [1, 4096, 5000, 16_384, 100_001, LENGTH_MAX])
-def test_a_block_comes_whole_with_what_is_said_of_it(rig: Rig, length: int) -> None:
+def test_a_block_comes_whole_with_what_is_said_of_it(rig: GrantRig, length: int) -> None:
     rig.feed(1)
     _, group = rig.put([7], length, durability=LANDED, metadata=b"who wants it")
     assert rig.codes(group, 1) == [LANDED]
@@ -246,7 +246,7 @@ def test_a_block_comes_whole_with_what_is_said_of_it(rig: Rig, length: int) -> N
     assert len(rig.shelf) == 1
 
 
-def test_more_puts_than_slots_take_turns(rig: Rig) -> None:
+def test_more_puts_than_slots_take_turns(rig: GrantRig) -> None:
     rig.feed(40, pages=3)
     numbers = list(range(40))
     _, group = rig.put(numbers)
@@ -257,7 +257,7 @@ def test_more_puts_than_slots_take_turns(rig: Rig) -> None:
         assert rig.payload(came) == rig.data(int.from_bytes(came.key, "little"), 5000)
 
 
-def test_what_is_written_into_a_slot_after_its_flag_counts_for_nothing(net: Rig) -> None:
+def test_what_is_written_into_a_slot_after_its_flag_counts_for_nothing(net: GrantRig) -> None:
     net.feed(1)
     _, group = net.put([3])
     assert net.codes(group, 1) == [LANDED]
@@ -266,7 +266,7 @@ def test_what_is_written_into_a_slot_after_its_flag_counts_for_nothing(net: Rig)
     assert net.payload(net.came[0]) == net.data(3, 5000)
 
 
-def test_bytes_that_are_not_those_that_were_sent_are_refused(net: Rig) -> None:
+def test_bytes_that_are_not_those_that_were_sent_are_refused(net: GrantRig) -> None:
     net.feed(2, pages=4)
     payload = os.urandom(9000)
     net.forge(1, head_of(payload, payload_crc=crc32c(payload) ^ 1), payload)
@@ -280,7 +280,7 @@ def test_bytes_that_are_not_those_that_were_sent_are_refused(net: Rig) -> None:
     assert net.payload(net.came[0]) == payload
 
 
-def test_a_flag_whose_bytes_have_not_come_is_no_put(net: Rig) -> None:
+def test_a_flag_whose_bytes_have_not_come_is_no_put(net: GrantRig) -> None:
     """As a NIC does it that fires at errors: the head in the slot is not of this generation."""
     net.feed(1)
     net.flag(0, FIRST)
@@ -308,7 +308,7 @@ def test_a_flag_whose_bytes_have_not_come_is_no_put(net: Rig) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_put_ends_all_and_says_nothing(net: Rig, slip: dict[str, int]) -> None:
+def test_what_is_no_put_ends_all_and_says_nothing(net: GrantRig, slip: dict[str, int]) -> None:
     net.feed(1)
     payload = os.urandom(500)
     net.forge(2, head_of(payload, **slip), payload)  # type: ignore[arg-type]
@@ -320,7 +320,7 @@ def test_what_is_no_put_ends_all_and_says_nothing(net: Rig, slip: dict[str, int]
     assert (net.came, len(net.shelf), net.pair.near.word(3).load()) == ([], 0, 0)
 
 
-def test_without_a_room_a_put_waits_and_is_told_of_once(net: Rig) -> None:
+def test_without_a_room_a_put_waits_and_is_told_of_once(net: GrantRig) -> None:
     _, group = net.put([1, 2])
     net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
     assert not group.wait(1, 0.05)
@@ -332,7 +332,7 @@ def test_without_a_room_a_put_waits_and_is_told_of_once(net: Rig) -> None:
     assert [net.payload(came) for came in net.came] == [net.data(1, 5000), net.data(2, 5000)]
 
 
-def test_a_room_of_the_right_size_is_taken_before_a_larger_one(net: Rig) -> None:
+def test_a_room_of_the_right_size_is_taken_before_a_larger_one(net: GrantRig) -> None:
     net.feed(1, pages=9)
     net.feed(1, pages=3)
     net.feed(1, pages=5)
@@ -343,7 +343,7 @@ def test_a_room_of_the_right_size_is_taken_before_a_larger_one(net: Rig) -> None
     assert [came.room // PAGE for came in net.came] == [9, 12]
 
 
-def test_what_was_taken_back_before_it_fired_uses_up_no_slot(net: Rig) -> None:
+def test_what_was_taken_back_before_it_fired_uses_up_no_slot(net: GrantRig) -> None:
     net.feed(8, pages=3)
     near = net.pair.near
     tag, group = net.put(list(range(50)), threshold=5)
@@ -355,7 +355,7 @@ def test_what_was_taken_back_before_it_fired_uses_up_no_slot(net: Rig) -> None:
     assert net.codes(group, 8) == [LANDED] * 8
 
 
-def test_a_deadline_ends_what_waits_for_its_flag_or_for_a_slot(net: Rig) -> None:
+def test_a_deadline_ends_what_waits_for_its_flag_or_for_a_slot(net: GrantRig) -> None:
     near = net.pair.near
     tag, _ = net.put(list(range(3)), threshold=1000, deadline_ns=after_ms(30))
     assert near.final(tag + 4).status == -errno.ETIMEDOUT
@@ -372,7 +372,7 @@ def test_a_deadline_ends_what_waits_for_its_flag_or_for_a_slot(net: Rig) -> None
 @pytest.mark.parametrize(
     "rig", PROVIDERS[:-1], indirect=True
 )  # sockets (1.17) loses the end of a first burst at times
-def test_closing_the_endpoint_ends_all_of_it(rig: Rig) -> None:
+def test_closing_the_endpoint_ends_all_of_it(rig: GrantRig) -> None:
     rig.feed(2, pages=3)
     _, group = rig.put(list(range(30)))  # some land, some fill slots, some wait for a slot,
     rig.put(list(range(30)), threshold=9)  # and some for their flag
@@ -387,7 +387,7 @@ def test_closing_the_endpoint_ends_all_of_it(rig: Rig) -> None:
     rig.receiver.close()
 
 
-def test_what_had_come_when_the_endpoint_is_closed_is_taken_as_far_as_there_is_room(net: Rig) -> None:
+def test_what_had_come_when_the_endpoint_is_closed_is_taken_as_far_as_there_is_room(net: GrantRig) -> None:
     _, group = net.put([1, 2, 3])
     net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
     wait_until(lambda: net.pair.far.bytes_at(0, 24) == FIRST.to_bytes(8, "little") * 3, "all flags")
@@ -400,7 +400,7 @@ def test_what_had_come_when_the_endpoint_is_closed_is_taken_as_far_as_there_is_r
     assert group.open_rows >= 1
 
 
-def test_another_block_of_the_name_is_refused_where_nobody_could_be_told_later(net: Rig) -> None:
+def test_another_block_of_the_name_is_refused_where_nobody_could_be_told_later(net: GrantRig) -> None:
     net.feed(6, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     other = net.data(1, 4999)
@@ -417,7 +417,7 @@ def test_another_block_of_the_name_is_refused_where_nobody_could_be_told_later(n
     assert (state.taken, len(net.shelf)) == (0, 1)
 
 
-def test_a_block_whose_life_is_counted_is_not_listed_and_not_acknowledged_too_late(net: Rig) -> None:
+def test_a_block_whose_life_is_counted_is_not_listed_and_not_acknowledged_too_late(net: GrantRig) -> None:
     net.feed(3, pages=3)
     now_ms = int(time.time() * 1000)
     assert net.codes(net.put([1], expires_unix_ms=now_ms + 60_000)[1], 1) == [LANDED]
@@ -428,7 +428,7 @@ def test_a_block_whose_life_is_counted_is_not_listed_and_not_acknowledged_too_la
     assert (net.came[0].listed, net.came[0].expires_unix_ms, len(net.shelf)) == (0, now_ms + 60_000, 0)
 
 
-def test_a_name_that_fires_before_it_is_known_is_not_sent(net: Rig) -> None:
+def test_a_name_that_fires_before_it_is_known_is_not_sent(net: GrantRig) -> None:
     net.feed(2, pages=3)
     near = net.pair.near
     tag, group = net.put([1], durability=0)
@@ -442,7 +442,7 @@ def test_a_name_that_fires_before_it_is_known_is_not_sent(net: Rig) -> None:
     assert net.came[0].key == key_of(42)
 
 
-def test_nobody_is_woken_for_each_block_that_nobody_waits_for(net: Rig) -> None:
+def test_nobody_is_woken_for_each_block_that_nobody_waits_for(net: GrantRig) -> None:
     net.feed(40, pages=3)
     for number in range(20):
         assert net.codes(net.put([number])[1], 1) == [LANDED]
@@ -456,7 +456,7 @@ def test_nobody_is_woken_for_each_block_that_nobody_waits_for(net: Rig) -> None:
     assert group.wait_landed(WAIT_S)
 
 
-def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: Rig) -> None:
+def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> None:
     net.feed(1, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     net.wait_came(1)
@@ -466,7 +466,7 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: Rig) -> None:
     assert len(net.shelf) == 0
 
 
-def test_what_comes_under_a_name_that_is_stored_is_the_applications_to_answer(net: Rig) -> None:
+def test_what_comes_under_a_name_that_is_stored_is_the_applications_to_answer(net: GrantRig) -> None:
     """It knows the bytes that are there. Who waits for more than `landed` hears that all the same."""
     net.feed(6, pages=3)
     net.shelf.stored(OWNER + key_of(1) + OWNER + key_of(2), are_stored=True)
@@ -486,7 +486,7 @@ def test_what_comes_under_a_name_that_is_stored_is_the_applications_to_answer(ne
     assert unanswered.open_rows == 1, "it has heard nothing"
 
 
-def test_a_block_that_is_not_listed_is_stored_for_the_next_of_its_name(net: Rig) -> None:
+def test_a_block_that_is_not_listed_is_stored_for_the_next_of_its_name(net: GrantRig) -> None:
     net.feed(3, pages=3)
     soon_ms = int(time.time() * 1000) + 60_000
     assert net.codes(net.put([1], expires_unix_ms=soon_ms)[1], 1) == [LANDED]

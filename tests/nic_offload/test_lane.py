@@ -13,7 +13,16 @@ import pytest
 
 from nic_offload.lane import Ground, Lane, Lanes, RecordFormat, Written
 from tests.nic_offload.rig import PAGE, wait_until
-from tests.nic_offload.test_granted import FINGERPRINT, LANDED, OWNER, ROOMS, WRITTEN, Rig, key_of, open_rig
+from tests.nic_offload.test_granted import (
+    FINGERPRINT,
+    LANDED,
+    OWNER,
+    ROOMS,
+    WRITTEN,
+    GrantRig,
+    key_of,
+    open_rig,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +42,7 @@ PAGES = 3  # of a record
 class Drive:
     """A file, and the lane to it of a rig's receiver."""
 
-    def __init__(self, rig: Rig, path: Path, flags: int = os.O_RDWR) -> None:
+    def __init__(self, rig: GrantRig, path: Path, flags: int = os.O_RDWR) -> None:
         path.write_bytes(b"\xaa" * (4 * MIB))
         self.rig = rig
         self.path = path

@@ -15,7 +15,7 @@ from nic_offload.pieces import Pieces, scatter
 from nic_offload.sender import GrantedPut, Heads, send
 from nic_offload.trigger import TriggeredPut, arm
 from tests.nic_offload.rig import PAGE, Pair, wait_until
-from tests.nic_offload.test_granted import DATA, FINGERPRINT, LANDED, MIB, SLOTS, Rig, key_of, open_rig
+from tests.nic_offload.test_granted import DATA, FINGERPRINT, LANDED, MIB, SLOTS, GrantRig, key_of, open_rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ ROOM = 128 << 10
 
 
 @pytest.fixture(params=PROVIDERS)
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[GrantRig]:
     for rig in open_rig(request.param):
         region = rig.pair.near.region
         rig.sender.gather(region, region.address + GATHER, ROOM)
@@ -36,7 +36,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def net() -> Iterator[Rig]:
+def net() -> Iterator[GrantRig]:
     for rig in open_rig("net"):
         region = rig.pair.near.region
         rig.sender.gather(region, region.address + GATHER, ROOM)
@@ -55,11 +55,11 @@ def some_pieces(region: Region, dice: random.Random, count: int, length_max: int
     return Pieces.of(region, extents), extents
 
 
-def bytes_of(rig: Rig, extents: Extents) -> bytes:
+def bytes_of(rig: GrantRig, extents: Extents) -> bytes:
     return b"".join(rig.pair.near.bytes_at(offset, length) for offset, length in extents)
 
 
-def put(rig: Rig, blocks: list[tuple[int, Pieces]], *, threshold: int = 0) -> tuple[int, Group, Heads]:
+def put(rig: GrantRig, blocks: list[tuple[int, Pieces]], *, threshold: int = 0) -> tuple[int, Group, Heads]:
     near = rig.pair.near
     tag = 1 << 30
     group = Group(near.fabric, tag, len(blocks))
@@ -88,7 +88,7 @@ def put(rig: Rig, blocks: list[tuple[int, Pieces]], *, threshold: int = 0) -> tu
     return tag, group, heads
 
 
-def test_many_pieces_come_as_one_block_with_one_checksum(rig: Rig) -> None:
+def test_many_pieces_come_as_one_block_with_one_checksum(rig: GrantRig) -> None:
     dice = random.Random(5)
     blocks, wanted = [], {}
     for number in range(30):
@@ -104,7 +104,7 @@ def test_many_pieces_come_as_one_block_with_one_checksum(rig: Rig) -> None:
         assert came.crc32c == crc32c(wanted[came.key])
 
 
-def test_pieces_are_read_when_the_put_fires(rig: Rig) -> None:
+def test_pieces_are_read_when_the_put_fires(rig: GrantRig) -> None:
     near = rig.pair.near
     pieces = Pieces.of(near.region, [(DATA + 5000, 300), (DATA, 4096), (DATA + 100_000, 70_000)])
     rig.feed(1, pages=1 + ROOM // PAGE)
@@ -118,7 +118,7 @@ def test_pieces_are_read_when_the_put_fires(rig: Rig) -> None:
     assert rig.payload(rig.came[0]) == b"n" * 300 + b"e" * 4096 + b"w" * 70_000
 
 
-def test_pieces_outside_of_their_regions_are_refused(net: Rig) -> None:
+def test_pieces_outside_of_their_regions_are_refused(net: GrantRig) -> None:
     region = net.pair.near.region
     for wrong in [(region.length - 10, 11), (region.length, 1), (1 << 63, 8)]:
         with pytest.raises(FabricError) as caught:
@@ -132,13 +132,13 @@ def test_pieces_outside_of_their_regions_are_refused(net: Rig) -> None:
         Pieces([region], bytes([1, 0, 0, 0, 8, 0, 0, 0]) + bytes(8))
 
 
-def test_more_than_there_is_room_for_is_refused_when_it_is_armed(net: Rig) -> None:
+def test_more_than_there_is_room_for_is_refused_when_it_is_armed(net: GrantRig) -> None:
     region = net.pair.near.region
     with pytest.raises(FabricError):
         put(net, [(1, Pieces.of(region, [(DATA, ROOM), (DATA, 1)]))])
 
 
-def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: Rig) -> None:
+def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) -> None:
     near = net.pair.near
     memory = bytearray(b"k" * 9000)
     region = near.fabric.register(memory)
@@ -154,7 +154,7 @@ def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: Rig) -> No
     region.close()
 
 
-def test_a_put_of_pieces_that_is_taken_back_reads_nothing_and_leaves_its_slot(net: Rig) -> None:
+def test_a_put_of_pieces_that_is_taken_back_reads_nothing_and_leaves_its_slot(net: GrantRig) -> None:
     near = net.pair.near
     pieces = Pieces.of(near.region, [(DATA, 4000), (DATA + 9000, 100)])
     tag, _, _heads = put(net, [(one, pieces) for one in range(SLOTS)], threshold=4)
@@ -165,7 +165,7 @@ def test_a_put_of_pieces_that_is_taken_back_reads_nothing_and_leaves_its_slot(ne
     assert net.codes(group, SLOTS) == [LANDED] * SLOTS
 
 
-def test_a_plain_put_gathers_too_and_is_summed_only_if_it_was_asked(rig: Rig) -> None:
+def test_a_plain_put_gathers_too_and_is_summed_only_if_it_was_asked(rig: GrantRig) -> None:
     """A put that asked for its slot first names the memory in which it is put together."""
     pair, near = rig.pair, rig.pair.near
     extents = [(DATA + 10, 5000), (DATA + 70_000, 20_000), (DATA, 10)]
@@ -220,7 +220,7 @@ def test_a_put_of_pieces_is_not_given_to_a_nic() -> None:
         wait_until(lambda: pair.far.bytes_at(0, 2000) == b"p" * 2000, "the bytes")
 
 
-def test_of_a_block_that_is_as_it_was_a_part_is_put(rig: Rig) -> None:
+def test_of_a_block_that_is_as_it_was_a_part_is_put(rig: GrantRig) -> None:
     pair, near = rig.pair, rig.pair.near
     whole = near.bytes_at(DATA, 50_000)
     there = 8 * MIB
@@ -259,7 +259,7 @@ def test_of_a_block_that_is_as_it_was_a_part_is_put(rig: Rig) -> None:
         part(0, 10, None)
 
 
-def test_blocks_are_scattered_into_their_pieces_and_nowhere_else(net: Rig) -> None:
+def test_blocks_are_scattered_into_their_pieces_and_nowhere_else(net: GrantRig) -> None:
     dice = random.Random(8)
     near = net.pair.near
     memory = bytearray(200_000)

@@ -103,7 +103,7 @@ class Drive:
             "skip": 0,
             "part": 0,
         }
-        return Reading(**(at | fields), key=KEY, owner=OWNER, fingerprint=FINGERPRINT)
+        return Reading(**({"shares": 0} | at | fields), key=KEY, owner=OWNER, fingerprint=FINGERPRINT)
 
     def put(self, *readings: Reading, batch: int = BATCH) -> None:
         self.reader.put(self.pair.near.region, batch, readings)

@@ -12,13 +12,13 @@ from nic_offload.requester_at import At
 from nic_offload.requester_catalogue import Change, User
 from nic_offload.requester_terms import Answer, Ended, Ending, Limits, Outcome, Placement
 from tests.nic_offload.matching import request, rule
-from tests.nic_offload.requesting import ALICE, BOB, EVE, SMALL, Rig, extent
+from tests.nic_offload.requesting import ALICE, BOB, EVE, SMALL, RequesterRig, extent
 
 FAR = 1 << 40
 
 
 def test_a_hit_fetches_all_kv_of_its_user_in_order_by_node() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.know(ALICE, 3, node="n2")
     rig.know(ALICE, 4)
@@ -46,7 +46,7 @@ def test_a_hit_fetches_all_kv_of_its_user_in_order_by_node() -> None:
 
 
 def test_handles_stand_for_users_of_the_own_tenant_only() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     odd = User("acme", "a/b c")
     for user in (ALICE, odd, EVE):
         rig.know(user, 1)
@@ -63,7 +63,7 @@ def test_handles_stand_for_users_of_the_own_tenant_only() -> None:
 
 
 def test_fetch_goes_before_prefetch() -> None:
-    rig = Rig(replace(SMALL, gets_in_flight_max=1))
+    rig = RequesterRig(replace(SMALL, gets_in_flight_max=1))
     rig.know(ALICE, 1)
     rig.know(BOB, 2)
     at = At(rig.requester, 0, FAR)
@@ -74,7 +74,7 @@ def test_fetch_goes_before_prefetch() -> None:
 
 
 def test_store_and_route_are_noted_and_forgotten_with_the_user() -> None:
-    rig = Rig(SMALL)
+    rig = RequesterRig(SMALL)
     actions = [Action(ActionKind.STORE), Action(ActionKind.ROUTE, "n7")]
     at = At(rig.requester, 0, FAR)
     assert rig.requester.placement(ALICE) == Placement(keep=False, node="")
@@ -89,7 +89,7 @@ def test_store_and_route_are_noted_and_forgotten_with_the_user() -> None:
 
 
 def test_a_second_request_joins_and_makes_the_fetch_urgent() -> None:
-    rig = Rig(replace(SMALL, gets_in_flight_max=1))
+    rig = RequesterRig(replace(SMALL, gets_in_flight_max=1))
     rig.know(ALICE, 1, 2)
     rig.know(BOB, 3, 4)
     rig.requester.request(ALICE, 0, FAR)
@@ -106,7 +106,7 @@ def test_a_second_request_joins_and_makes_the_fetch_urgent() -> None:
 
 
 def test_a_fetch_is_no_longer_urgent_when_the_urgent_request_is_gone() -> None:
-    rig = Rig(replace(SMALL, gets_in_flight_max=1))
+    rig = RequesterRig(replace(SMALL, gets_in_flight_max=1))
     rig.know(ALICE, 1)
     rig.know(BOB, 2)
     rig.requester.request(ALICE, 0, FAR)
@@ -117,7 +117,7 @@ def test_a_fetch_is_no_longer_urgent_when_the_urgent_request_is_gone() -> None:
 
 
 def test_a_miss_that_a_cancelled_get_reports_is_believed_by_the_next_fetch() -> None:
-    rig = Rig(replace(SMALL, gets_per_ticket_max=1))
+    rig = RequesterRig(replace(SMALL, gets_per_ticket_max=1))
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
     rig.requester.pump(0)
@@ -134,7 +134,7 @@ def test_a_miss_that_a_cancelled_get_reports_is_believed_by_the_next_fetch() -> 
 
 
 def test_what_is_replaced_or_dropped_while_it_waits_is_never_asked_for() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1, 2, 3)
     rig.requester.request(ALICE, 0, FAR)
     newer = extent(2, 5, node="n9", address=77)
@@ -152,7 +152,7 @@ def test_what_is_replaced_or_dropped_while_it_waits_is_never_asked_for() -> None
 
 
 def test_a_late_drop_of_an_older_generation_removes_nothing() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1, generation=4)
     assert rig.requester.dropped(ALICE, extent(1).key, 3) is Change.STALE
     assert rig.requester.dropped(ALICE, extent(2).key, 3) is Change.UNKNOWN
@@ -163,7 +163,7 @@ def test_a_late_drop_of_an_older_generation_removes_nothing() -> None:
 
 
 def test_what_the_node_does_not_have_is_asked_for_where_it_is_by_now() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
     rig.requester.pump(0)
@@ -179,7 +179,7 @@ def test_what_the_node_does_not_have_is_asked_for_where_it_is_by_now() -> None:
 
 
 def test_what_failed_is_tried_again_by_the_next_request_only() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
     rig.requester.pump(0)
@@ -194,7 +194,7 @@ def test_what_failed_is_tried_again_by_the_next_request_only() -> None:
 
 
 def test_a_request_that_joins_has_what_failed_tried_again() -> None:
-    rig = Rig(replace(SMALL, gets_per_ticket_max=1))
+    rig = RequesterRig(replace(SMALL, gets_per_ticket_max=1))
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
     rig.requester.pump(0)
@@ -208,7 +208,7 @@ def test_a_request_that_joins_has_what_failed_tried_again() -> None:
 
 
 def test_a_cancelled_request_that_waits_causes_no_get() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1)
     number = rig.requester.request(ALICE, 0, FAR).number
     assert number is not None
@@ -219,7 +219,7 @@ def test_a_cancelled_request_that_waits_causes_no_get() -> None:
 
 
 def test_cancelling_one_of_two_leaves_the_fetch_and_the_last_calls_it_back() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.know(ALICE, 3, node="n2")
     first, second = (rig.requester.request(ALICE, 0, FAR).number for _ in range(2))
@@ -239,7 +239,7 @@ def test_cancelling_one_of_two_leaves_the_fetch_and_the_last_calls_it_back() -> 
 
 
 def test_cancelling_a_user_ends_all_requests_of_his_alone() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1)
     rig.know(BOB, 2)
     for user in (ALICE, BOB, ALICE):
@@ -251,7 +251,7 @@ def test_cancelling_a_user_ends_all_requests_of_his_alone() -> None:
 
 
 def test_a_deadline_ends_its_own_request_and_the_last_one_the_fetch() -> None:
-    rig = Rig()
+    rig = RequesterRig()
     rig.know(ALICE, 1)
     assert rig.requester.request(ALICE, 10, 10).outcome is Outcome.LATE
     rig.requester.request(ALICE, 10, 30)
@@ -264,7 +264,7 @@ def test_a_deadline_ends_its_own_request_and_the_last_one_the_fetch() -> None:
 
 
 def test_requests_that_end_unfetched_before_their_deadline_leave_nothing_behind() -> None:
-    rig = Rig(SMALL)
+    rig = RequesterRig(SMALL)
     rig.know(ALICE, 1)
     for _ in range(100):
         number = rig.requester.request(ALICE, 0, FAR).number
@@ -277,7 +277,7 @@ def test_requests_that_end_unfetched_before_their_deadline_leave_nothing_behind(
 
 
 def test_past_a_bound_a_block_or_a_request_is_left_out_and_counted() -> None:
-    rig = Rig(SMALL)
+    rig = RequesterRig(SMALL)
     changes = [rig.requester.stored(ALICE, extent(key)) for key in range(9)]
     assert changes == [Change.ADDED] * 8 + [Change.NO_ROOM]
     assert rig.requester.stored(ALICE, extent(0, 2)) is Change.REPLACED  # what is known may still change
@@ -299,7 +299,7 @@ def test_past_a_bound_a_block_or_a_request_is_left_out_and_counted() -> None:
 
 
 def test_bytes_and_gets_on_their_way_are_bounded_also_while_they_are_called_back() -> None:
-    rig = Rig(SMALL)
+    rig = RequesterRig(SMALL)
     for user in (ALICE, BOB, EVE):
         rig.know(user, *range(5))
         rig.requester.request(user, 0, FAR)
@@ -324,7 +324,7 @@ def test_bytes_and_gets_on_their_way_are_bounded_also_while_they_are_called_back
     ],
 )
 def test_an_extent_that_could_not_be_is_refused(bad: object, word: str) -> None:
-    rig = Rig(SMALL)
+    rig = RequesterRig(SMALL)
     for report in (rig.requester.stored, rig.requester.moved):
         with pytest.raises(KvError, match=word):
             report(ALICE, bad)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nic_offload.requester_catalogue import User
 from nic_offload.requester_terms import Limits
 from nic_offload.requester_turns import Line, Lines, Turns
-from tests.nic_offload.requesting import Rig
+from tests.nic_offload.requesting import RequesterRig
 
 QUANTUM = 10
 SIZES = st.lists(st.integers(1, QUANTUM), min_size=1, max_size=4)
@@ -84,7 +84,7 @@ def test_a_tenant_with_many_users_gets_no_more_than_one_with_a_single_user() -> 
         user_bytes_in_flight_max=100,
         gets_per_ticket_max=1,
     )
-    rig = Rig(limits)
+    rig = RequesterRig(limits)
     users = [User("crowd", str(number)) for number in range(50)] + [User("lonely", "x")]
     for number, user in enumerate(users):
         pieces = 40 if user.tenant == "crowd" else 2000

@@ -217,11 +217,11 @@ def test_a_sealed_endpoint_watches_only_where_it_knows_the_peers_name_for_it(net
 
 
 @pytest.fixture(params=PROVIDERS)
-def puts(request: pytest.FixtureRequest) -> Iterator[granted.Rig]:
+def puts(request: pytest.FixtureRequest) -> Iterator[granted.GrantRig]:
     with Pair(request.param, 16 * MIB) as pair:
         pair.there.fence()
         seal(pair)
-        yield granted.Rig(pair)
+        yield granted.GrantRig(pair)
 
 
 def slot_spot(pair: Pair, slot: int) -> Spot:
@@ -229,7 +229,7 @@ def slot_spot(pair: Pair, slot: int) -> Spot:
     return Spot(pair.there.base + 8 * slot, pair.there.key)
 
 
-def test_puts_by_grants_land_over_a_sealed_connection(puts: granted.Rig) -> None:
+def test_puts_by_grants_land_over_a_sealed_connection(puts: granted.GrantRig) -> None:
     """More than there are slots, so that each has several generations; with metadata and without."""
     puts.feed(20, pages=3)
     for metadata in (b"", b"who wants it"):
@@ -279,7 +279,7 @@ def true_flag(pair: Pair, slot: int = 2, generation: int = granted.FIRST) -> int
 
 def test_a_put_is_tagged_as_it_is_written_down(net: Pair) -> None:
     """The forger here is no forger: it has the key, and is believed."""
-    rig, payload = granted.Rig(net), os.urandom(500)
+    rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(2)
     with Forger("net", net.far) as forger:
         data = put_bytes(net, payload, metadata=b"12345678")
@@ -293,7 +293,7 @@ def test_a_put_is_tagged_as_it_is_written_down(net: Pair) -> None:
 
 def test_a_put_with_a_forged_flag_is_not_looked_at(net: Pair) -> None:
     """Whatever a forger writes beside the puts of whom the connection is, these go on."""
-    rig, payload = granted.Rig(net), os.urandom(500)
+    rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(8, pages=3)
     flags = {
         "plain": granted.FIRST,
@@ -328,7 +328,7 @@ def test_a_head_that_is_not_its_clients_ends_the_connection_and_nothing_of_it_is
     net: Pair, slip: dict[str, object]
 ) -> None:
     """Under a true flag, as when somebody writes over a head that is on its way."""
-    rig, payload = granted.Rig(net), os.urandom(500)
+    rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(1)
     there = slot_spot(net, 2)
     spots = {"another slot": slot_spot(net, 1), "other memory": Spot(there.address, there.key ^ 1)}
@@ -343,7 +343,7 @@ def test_a_head_that_is_not_its_clients_ends_the_connection_and_nothing_of_it_is
 
 def test_a_put_of_an_earlier_generation_is_not_taken_once_more(net: Pair) -> None:
     """A head that was heard on the wire is put again, under the flag that is due now."""
-    rig, payload = granted.Rig(net), os.urandom(500)
+    rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(2)
     with Forger("net", net.far) as forger:
         data = put_bytes(net, payload)
@@ -377,7 +377,7 @@ def write_call(forger: Forger, pair: Pair, data: bytes, generation: int = shelf.
 
 
 def test_a_call_is_tagged_as_it_is_written_down_and_answered_at_the_desk(net: Pair) -> None:
-    rig = shelf.Rig(net)
+    rig = shelf.ShelfRig(net)
     rig.store(1, 0, 5000)
     with Forger("net", net.far) as forger:
         for generation in (shelf.FIRST, shelf.FIRST + 1):
@@ -393,7 +393,7 @@ def test_a_call_is_tagged_as_it_is_written_down_and_answered_at_the_desk(net: Pa
 @pytest.mark.parametrize("slip", ["none", "direction", "place", "generation", "memory", "changed"])
 def test_a_call_that_is_not_its_clients_is_not_answered(net: Pair, slip: str) -> None:
     """It is left to the application, which ends the connection: `tests/client/test_seal.py`."""
-    rig = shelf.Rig(net)
+    rig = shelf.ShelfRig(net)
     rig.store(1, 0, 5000)
     data, spot = call_bytes(net), call_spot(net)
     tag = {

@@ -11,7 +11,7 @@ import pytest
 
 from nic_offload.checksum import crc32c
 from tests.nic_offload.rig import Pair, wait_until
-from tests.nic_offload.test_shelf import ANSWER_WORD, ANSWERS_AT, DESK, FIRST, Rig, Wanted, two
+from tests.nic_offload.test_shelf import ANSWER_WORD, ANSWERS_AT, DESK, FIRST, ShelfRig, Wanted, two
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +22,11 @@ HELD_S = 2.0
 
 
 @pytest.fixture
-def rig(pair: Pair) -> Iterator[Rig]:
-    yield Rig(pair, shares=True)  # noqa: PT022 - closed with the pair, whose fabrics own it
+def rig(pair: Pair) -> Iterator[ShelfRig]:
+    yield ShelfRig(pair, shares=True)  # noqa: PT022 - closed with the pair, whose fabrics own it
 
 
-def told(rig: Rig, generation: int = FIRST) -> list[tuple[int, int]]:
+def told(rig: ShelfRig, generation: int = FIRST) -> list[tuple[int, int]]:
     """Offset and checksum of each block, as the answer has them."""
     word = rig.pair.near.word(ANSWER_WORD)
     wait_until(lambda: word.load() == generation << 8 | WHERE, "the answer")
@@ -38,7 +38,7 @@ def told(rig: Rig, generation: int = FIRST) -> list[tuple[int, int]]:
     return [(offset, one) for offset, one, _ in struct.iter_unpack("<QII", data[HEAD.size :])]
 
 
-def test_it_says_where_blocks_are_and_sends_none(rig: Rig) -> None:
+def test_it_says_where_blocks_are_and_sends_none(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, flags=SHARES))
     assert told(rig) == [(0, crc32c(rig.blocks[1])), (8192, crc32c(rig.blocks[2]))]
@@ -49,20 +49,20 @@ def test_it_says_where_blocks_are_and_sends_none(rig: Rig) -> None:
     assert 0 < served.began_ns <= served.ended_ns
 
 
-def test_one_that_does_not_ask_is_sent_its_blocks(rig: Rig) -> None:
+def test_one_that_does_not_ask_is_sent_its_blocks(rig: ShelfRig) -> None:
     rig.call(Wanted(two(rig)))
     rig.acked(1)
     assert rig.got(1, 5000) == rig.blocks[1]
 
 
 def test_a_desk_that_does_not_share_sends_blocks_to_one_that_asks(pair: Pair) -> None:
-    rig = Rig(pair)
+    rig = ShelfRig(pair)
     rig.call(Wanted(two(rig), flags=SHARES))
     rig.acked(1)
     assert rig.got(1, 5000) == rig.blocks[1]
 
 
-def test_blocks_stay_until_the_next_call_in_the_same_place(rig: Rig) -> None:
+def test_blocks_stay_until_the_next_call_in_the_same_place(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, flags=SHARES))
     told(rig)
@@ -74,7 +74,7 @@ def test_blocks_stay_until_the_next_call_in_the_same_place(rig: Rig) -> None:
     assert not rig.shelf.take(1002)
 
 
-def test_any_call_ends_that_also_one_for_the_application(rig: Rig) -> None:
+def test_any_call_ends_that_also_one_for_the_application(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, flags=SHARES))
     told(rig)
@@ -86,7 +86,7 @@ def test_any_call_ends_that_also_one_for_the_application(rig: Rig) -> None:
 
 def test_a_peer_that_does_not_call_again_keeps_blocks_for_a_while_only() -> None:
     with Pair("net") as pair:
-        rig = Rig(pair, shares=True)
+        rig = ShelfRig(pair, shares=True)
         began = time.monotonic()
         rig.call(Wanted(two(rig), flags=SHARES))
         told(rig)
@@ -95,7 +95,7 @@ def test_a_peer_that_does_not_call_again_keeps_blocks_for_a_while_only() -> None
         assert rig.shelf.take(1002)
 
 
-def test_a_desk_that_is_closed_keeps_nothing(rig: Rig) -> None:
+def test_a_desk_that_is_closed_keeps_nothing(rig: ShelfRig) -> None:
     rig.call(Wanted(two(rig), flags=SHARES))
     told(rig)
     rig.pair.far.endpoint.close()
@@ -105,7 +105,7 @@ def test_a_desk_that_is_closed_keeps_nothing(rig: Rig) -> None:
 
 
 def test_what_is_kept_counts_as_under_way(pair: Pair) -> None:
-    rig = Rig(pair, bytes_max=5001, shares=True)
+    rig = ShelfRig(pair, bytes_max=5001, shares=True)
     rows = two(rig)
     rig.watch(FIRST, 1)
     for number in range(3):

@@ -68,7 +68,7 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-class Rig:
+class ShelfRig:
     """The far side is the node: blocks at its memory's start, a place for calls behind them, a shelf and a desk."""
 
     def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30, shares: bool = False) -> None:
@@ -217,17 +217,17 @@ class Rig:
 
 
 @pytest.fixture
-def rig(pair: Pair) -> Iterator[Rig]:
-    yield Rig(pair)  # noqa: PT022 - closed with the pair, whose fabrics own it
+def rig(pair: Pair) -> Iterator[ShelfRig]:
+    yield ShelfRig(pair)  # noqa: PT022 - closed with the pair, whose fabrics own it
 
 
-def two(rig: Rig) -> tuple[Row, Row]:
+def two(rig: ShelfRig) -> tuple[Row, Row]:
     rig.store(1, 0, 5000)
     rig.store(2, 8192, 1)
     return Row(1, 5000, 1), Row(4, 1, 2, key=key_of(2))
 
 
-def test_a_call_for_what_is_on_the_shelf_is_answered_without_the_application(rig: Rig) -> None:
+def test_a_call_for_what_is_on_the_shelf_is_answered_without_the_application(rig: ShelfRig) -> None:
     rows = two(rig)
     for generation in (FIRST, FIRST + 1, FIRST + 2):
         rig.pair.near.fill(0, bytes(CALL_AT))
@@ -273,32 +273,32 @@ OTHERS: dict[str, Callable[[tuple[Row, Row]], Wanted]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_any_other_call_is_the_applications(rig: Rig, what: str) -> None:
+def test_any_other_call_is_the_applications(rig: ShelfRig, what: str) -> None:
     rig.left_to_us(OTHERS[what](two(rig)))
 
 
-def test_a_call_of_another_generation_inside_is_the_applications(rig: Rig) -> None:
+def test_a_call_of_another_generation_inside_is_the_applications(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, FIRST - 1), flag=FIRST)
     assert rig.pair.far.final(TAG).value == FIRST
     assert not rig.answered()
 
 
-def test_what_was_unlisted_is_not_sent_any_more(rig: Rig) -> None:
+def test_what_was_unlisted_is_not_sent_any_more(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.shelf.unlist(OWNER, key_of(2))
     assert len(rig.shelf) == 1
     rig.left_to_us(Wanted(rows))
 
 
-def test_what_was_taken_is_not_sent_any_more(rig: Rig) -> None:
+def test_what_was_taken_is_not_sent_any_more(rig: ShelfRig) -> None:
     rows = two(rig)
     assert rig.shelf.take(1001)
     assert rig.shelf.take(1001), "and again"
     rig.left_to_us(Wanted(rows))
 
 
-def test_blocks_of_another_owner_are_not_found(rig: Rig) -> None:
+def test_blocks_of_another_owner_are_not_found(rig: ShelfRig) -> None:
     rows = two(rig)
     shelved = rig.store(3, 16384, 100)
     rig.shelf.unlist(OWNER, key_of(3))
@@ -306,7 +306,7 @@ def test_blocks_of_another_owner_are_not_found(rig: Rig) -> None:
     rig.left_to_us(Wanted((*rows, Row(3, 100, 3))))
 
 
-def test_no_name_of_any_other_owner_is_this_ones(rig: Rig) -> None:
+def test_no_name_of_any_other_owner_is_this_ones(rig: ShelfRig) -> None:
     """Enough owners for some to be looked for in the very chain where the block is."""
     rows = two(rig)
     dice = random.Random(17)
@@ -318,20 +318,20 @@ def test_no_name_of_any_other_owner_is_this_ones(rig: Rig) -> None:
     assert [rig.acked(word) for word in (1, 2)] == [SERVED, SERVED]
 
 
-def test_a_desk_that_does_not_answer_leaves_all_to_the_application(rig: Rig) -> None:
+def test_a_desk_that_does_not_answer_leaves_all_to_the_application(rig: ShelfRig) -> None:
     rig.desk.answers(answers=False)
     rig.left_to_us(Wanted(two(rig)))
 
 
 def test_more_bytes_than_a_desk_may_send_at_a_time_are_the_applications(pair: Pair) -> None:
-    rig = Rig(pair, bytes_max=5000)
+    rig = ShelfRig(pair, bytes_max=5000)
     rig.left_to_us(Wanted(two(rig)))
 
 
 def test_half_of_the_room_for_operations_is_left_to_the_application(provider: str) -> None:
     with Pair(provider, work_max=64) as pair:
         turned = SimpleNamespace(near=pair.far, far=pair.near, there=pair.back, back=pair.there)
-        rig = Rig(cast("Pair", turned))
+        rig = ShelfRig(cast("Pair", turned))
         rig.store(1, 0, 1)
         rig.call(Wanted(tuple(Row(1, 1, 1) for _ in range(20))))
         assert rig.acked(ANSWER_WORD) == DONE
@@ -340,7 +340,7 @@ def test_half_of_the_room_for_operations_is_left_to_the_application(provider: st
         assert rig.pair.far.final(TAG).value == FIRST + 1
 
 
-def test_a_block_of_the_same_name_takes_the_others_place(rig: Rig) -> None:
+def test_a_block_of_the_same_name_takes_the_others_place(rig: ShelfRig) -> None:
     first = rig.store(1, 0, 5000)
     second = os.urandom(5000)
     rig.pair.far.fill(8192, second)
@@ -353,7 +353,7 @@ def test_a_block_of_the_same_name_takes_the_others_place(rig: Rig) -> None:
     assert list(told.ids) == [2000]
 
 
-def test_a_block_whose_bytes_changed_is_a_miss_and_leaves_the_shelf(rig: Rig) -> None:
+def test_a_block_whose_bytes_changed_is_a_miss_and_leaves_the_shelf(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.pair.far.fill(4000, bytes(8))
     rig.call(Wanted(rows))
@@ -373,7 +373,7 @@ def test_what_is_being_sent_is_not_given_away(provider: str) -> None:
     length, words, at = 8 << 20, range(1, 9), 1 << 20
     busy = 0
     with Pair(provider, at + length) as pair:
-        rig = Rig(pair)
+        rig = ShelfRig(pair)
         for number in range(12):
             rig.store(number, at, length)
             for word in words:
@@ -395,7 +395,7 @@ def test_what_is_being_sent_is_not_given_away(provider: str) -> None:
     assert busy, "never in the middle"
 
 
-def test_an_endpoint_that_closes_lets_all_go(rig: Rig) -> None:
+def test_an_endpoint_that_closes_lets_all_go(rig: ShelfRig) -> None:
     length = 256 << 10
     rig.store(1, 0, length)
     rig.call(Wanted(tuple(Row(0, length, 1, key=key_of(1)) for _ in range(16))))
@@ -407,7 +407,7 @@ def test_an_endpoint_that_closes_lets_all_go(rig: Rig) -> None:
     rig.desk.close()
 
 
-def test_nobody_takes_note_and_calls_come_to_the_application_again(rig: Rig) -> None:
+def test_nobody_takes_note_and_calls_come_to_the_application_again(rig: ShelfRig) -> None:
     rig.store(1, 0, 1)
     wanted = Wanted((Row(1, 1, 1),), metadata=bytes(60_000))
     generation = FIRST
@@ -426,7 +426,7 @@ def test_nobody_takes_note_and_calls_come_to_the_application_again(rig: Rig) -> 
     wait_until(partial(rig.answered, generation), "the answer")
 
 
-def test_thousands_of_names_come_and_go(rig: Rig) -> None:
+def test_thousands_of_names_come_and_go(rig: ShelfRig) -> None:
     one = rig.store(0, 0, 64)
     numbers = random.Random(1).sample(range(1, 1 << 60), 5000)
     rig.shelf.put([one._replace(key=key_of(number), id=number) for number in numbers])
@@ -443,7 +443,7 @@ def test_thousands_of_names_come_and_go(rig: Rig) -> None:
     assert len(rig.shelf) == 1
 
 
-def test_a_block_outside_of_the_shelfs_region_is_refused(rig: Rig) -> None:
+def test_a_block_outside_of_the_shelfs_region_is_refused(rig: ShelfRig) -> None:
     one = rig.store(1, 0, 64)
     region = rig.pair.far.region
     for address in (region.address - 1, region.address + region.length - 63):
@@ -456,7 +456,7 @@ def test_a_block_outside_of_the_shelfs_region_is_refused(rig: Rig) -> None:
 
 def test_a_fabric_that_is_closed_takes_its_shelf_along(provider: str) -> None:
     with Pair(provider) as pair:
-        rig = Rig(pair)
+        rig = ShelfRig(pair)
         rig.store(1, 0, 5000)
         rig.call(Wanted((Row(1, 5000, 1),)))
         rig.acked(1)

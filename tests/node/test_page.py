@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
-import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.errors import KeyTaken
 from kvstore.limits import UI_SESSIONS_MAX
 from kvstore.names import block_key
+from kvstore.node.tenants import token_digest
 from tests.conftest import Rig, small_client, small_node
-from tests.node.test_http import ask, http_url
+from tests.node.browser import BROWSER, Browser
+from tests.node.test_http import ask, bearer, http_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
-BROWSER_S = 60.0
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium here (290 MB, so that set-up does not install it)"
 )
@@ -35,48 +35,24 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
         yield running
 
 
-def browse(url: str, profile: Path, *more: str) -> tuple[str, str]:
-    """The page's elements after it has asked for its state, and what the browser complained of."""
-    assert BROWSER is not None
-    done = subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",  # tests may run as root, and what is shown is our own
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--enable-logging=stderr",
-            f"--user-data-dir={profile}",
-            "--virtual-time-budget=900",
-            *more,
-            url,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=BROWSER_S,
-        check=True,
-    )
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
-def text_of(dom: str, element: str) -> str:
-    """The words within the element with this id, which has no like element in it."""
-    found = re.search(rf'<(\w+)[^>]* id="{element}"[^>]*>(.*?)</\1>', dom, re.DOTALL)
-    assert found is not None, element
-    return re.sub(r"<[^>]*>", " ", found[2])
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as browser:
+        yield browser
+        assert browser.complaints == []
 
 
 @in_a_browser
-def test_a_node_that_has_done_nothing_says_so(node: NodeProcess, tmp_path: Path) -> None:
-    dom, complaints = browse(http_url(node), tmp_path / "profile", "--dump-dom")
-    assert complaints == ""
-    for sentence in ("No put has ended yet", "No block has been asked for yet", "No session has been"):
-        assert sentence in dom
-    assert "serving" in text_of(dom, "status")
+def test_a_node_that_has_done_nothing_says_so(node: NodeProcess, browser: Browser) -> None:
+    browser.open(http_url(node))
+    page = browser.text("main")
+    for sentence in ("No put has ended yet", "No block has been requested yet", "No session has been"):
+        assert sentence in page
+    assert browser.text("#status") == "● serving"
 
 
 @in_a_browser
-def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, tmp_path: Path) -> None:
+def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, browser: Browser) -> None:
     rig = Rig(node)
     evil = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
     chat = rig.client.session("ada", evil)
@@ -87,31 +63,106 @@ def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, tmp_path:
     chat.append([block.key for block in blocks], 48)
     rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
     rig.client.get([rig.wanted(rig.block(9))], timeout_s=WAIT_S)
-    dom, complaints = browse(http_url(node), tmp_path / "profile", "--dump-dom")
+    browser.open(http_url(node))
+    assert evil in browser.text("#sessions")
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.run("document.title") == f"kvstore {browser.text('#node')}"
+    assert "3 blocks, 3.0 MiB" in browser.text("#puts")
+    assert browser.run("document.querySelectorAll('#puts i.a').length") == 1, "it begins at its flag"
+    assert "put, landed to written\t≤" in browser.text("#times")
+    assert "fired, as reported by clients\t3" in browser.text("#triggers")
+    assert "75 %\nhits · of 4" in browser.text("#figures")
+
+    # A click on the session shows its steps, and one on the reason of a miss what became of the block.
+    browser.click("document.querySelector('#sessions button')")
+    browser.wait("document.querySelector('#more-of').open")
+    trace = browser.text("#more-body")
+    assert all(step in trace for step in ("buffer registered", "flag reached a threshold", "named as a turn"))
+    browser.click("document.querySelector('#close')")
+    browser.click("document.querySelector('#asked button')")
+    browser.wait("document.querySelector('#more-of').open")
+    why = browser.text("#more-body")
+    assert "Nothing was put under these keys" in why
+    assert "block 0\tMISS\tnever stored by this tenant under this key" in why
     rig.close()
-    assert complaints == ""
-    assert evil.replace("<", "&lt;").replace(">", "&gt;") in dom
-    assert "<img" not in dom
-    assert "<title>run" not in dom
-    assert "3 blocks, 3.0 MiB" in dom
-    assert "on a drive" in dom
-    assert "miss: unknown" in dom
-    assert 'class="a" style="width: ' in dom, "the line begins where the flag was stored"
-    assert "put, landed to written" in text_of(dom, "times")
+
+    assert browser.run("document.querySelector('main').className") == ""
+    node.kill()
+    browser.wait("document.querySelector('main').className === 'stale'")
+    assert "no answer" in browser.text("#status")
 
 
 @in_a_browser
-def test_many_sessions_are_a_page_of_them(node: NodeProcess, tmp_path: Path) -> None:
+def test_many_sessions_are_a_page_of_them(node: NodeProcess, browser: Browser) -> None:
     with small_client(node.target) as client:
         key = block_key(b"page")
         client.put_inline(key, b"abc")
         for number in range(UI_SESSIONS_MAX + 5):
             client.session("ada", f"chat {number}").append([key], 16)
-    dom, _ = browse(http_url(node), tmp_path / "profile", "--dump-dom")
-    assert text_of(dom, "sessions-title") == f"Sessions, {UI_SESSIONS_MAX + 5}"
-    assert len(re.findall(r"chat \d+", text_of(dom, "sessions"))) == UI_SESSIONS_MAX
-    assert re.search(r'<button id="first" disabled', dom)
-    assert not re.search(r'<button id="more" disabled', dom)
+    browser.open(http_url(node))
+    assert browser.text("#sessions-title").lower() == f"sessions, {UI_SESSIONS_MAX + 5}"
+    assert len(re.findall(r"chat \d+", browser.text("#sessions"))) == UI_SESSIONS_MAX
+    browser.click("document.querySelector('#more')")
+    browser.wait("document.querySelectorAll('#sessions button').length === 5")
+
+
+@in_a_browser
+def test_an_observer_chooses_a_tenant_and_a_failed_put_has_a_row(node: NodeProcess, browser: Browser) -> None:
+    key = block_key(b"taken")
+    for name in ("acme", "emca"):
+        with small_client(node.target, tenant=name) as client:
+            client.put_inline(key, b"abc")
+            client.session("ada", f"of {name}").append([key], 16)
+            with pytest.raises(KeyTaken):
+                client.put_inline(key, b"abd")
+    browser.open(http_url(node))
+    assert browser.text("#puts").count("1 block failed: KeyTaken") == 2
+    assert len(re.findall("of (acme|emca)", browser.text("#sessions"))) == 2
+    browser.click("[...document.querySelectorAll('#tenants button')].find(one => one.textContent === 'acme')")
+    browser.wait("document.querySelectorAll('#sessions button').length === 1")
+    assert "of acme" in browser.text("#sessions")
+    assert browser.text("#puts").count("1 block failed: KeyTaken") == 1
+
+
+def test_a_tenant_sees_its_own_and_an_observer_chooses(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(
+        "".join(
+            f'[{name}]\ntokens_sha256 = ["{token_digest(name)}"]\n{more}\n'
+            for name, more in (("acme", ""), ("emca", ""), ("watch", "observer = true"))
+        )
+    )
+    more = ("--http", "127.0.0.1:0", "--ui", "--tenants", str(tenants))
+    with small_node(tmp_path / "node", arguments=more) as node:
+        for name in ("acme", "emca"):
+            with small_client(node.target, token=name) as client:
+                key = block_key(b"page")
+                client.put_inline(key, b"abc")
+                client.session("ada", name).append([key], 16)
+                client.get_inline(block_key(b"nothing"), 3)
+
+        def told(path: str, token: str) -> tuple[int, Any]:
+            status, _, body = ask(http_url(node) + path, bearer(token))
+            return status, json.loads(body) if status == 200 else body
+
+        def shown(token: str, chosen: str = "") -> set[str]:
+            _, state = told(f"/ui/state.json?tenant={chosen}", token)
+            return {one["session"] for one in state["sessions"]["page"]}
+
+        assert shown("acme") == {"acme"}
+        assert shown("watch") == {"acme", "emca"}
+        assert shown("watch", "emca") == {"emca"}
+        assert told("/ui/state.json?tenant=emca", "acme")[0] == 403
+        assert told("/ui/state.json", "acme")[1]["tenants"] == []
+        (other,) = told("/ui/state.json", "emca")[1]["sessions"]["page"]
+        assert told(f"/ui/trace.json?session={other['name']}", "emca")[1]["seen"] != []
+        assert told(f"/ui/trace.json?session={other['name']}", "watch")[1]["seen"] != []
+        assert told(f"/ui/trace.json?session={other['name']}", "acme")[0] == 400
+        assert len(told("/ui/misses.json?reason=unknown", "acme")[1]["lookups"]) == 1
+        assert len(told("/ui/misses.json?reason=unknown", "watch")[1]["lookups"]) == 2
+        assert told("/ui/misses.json?reason=evicted", "watch")[1]["lookups"] == []
+        assert told("/ui/misses.json?tenant=emca", "acme")[0] == 403
+        assert told("/ui/misses.json?reason=no", "acme")[0] == 400
 
 
 def test_the_page_needs_nothing_but_itself(node: NodeProcess) -> None:

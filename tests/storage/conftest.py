@@ -8,7 +8,7 @@ import pytest
 
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import two
-from tests.storage.rig import Rig
+from tests.storage.rig import StoreRig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data", FakeDisk())
+def fake(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     yield rig
     for disk in rig.disks:
@@ -26,15 +26,15 @@ def fake(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data")
+def real(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data")
     rig.open()
     yield rig
     rig.store.close()
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Rig]:
+def pair(tmp_path: Path) -> Iterator[StoreRig]:
     rig = two(tmp_path / "data")
     rig.open()
     yield rig

@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, USER, Rig, key
+from tests.storage.rig import TENANT, USER, StoreRig, key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["fail", "holders", "homed", "two", "user_drive"]
 
 
-def two(data: Path, seed: int = 0) -> Rig:
-    return Rig(data, disks=[FakeDisk(seed=seed), FakeDisk(seed=seed + 1)])
+def two(data: Path, seed: int = 0) -> StoreRig:
+    return StoreRig(data, disks=[FakeDisk(seed=seed), FakeDisk(seed=seed + 1)])
 
 
-def homed(rig: Rig, position: int, count: int = 1, start: int = 1000) -> list[int]:
+def homed(rig: StoreRig, position: int, count: int = 1, start: int = 1000) -> list[int]:
     """Numbers of blocks that belong on this drive."""
     found: list[int] = []
     while len(found) < count:
@@ -28,7 +28,7 @@ def homed(rig: Rig, position: int, count: int = 1, start: int = 1000) -> list[in
     return found
 
 
-def holders(rig: Rig, number: int) -> list[int]:
+def holders(rig: StoreRig, number: int) -> list[int]:
     """The drives that have a block."""
     return [
         position
@@ -37,12 +37,12 @@ def holders(rig: Rig, number: int) -> list[int]:
     ]
 
 
-def user_drive(rig: Rig) -> int:
+def user_drive(rig: StoreRig) -> int:
     """The drive on which our user's sessions belong."""
     return rig.store._placement.order(TENANT, USER)[0]
 
 
-def fail(rig: Rig, position: int, fault: int = -errno.EIO) -> None:
+def fail(rig: StoreRig, position: int, fault: int = -errno.EIO) -> None:
     """Let a drive's next write fail, and bring one about."""
     disk = rig.disks[position]
     disk.faults = {disk.operations: fault}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvstore.storage.drive import Drive
     from tests.storage.fakes import FakeDisk
 
-__all__ = ["FINGERPRINT", "TENANT", "USER", "Rig", "Slots", "key", "name"]
+__all__ = ["FINGERPRINT", "TENANT", "USER", "Slots", "StoreRig", "key", "name"]
 
 TENANT = b"tenant-of-tests!"
 USER = b"a-user-of-tests!"
@@ -65,7 +65,7 @@ class Slots:
         self.free = [base + index * slot_bytes for index in range(count)]
 
 
-class Rig:
+class StoreRig:
     def __init__(
         self,
         data: Path,

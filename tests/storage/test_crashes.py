@@ -32,7 +32,7 @@ from kvstore.storage.eviction.items import Eviction, Reason
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, Rig, Slots, key
+from tests.storage.rig import TENANT, Slots, StoreRig, key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -103,7 +103,7 @@ class Expected:
 class Life:
     """One life of the store: what it was asked and what it answered."""
 
-    def __init__(self, rig: Rig, rng: random.Random, expected: Expected) -> None:
+    def __init__(self, rig: StoreRig, rng: random.Random, expected: Expected) -> None:
         self.rig = rig
         self.histories = [drive.keeping._history for drive in rig.store.drives]
         self.closed = False
@@ -287,12 +287,12 @@ class Life:
         return ever | {None} if self.lost else ever
 
 
-def check_get(rig: Rig, number: int, expected: Expected) -> None:
+def check_get(rig: StoreRig, number: int, expected: Expected) -> None:
     done, got = rig.get(number)
     assert done.miss is not None or got in expected.invoked[number], f"wrong bytes for {number}"
 
 
-def drives_of(rig: Rig, numbers: Iterable[int]) -> dict[int, set[int]]:
+def drives_of(rig: StoreRig, numbers: Iterable[int]) -> dict[int, set[int]]:
     """On which drives each block lies."""
     return {
         number: {
@@ -340,7 +340,7 @@ def run(data: Path, seed: int, drives: int = 1) -> None:
     rng = random.Random(seed)
     capacity = SMALL_PAGES * PAGE_BYTES if seed % 2 else DRIVE_CAPACITY_BYTES_MIN
     disks = [FakeDisk(seed=seed + number, capacity=capacity) for number in range(drives)]
-    rig = Rig(data, None, SLOTS, disks=disks)
+    rig = StoreRig(data, None, SLOTS, disks=disks)
     expected = Expected()
     without: list[int] = []
     for number in range(LIVES):
@@ -386,7 +386,7 @@ def lose(expected: Expected, life: Life, places: dict[int, set[int]], away: int)
     life.lost = True
 
 
-def end(rig: Rig, rng: random.Random, life: Life, seed: int) -> Durability:
+def end(rig: StoreRig, rng: random.Random, life: Life, seed: int) -> Durability:
     """Close, kill or cut the power; tell what survives that."""
     if rng.random() < 0.2:
         rig.close()
@@ -405,7 +405,7 @@ def end(rig: Rig, rng: random.Random, life: Life, seed: int) -> Durability:
     return Durability.WRITTEN
 
 
-def survive(rig: Rig, life: Life, survives: Durability, where: str) -> None:
+def survive(rig: StoreRig, life: Life, survives: Durability, where: str) -> None:
     """See which sessions there are after a crash, and expect only what survives it; no block is read."""
     expected = life.expected
     expected.acknowledged = {one: was for one, was in expected.acknowledged.items() if was[1] >= survives}
@@ -428,7 +428,7 @@ def survive(rig: Rig, life: Life, survives: Durability, where: str) -> None:
     expected.gone = dict.fromkeys(expected.gone, Durability.SYNCED)
 
 
-def check_blocks(rig: Rig, life: Life, where: str) -> None:
+def check_blocks(rig: StoreRig, life: Life, where: str) -> None:
     expected = life.expected
     for number in expected.invoked:
         check_get(rig, number, expected)

@@ -17,29 +17,29 @@ from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.items import DeleteDone, DeleteItem, GetDone, GetItem
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import FINGERPRINT, TENANT, Rig, key
+from tests.storage.rig import FINGERPRINT, TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def disk_of(rig: Rig) -> FakeDisk:
+def disk_of(rig: StoreRig) -> FakeDisk:
     assert rig.disk is not None
     return rig.disk
 
 
-def reopened_without_index(rig: Rig) -> None:
+def reopened_without_index(rig: StoreRig) -> None:
     shutil.rmtree(rig.data / "index-0")
     rig.open()
     assert rig.store.statistics().rebuilt
 
 
-def kill(rig: Rig) -> None:
+def kill(rig: StoreRig) -> None:
     rig.kill()
     rig.disk = disk_of(rig).after_kill(1)
 
 
-def test_what_is_deleted_is_unknown_and_its_space_comes_back(fake: Rig) -> None:
+def test_what_is_deleted_is_unknown_and_its_space_comes_back(fake: StoreRig) -> None:
     free = fake.store.statistics().free_bytes
     fake.put(1, b"payload")
     assert fake.delete(1) == DeleteDone(fake._next_tag - 1, None, found=True)
@@ -51,13 +51,13 @@ def test_what_is_deleted_is_unknown_and_its_space_comes_back(fake: Rig) -> None:
     assert fake.put(1, b"another payload").error is None, "the name can be written anew, at another length"
 
 
-def test_another_tenants_block_is_not_deleted(fake: Rig) -> None:
+def test_another_tenants_block_is_not_deleted(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     assert fake.delete(1, tenant=b"somebody--else!!").found is False
     assert fake.get(1)[1] == b"payload"
 
 
-def test_a_deleted_block_does_not_come_back_with_a_scan(fake: Rig) -> None:
+def test_a_deleted_block_does_not_come_back_with_a_scan(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     fake.put(2, b"bystander")
     fake.delete(1)
@@ -67,7 +67,7 @@ def test_a_deleted_block_does_not_come_back_with_a_scan(fake: Rig) -> None:
     assert fake.get(2)[1] == b"bystander"
 
 
-def test_an_evicted_block_whose_name_was_deleted_later_does_not_come_back(fake: Rig) -> None:
+def test_an_evicted_block_whose_name_was_deleted_later_does_not_come_back(fake: StoreRig) -> None:
     """The older record was freed without anybody waiting for it; it must not outlive the deletion."""
     fake.put(1, b"first")
     first, _ = fake.record_at(1)
@@ -83,7 +83,7 @@ def test_an_evicted_block_whose_name_was_deleted_later_does_not_come_back(fake: 
     assert fake.get(1)[0].miss is not None
 
 
-def test_a_record_that_was_never_published_does_not_come_back_after_a_deletion(fake: Rig) -> None:
+def test_a_record_that_was_never_published_does_not_come_back_after_a_deletion(fake: StoreRig) -> None:
     """A process dies between the drive's write and the index; the name is stored again, and deleted."""
     fake.start_put(1, b"never reported")
     disk_of(fake).reap()  # it is on the drive, and nobody has heard of it
@@ -98,7 +98,7 @@ def test_a_record_that_was_never_published_does_not_come_back_after_a_deletion(f
     assert fake.get(1)[0].miss is not None
 
 
-def test_the_older_of_two_records_does_not_come_back_when_the_newer_is_deleted(fake: Rig) -> None:
+def test_the_older_of_two_records_does_not_come_back_when_the_newer_is_deleted(fake: StoreRig) -> None:
     fake.put(1, b"old", expires_ms=fake.clock.now_ms + 1000)
     fake.clock.now_ms += 1000
     tag = fake.start_put(1, b"new" * 3000)
@@ -117,7 +117,7 @@ def test_the_older_of_two_records_does_not_come_back_when_the_newer_is_deleted(f
     assert fake.get(1)[0].miss is not None
 
 
-def test_a_quarantined_block_does_not_come_back_after_a_deletion(fake: Rig) -> None:
+def test_a_quarantined_block_does_not_come_back_after_a_deletion(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     offset, _ = fake.record_at(1)
     disk_of(fake).flip(offset + HEADER_BYTES, 0)
@@ -130,7 +130,7 @@ def test_a_quarantined_block_does_not_come_back_after_a_deletion(fake: Rig) -> N
     assert fake.get(1)[0].miss is not None
 
 
-def test_another_records_header_is_not_wiped_by_a_quarantine(fake: Rig) -> None:
+def test_another_records_header_is_not_wiped_by_a_quarantine(fake: StoreRig) -> None:
     fake.put(1, b"one")
     fake.put(2, b"two")
     entry, other = fake.store.lookup([(TENANT, key(1)), (TENANT, key(2))])
@@ -141,7 +141,7 @@ def test_another_records_header_is_not_wiped_by_a_quarantine(fake: Rig) -> None:
     assert fake.get(2)[1] == b"two"
 
 
-def test_a_synced_deletion_is_reported_after_a_sync_that_began_behind_the_wipe(fake: Rig) -> None:
+def test_a_synced_deletion_is_reported_after_a_sync_that_began_behind_the_wipe(fake: StoreRig) -> None:
     fake.put(1, b"payload", Durability.SYNCED)
     before = len(disk_of(fake).kinds)
     fake.delete(1, Durability.SYNCED)
@@ -152,7 +152,7 @@ def test_a_synced_deletion_is_reported_after_a_sync_that_began_behind_the_wipe(f
     assert fake.get(1)[0].miss is not None
 
 
-def test_a_deletion_is_not_reported_before_wipes_that_began_before_it(fake: Rig) -> None:
+def test_a_deletion_is_not_reported_before_wipes_that_began_before_it(fake: StoreRig) -> None:
     fake.put(1, b"one")
     fake.put(2, b"two")
     generation = fake.get(1)[0].generation
@@ -167,7 +167,7 @@ def test_a_deletion_is_not_reported_before_wipes_that_began_before_it(fake: Rig)
     assert fake.delete_done[tag].error is None
 
 
-def test_a_block_whose_put_is_under_way_is_deleted_after_it(fake: Rig) -> None:
+def test_a_block_whose_put_is_under_way_is_deleted_after_it(fake: StoreRig) -> None:
     put = fake.start_put(1, b"payload")
     delete = fake.start_delete(1)
     fake.settle()
@@ -176,7 +176,7 @@ def test_a_block_whose_put_is_under_way_is_deleted_after_it(fake: Rig) -> None:
     assert fake.get(1)[0].miss is not None
 
 
-def test_a_block_that_is_being_read_is_wiped_after_that(fake: Rig) -> None:
+def test_a_block_that_is_being_read_is_wiped_after_that(fake: StoreRig) -> None:
     fake.put(1, b"payload" * 1000)
     done: list[GetDone] = []
     address = fake.slots.free.pop()
@@ -194,7 +194,7 @@ def test_a_block_that_is_being_read_is_wiped_after_that(fake: Rig) -> None:
 
 
 @pytest.mark.parametrize("fault", [-errno.EIO, -errno.ENOSPC])
-def test_a_wipe_that_fails_is_an_error_and_stops_the_store(fake: Rig, fault: int) -> None:
+def test_a_wipe_that_fails_is_an_error_and_stops_the_store(fake: StoreRig, fault: int) -> None:
     fake.put(1, b"payload")
     disk_of(fake).faults = {disk_of(fake).operations: fault}
     assert fake.delete(1).error is not None
@@ -209,13 +209,13 @@ def test_a_wipe_that_fails_is_an_error_and_stops_the_store(fake: Rig, fault: int
     assert fake.get(1)[0].miss is not None
 
 
-def test_a_failed_sync_is_an_error_of_the_deletion(fake: Rig) -> None:
+def test_a_failed_sync_is_an_error_of_the_deletion(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
     assert isinstance(fake.delete(1, Durability.SYNCED).error, ReadOnly)
 
 
-def test_more_deletions_than_the_queue_takes_are_refused_whole(fake: Rig) -> None:
+def test_more_deletions_than_the_queue_takes_are_refused_whole(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     generation = fake.get(1)[0].generation
     fake.store.evict([generation])
@@ -231,7 +231,7 @@ def test_more_deletions_than_the_queue_takes_are_refused_whole(fake: Rig) -> Non
     assert len(done) == DELETES_QUEUED_MAX
 
 
-def test_a_batch_is_deleted_in_one_transaction_and_one_answer(fake: Rig) -> None:
+def test_a_batch_is_deleted_in_one_transaction_and_one_answer(fake: StoreRig) -> None:
     for number in range(40):
         fake.put(number, b"x")
     answers: list[int] = []
@@ -243,7 +243,7 @@ def test_a_batch_is_deleted_in_one_transaction_and_one_answer(fake: Rig) -> None
 
 
 def test_a_clean_close_waits_for_wipes(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"payload")
     offset, _ = rig.record_at(1)
@@ -252,7 +252,7 @@ def test_a_clean_close_waits_for_wipes(tmp_path: Path) -> None:
     assert disk_of(rig).pages[offset // PAGE_BYTES] == bytes(PAGE_BYTES)
 
 
-def test_blocks_are_known_by_their_generations(fake: Rig) -> None:
+def test_blocks_are_known_by_their_generations(fake: StoreRig) -> None:
     fake.put(1, b"one", expires_ms=fake.clock.now_ms + 1)
     old = fake.get(1)[0].generation
     fake.clock.now_ms += 1
@@ -264,7 +264,7 @@ def test_blocks_are_known_by_their_generations(fake: Rig) -> None:
 
 
 @pytest.mark.parametrize("hole", [None, 0, 1, 700, 999])
-def test_the_prefix_ends_at_the_first_hole(fake: Rig, hole: int | None) -> None:
+def test_the_prefix_ends_at_the_first_hole(fake: StoreRig, hole: int | None) -> None:
     entry_keys = [key(number) for number in range(1000)]
     fake.put(0, b"a template")
     template = fake.store.lookup([(TENANT, key(0))])[0]
@@ -279,7 +279,7 @@ def test_the_prefix_ends_at_the_first_hole(fake: Rig, hole: int | None) -> None:
         assert fake.store.prefix(TENANT, entry_keys) == hole
 
 
-def test_an_expired_block_ends_the_prefix(fake: Rig) -> None:
+def test_an_expired_block_ends_the_prefix(fake: StoreRig) -> None:
     fake.put(1, b"x")
     fake.put(2, b"x", expires_ms=fake.clock.now_ms + 5)
     fake.put(3, b"x")

@@ -16,7 +16,7 @@ from kvstore.storage.fsck import check
 from kvstore.storage.index import Index
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import fail, holders, homed
-from tests.storage.rig import TENANT, Rig, Slots, key
+from tests.storage.rig import TENANT, Slots, StoreRig, key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 PAYLOAD = b"payload" * 1000
 
 
-def disk_of(rig: Rig) -> FakeDisk:
+def disk_of(rig: StoreRig) -> FakeDisk:
     assert rig.disk is not None
     return rig.disk
 
 
-def tear(rig: Rig, number: int) -> None:
+def tear(rig: StoreRig, number: int) -> None:
     """Let a payload's last page be lost."""
     offset, size = rig.record_at(number)
     disk = disk_of(rig)
@@ -37,7 +37,7 @@ def tear(rig: Rig, number: int) -> None:
     disk.pages[last] = disk.durable[last] = bytes(PAGE_BYTES)
 
 
-def crash(rig: Rig, *, torn: int | None = None) -> None:
+def crash(rig: StoreRig, *, torn: int | None = None) -> None:
     """Power loss, with the index gone and one record torn."""
     rig.drive._volume.disk.sync()
     if torn is not None:
@@ -47,7 +47,7 @@ def crash(rig: Rig, *, torn: int | None = None) -> None:
     assert rig.store.statistics().rebuilt
 
 
-def restart(rig: Rig) -> None:
+def restart(rig: StoreRig) -> None:
     """SIGKILL and a start under the same kernel."""
     rig.kill()
     rig.disk = disk_of(rig).after_kill(0)
@@ -55,25 +55,25 @@ def restart(rig: Rig) -> None:
     assert not rig.store.statistics().rebuilt
 
 
-def close_and_open(rig: Rig) -> None:
+def close_and_open(rig: StoreRig) -> None:
     rig.store.close()
     rig.disk = FakeDisk(disk_of(rig).pages)
     rig.open()
     assert not rig.store.statistics().rebuilt
 
 
-def writes_of(rig: Rig) -> int:
+def writes_of(rig: StoreRig) -> int:
     return disk_of(rig).kinds.count(DiskOpKind.WRITE)
 
 
-def reads_of(rig: Rig) -> int:
+def reads_of(rig: StoreRig) -> int:
     return disk_of(rig).kinds.count(DiskOpKind.READ)
 
 
 @pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
 @pytest.mark.parametrize("meanwhile", [lambda _: None, restart, close_and_open])
 def test_a_torn_record_that_a_scan_found_swallows_no_put(
-    fake: Rig, durability: Durability, meanwhile: object
+    fake: StoreRig, durability: Durability, meanwhile: object
 ) -> None:
     fake.put(1, PAYLOAD)
     crash(fake, torn=1)
@@ -87,7 +87,7 @@ def test_a_torn_record_that_a_scan_found_swallows_no_put(
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_whole_record_that_a_scan_found_settles_a_put_once_it_is_checked(fake: Rig) -> None:
+def test_a_whole_record_that_a_scan_found_settles_a_put_once_it_is_checked(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     assert fake.store.statistics().doubted == 1
@@ -102,7 +102,7 @@ def test_a_whole_record_that_a_scan_found_settles_a_put_once_it_is_checked(fake:
     assert reads_of(fake) == reads, "what has been checked and synced is not doubted again"
 
 
-def test_a_get_that_found_the_crc_right_ends_the_doubt(fake: Rig) -> None:
+def test_a_get_that_found_the_crc_right_ends_the_doubt(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     assert fake.get(1)[1] == PAYLOAD
@@ -112,7 +112,7 @@ def test_a_get_that_found_the_crc_right_ends_the_doubt(fake: Rig) -> None:
     assert fake.store.statistics().doubted == 0
 
 
-def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_else(fake: Rig) -> None:
+def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_else(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD, Durability.SYNCED)
     fake.put(2, PAYLOAD)
     restart(fake)
@@ -131,7 +131,7 @@ def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_els
     assert fake.get(3)[1] == PAYLOAD
 
 
-def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: Rig) -> None:
+def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
     assert isinstance(fake.put(2, b"x", Durability.SYNCED).error, ReadOnly)
@@ -143,7 +143,7 @@ def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: Rig) -
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_what_a_failed_sync_has_torn_settles_no_put_before_a_restart(fake: Rig) -> None:
+def test_what_a_failed_sync_has_torn_settles_no_put_before_a_restart(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
     fake.put(2, b"x", Durability.SYNCED)
@@ -151,7 +151,7 @@ def test_what_a_failed_sync_has_torn_settles_no_put_before_a_restart(fake: Rig) 
     assert isinstance(fake.put(1, PAYLOAD).error, ReadOnly)
 
 
-def test_all_of_an_older_builds_index_is_doubted(fake: Rig) -> None:
+def test_all_of_an_older_builds_index_is_doubted(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     fake.store.close()
     index = Index(fake.data / "index-0", 0)
@@ -166,7 +166,7 @@ def test_all_of_an_older_builds_index_is_doubted(fake: Rig) -> None:
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_record_that_cannot_be_read_settles_no_put(fake: Rig) -> None:
+def test_a_record_that_cannot_be_read_settles_no_put(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     disk_of(fake).unreadable = {fake.record_at(1)[0] // PAGE_BYTES + 1}
@@ -176,14 +176,14 @@ def test_a_record_that_cannot_be_read_settles_no_put(fake: Rig) -> None:
 
 
 @pytest.fixture
-def large(tmp_path: Path) -> Rig:
-    rig = Rig(tmp_path / "data", FakeDisk(), Slots(16, CHECK_PIECE_BYTES + (64 << 10)))
+def large(tmp_path: Path) -> StoreRig:
+    rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(16, CHECK_PIECE_BYTES + (64 << 10)))
     rig.open()
     return rig
 
 
 @pytest.mark.parametrize("harm", ["none", "header", "last byte", "one failed read"])
-def test_a_record_of_several_pieces_is_checked_to_its_end(large: Rig, harm: str) -> None:
+def test_a_record_of_several_pieces_is_checked_to_its_end(large: StoreRig, harm: str) -> None:
     payload = bytes(range(256)) * ((CHECK_PIECE_BYTES + PAGE_BYTES) // 256)
     large.put(1, payload)
     crash(large)
@@ -203,7 +203,7 @@ def test_a_record_of_several_pieces_is_checked_to_its_end(large: Rig, harm: str)
     large.store.close()
 
 
-def test_many_puts_that_wait_for_checks_are_all_settled(fake: Rig) -> None:
+def test_many_puts_that_wait_for_checks_are_all_settled(fake: StoreRig) -> None:
     numbers = range(5 * CHECKS_AT_ONCE)
     for number in numbers:
         fake.put(number, PAYLOAD)
@@ -218,7 +218,7 @@ def test_many_puts_that_wait_for_checks_are_all_settled(fake: Rig) -> None:
 
 
 @pytest.mark.parametrize("torn", [None, 1])
-def test_a_block_that_goes_while_it_is_checked_is_written(fake: Rig, torn: int | None) -> None:
+def test_a_block_that_goes_while_it_is_checked_is_written(fake: StoreRig, torn: int | None) -> None:
     fake.put(1, PAYLOAD)
     crash(fake, torn=torn)
     entry = fake.store.lookup([(TENANT, key(1))])[0]
@@ -230,7 +230,7 @@ def test_a_block_that_goes_while_it_is_checked_is_written(fake: Rig, torn: int |
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_deletion_that_comes_during_a_check_comes_behind_the_put(fake: Rig) -> None:
+def test_a_deletion_that_comes_during_a_check_comes_behind_the_put(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     tag = fake.start_put(1, PAYLOAD)
@@ -241,7 +241,7 @@ def test_a_deletion_that_comes_during_a_check_comes_behind_the_put(fake: Rig) ->
     assert fake.get(1)[0].miss is not None
 
 
-def test_another_records_header_is_not_wiped_by_a_check(fake: Rig) -> None:
+def test_another_records_header_is_not_wiped_by_a_check(fake: StoreRig) -> None:
     fake.put(1, b"one")
     fake.put(2, b"two")
     crash(fake)
@@ -255,7 +255,7 @@ def test_another_records_header_is_not_wiped_by_a_check(fake: Rig) -> None:
     assert fake.get(2)[1] == b"two"
 
 
-def test_a_session_whose_record_is_torn_is_not_taken_from_the_index(fake: Rig) -> None:
+def test_a_session_whose_record_is_torn_is_not_taken_from_the_index(fake: StoreRig) -> None:
     """A step that is asked for again would count as done, and be lost with the next power loss."""
     fake.put(1, PAYLOAD, Durability.SYNCED)
     fake.append(1, [1], first_block=0)
@@ -274,7 +274,7 @@ def test_a_session_whose_record_is_torn_is_not_taken_from_the_index(fake: Rig) -
     assert fake.session(1) == [1]
 
 
-def test_what_a_failed_drive_has_and_nobody_has_checked_is_put_elsewhere(pair: Rig) -> None:
+def test_what_a_failed_drive_has_and_nobody_has_checked_is_put_elsewhere(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, PAYLOAD)
     for drive in pair.store.drives:
@@ -288,7 +288,7 @@ def test_what_a_failed_drive_has_and_nobody_has_checked_is_put_elsewhere(pair: R
     assert pair.get(number)[1] == PAYLOAD, "from the drive where nobody doubts it"
 
 
-def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: Rig) -> None:
+def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, PAYLOAD)
     for drive in pair.store.drives:
@@ -312,7 +312,7 @@ def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: Rig) -
     assert pair.get(number)[1] == PAYLOAD
 
 
-def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: Rig) -> None:
+def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: StoreRig) -> None:
     for number in range(5):
         fake.put(number, PAYLOAD)
     fake.drive._volume.disk.sync()
@@ -327,7 +327,7 @@ def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: 
     assert fake.store.explain(TENANT, key(3)).doubted
 
 
-def test_all_of_a_large_index_is_doubted_in_parts(fake: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_a_large_index_is_doubted_in_parts(fake: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.doubts._AT_ONCE", 3)
     for number in range(10):
         fake.put(number, b"payload")
@@ -335,7 +335,7 @@ def test_all_of_a_large_index_is_doubted_in_parts(fake: Rig, monkeypatch: pytest
     assert fake.store.statistics().doubted == 10
 
 
-def test_doubts_go_with_the_index(fake: Rig) -> None:
+def test_doubts_go_with_the_index(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     fake.delete(1)
@@ -349,7 +349,9 @@ def test_doubts_go_with_the_index(fake: Rig) -> None:
 
 
 @pytest.mark.parametrize("how", ["delete", "evict"])
-def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it(fake: Rig, how: str) -> None:
+def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it(
+    fake: StoreRig, how: str
+) -> None:
     """It began in the room of a record that was freed, and reached into the next; the crash kept the header alone."""
     fake.put(1, bytes(5 * PAGE_BYTES), Durability.SYNCED)
     fake.put(2, PAYLOAD, Durability.SYNCED)
@@ -383,7 +385,7 @@ def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it
 
 
 @pytest.mark.parametrize("more", ["a longer life", "synced"])
-def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(pair: Rig, more: str) -> None:
+def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(pair: StoreRig, more: str) -> None:
     (number,) = homed(pair, 0)
     expires_ms = pair.clock.now_ms + 2_000 if more == "a longer life" else 0
     pair.put(number, PAYLOAD, expires_ms=expires_ms)
@@ -393,7 +395,7 @@ def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(pair: Rig
     assert pair.get(number)[1] == PAYLOAD
 
 
-def test_a_put_follows_one_of_its_name_that_is_under_way_on_another_drive(pair: Rig) -> None:
+def test_a_put_follows_one_of_its_name_that_is_under_way_on_another_drive(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     fail(pair, 0)
     assert pair.put(number, PAYLOAD).error is None

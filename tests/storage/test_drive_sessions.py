@@ -13,12 +13,12 @@ from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import fail, homed, user_drive
-from tests.storage.rig import TENANT, USER, Rig, key, name
+from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 BLOCKS = 60
 
 
-def test_a_session_lies_on_its_users_drive_and_names_blocks_on_all(pair: Rig) -> None:
+def test_a_session_lies_on_its_users_drive_and_names_blocks_on_all(pair: StoreRig) -> None:
     for number in range(BLOCKS):
         pair.put(number, b"x")
     assert pair.append(1, range(BLOCKS)).blocks == BLOCKS
@@ -30,7 +30,7 @@ def test_a_session_lies_on_its_users_drive_and_names_blocks_on_all(pair: Rig) ->
     assert pair.append(1, [BLOCKS]).error is not None, "no drive has that block"
 
 
-def test_sessions_go_elsewhere_when_their_drive_has_failed_and_stay_there(pair: Rig) -> None:
+def test_sessions_go_elsewhere_when_their_drive_has_failed_and_stay_there(pair: StoreRig) -> None:
     home = user_drive(pair)
     for number in range(BLOCKS):
         pair.put(number, b"x")
@@ -53,7 +53,7 @@ def test_sessions_go_elsewhere_when_their_drive_has_failed_and_stay_there(pair: 
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 126, 130, 200])
-def test_a_fork_from_another_drive_is_the_same_session(pair: Rig, blocks: int) -> None:
+def test_a_fork_from_another_drive_is_the_same_session(pair: StoreRig, blocks: int) -> None:
     for number in range(200):
         pair.start_put(number, b"x")
         if number % 50 == 49:
@@ -67,7 +67,7 @@ def test_a_fork_from_another_drive_is_the_same_session(pair: Rig, blocks: int) -
     assert pair.fork(2, 1, 1).error is not None, "it is there already"
 
 
-def test_a_step_that_a_failing_drive_took_with_it_is_not_begun_elsewhere(pair: Rig) -> None:
+def test_a_step_that_a_failing_drive_took_with_it_is_not_begun_elsewhere(pair: StoreRig) -> None:
     """Its record may be on the failed drive, and would stand beside the new one after power loss."""
     home = user_drive(pair)
     pair.put(1, b"x")
@@ -79,7 +79,7 @@ def test_a_step_that_a_failing_drive_took_with_it_is_not_begun_elsewhere(pair: R
     assert pair.append(2, [1]).error is None
 
 
-def test_what_a_step_without_room_has_written_is_doubted_until_its_wipe_is_synced(pair: Rig) -> None:
+def test_what_a_step_without_room_has_written_is_doubted_until_its_wipe_is_synced(pair: StoreRig) -> None:
     home = user_drive(pair)
     drive = pair.store.drives[home]
     named = homed(pair, home, 1)
@@ -95,7 +95,7 @@ def test_what_a_step_without_room_has_written_is_doubted_until_its_wipe_is_synce
     assert not drive.holds_session(name_of_it)
 
 
-def test_a_session_is_not_begun_elsewhere_before_its_removal_is_synced(pair: Rig) -> None:
+def test_a_session_is_not_begun_elsewhere_before_its_removal_is_synced(pair: StoreRig) -> None:
     home = user_drive(pair)
     pair.put(1, b"x")
     pair.append(1, [1], Durability.SYNCED)
@@ -112,7 +112,7 @@ def test_a_session_is_not_begun_elsewhere_before_its_removal_is_synced(pair: Rig
     assert pair.session(1) in ([1], None)
 
 
-def test_a_block_that_a_session_on_another_drive_names_is_not_unreferenced(pair: Rig) -> None:
+def test_a_block_that_a_session_on_another_drive_names_is_not_unreferenced(pair: StoreRig) -> None:
     home = user_drive(pair)
     numbers = [*homed(pair, 0, 2), *homed(pair, 1, 2)]
     for number in numbers:
@@ -138,7 +138,7 @@ def test_a_block_that_a_session_on_another_drive_names_is_not_unreferenced(pair:
     assert pair.store.statistics().blocks == 0
 
 
-def test_a_removal_with_blocks_is_reported_when_they_are_gone_from_every_drive(pair: Rig) -> None:
+def test_a_removal_with_blocks_is_reported_when_they_are_gone_from_every_drive(pair: StoreRig) -> None:
     home = user_drive(pair)
     numbers = homed(pair, 1 - home, 3)
     for number in numbers:
@@ -161,7 +161,7 @@ def test_a_removal_with_blocks_is_reported_when_they_are_gone_from_every_drive(p
     assert pair.session(1) is None
 
 
-def test_a_removal_whose_blocks_cannot_be_deleted_says_so(pair: Rig) -> None:
+def test_a_removal_whose_blocks_cannot_be_deleted_says_so(pair: StoreRig) -> None:
     home = user_drive(pair)
     (number,) = homed(pair, 1 - home)
     pair.put(number, b"x")
@@ -171,7 +171,7 @@ def test_a_removal_whose_blocks_cannot_be_deleted_says_so(pair: Rig) -> None:
     assert pair.session(1) is None
 
 
-def test_every_drive_knows_where_its_blocks_stand_in_a_session_of_another(pair: Rig) -> None:
+def test_every_drive_knows_where_its_blocks_stand_in_a_session_of_another(pair: StoreRig) -> None:
     """So each lets go of the tail of a session first, wherever its manifest lies, and after an opening as well."""
     numbers = [*homed(pair, 0, 3), *homed(pair, 1, 3)]
     for number in numbers:

@@ -18,7 +18,7 @@ from kvstore.storage.drive_set import SET_NAME, DriveSet, plan, read_set, write_
 from kvstore.storage.fsck import check
 from kvstore.wire.record import Superblock
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import Rig
+from tests.storage.rig import StoreRig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,18 +40,18 @@ def fresh(disks: list[FakeDisk]) -> list[FakeDisk]:
     return [FakeDisk(disk.pages, capacity=disk.capacity_bytes) for disk in disks]
 
 
-def reopened(rig: Rig, *, without: tuple[int, ...] = ()) -> None:
+def reopened(rig: StoreRig, *, without: tuple[int, ...] = ()) -> None:
     rig.store.close()
     opened(rig, without=without)
 
 
-def opened(rig: Rig, *, without: tuple[int, ...] = ()) -> None:
+def opened(rig: StoreRig, *, without: tuple[int, ...] = ()) -> None:
     rig.disks = fresh(rig.disks)
     rig.away = set(without)
     rig.open(without=without)
 
 
-def refused(rig: Rig, kind: type[Exception], match: str, *, without: tuple[int, ...] = ()) -> None:
+def refused(rig: StoreRig, kind: type[Exception], match: str, *, without: tuple[int, ...] = ()) -> None:
     """An opening that fails leaves everything as it is."""
     before = [dict(disk.pages) for disk in rig.disks]
     rig.disks = fresh(rig.disks)
@@ -62,7 +62,7 @@ def refused(rig: Rig, kind: type[Exception], match: str, *, without: tuple[int, 
     rig.disks = fresh(rig.disks)
 
 
-def stored(rig: Rig) -> set[int]:
+def stored(rig: StoreRig) -> set[int]:
     """Which blocks are there, each exact."""
     found = set()
     for number, payload in PAYLOADS.items():
@@ -74,9 +74,9 @@ def stored(rig: Rig) -> set[int]:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path) -> Iterator[StoreRig]:
     """A store of two drives with blocks on both, a session, and its set's number 1."""
-    rig = Rig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
+    rig = StoreRig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
     rig.open()
     for number, payload in PAYLOADS.items():
         rig.put(number, payload)
@@ -85,11 +85,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.store.close()
 
 
-def on(rig: Rig, position: int) -> set[int]:
+def on(rig: StoreRig, position: int) -> set[int]:
     return {number for number in PAYLOADS if rig.home(number) == position}
 
 
-def a_drive_away(rig: Rig, away: int) -> set[int]:
+def a_drive_away(rig: StoreRig, away: int) -> set[int]:
     """Open without it, and delete a block of its and one of the other's; give the other's that are left."""
     theirs, ours = on(rig, away), on(rig, 1 - away)
     rig.store.close()
@@ -105,7 +105,7 @@ def a_drive_away(rig: Rig, away: int) -> set[int]:
 
 
 @pytest.mark.parametrize("away", [0, 1])
-def test_without_a_drive_its_blocks_are_misses_and_the_others_hits(rig: Rig, away: int) -> None:
+def test_without_a_drive_its_blocks_are_misses_and_the_others_hits(rig: StoreRig, away: int) -> None:
     left = a_drive_away(rig, away)
     assert stored(rig) == left
     states = rig.store.drive_states()
@@ -117,7 +117,7 @@ def test_without_a_drive_its_blocks_are_misses_and_the_others_hits(rig: Rig, awa
 @pytest.mark.parametrize("rebuilt", [False, True])
 @pytest.mark.parametrize("away", [0, 1])
 def test_a_drive_that_was_away_comes_back_empty_so_nothing_deleted_comes_back(
-    rig: Rig, away: int, *, rebuilt: bool
+    rig: StoreRig, away: int, *, rebuilt: bool
 ) -> None:
     """All of it is voided: it doesn't know what was deleted, replaced or begun anew without it."""
     theirs = on(rig, away)
@@ -141,7 +141,7 @@ def test_a_drive_that_was_away_comes_back_empty_so_nothing_deleted_comes_back(
     assert stored(rig) == left | theirs
 
 
-def test_a_session_begun_anew_while_its_drive_was_away_is_the_one_that_counts(rig: Rig) -> None:
+def test_a_session_begun_anew_while_its_drive_was_away_is_the_one_that_counts(rig: StoreRig) -> None:
     away = rig.store._placement.order(b"tenant-of-tests!", b"a-user-of-tests!")[0]
     a_drive_away(rig, away)
     number = min(stored(rig))
@@ -156,7 +156,7 @@ def test_what_a_drive_that_comes_back_held_is_void_though_the_power_goes_at_any_
     """A fault at each write of the opening that takes it back, on either drive, and power loss."""
     for position in (0, 1):
         for number in range(12):
-            case = Rig(tmp_path / f"{position}-{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
+            case = StoreRig(tmp_path / f"{position}-{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
             case.open()
             for one, payload in PAYLOADS.items():
                 case.put(one, payload, Durability.SYNCED)
@@ -183,7 +183,7 @@ def test_nothing_is_lost_when_leaving_a_drive_out_fails_at_any_write(tmp_path: P
     """The set without it never counted, so it has missed nothing."""
     failed = 0
     for number in range(12):
-        case = Rig(tmp_path / f"{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
+        case = StoreRig(tmp_path / f"{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
         case.open()
         for one, payload in PAYLOADS.items():
             case.put(one, payload, Durability.SYNCED)
@@ -207,13 +207,13 @@ def test_nothing_is_lost_when_leaving_a_drive_out_fails_at_any_write(tmp_path: P
     assert failed > 4
 
 
-def _held_by(rig: Rig, position: int) -> set[int]:
+def _held_by(rig: StoreRig, position: int) -> set[int]:
     names = [(b"tenant-of-tests!", number.to_bytes(32, "little")) for number in PAYLOADS]
     entries = rig.store.drives[position].lookup(names)
     return {number for number, entry in zip(PAYLOADS, entries, strict=True) if entry is not None}
 
 
-def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig: Rig) -> None:
+def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig: StoreRig) -> None:
     rig.store.close()
     (rig.data / SET_NAME).unlink()
     refused(rig, ConfigError, "Start once with all of them", without=(1,))
@@ -222,7 +222,7 @@ def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig:
     assert read_set(rig.data) is not None
 
 
-def test_without_the_folders_file_the_drives_say_which_of_them_is_stale(rig: Rig) -> None:
+def test_without_the_folders_file_the_drives_say_which_of_them_is_stale(rig: StoreRig) -> None:
     left = a_drive_away(rig, 1)
     rig.store.close()
     (rig.data / SET_NAME).write_text("{half a li")
@@ -230,7 +230,7 @@ def test_without_the_folders_file_the_drives_say_which_of_them_is_stale(rig: Rig
     assert stored(rig) == left
 
 
-def test_a_stale_drive_does_not_go_on_alone(rig: Rig) -> None:
+def test_a_stale_drive_does_not_go_on_alone(rig: StoreRig) -> None:
     left = a_drive_away(rig, 1)
     rig.store.close()
     rig.away = {0}
@@ -240,7 +240,7 @@ def test_a_stale_drive_does_not_go_on_alone(rig: Rig) -> None:
     assert stored(rig) == left
 
 
-def test_a_drive_that_can_be_opened_is_left_out_all_the_same_if_so_asked(rig: Rig) -> None:
+def test_a_drive_that_can_be_opened_is_left_out_all_the_same_if_so_asked(rig: StoreRig) -> None:
     ours = on(rig, 0)
     rig.store.close()
     rig.disks = fresh(rig.disks)
@@ -250,14 +250,14 @@ def test_a_drive_that_can_be_opened_is_left_out_all_the_same_if_so_asked(rig: Ri
 
 
 @pytest.mark.parametrize("number", [2, -1])
-def test_a_drive_that_the_store_has_not_cannot_be_left_out(rig: Rig, number: int) -> None:
+def test_a_drive_that_the_store_has_not_cannot_be_left_out(rig: StoreRig, number: int) -> None:
     rig.store.close()
     refused(rig, ConfigError, f"There is no drive {number} to leave out", without=(number,))
     opened(rig)
 
 
-def test_a_drive_of_another_store_is_refused(rig: Rig, tmp_path: Path) -> None:
-    other = Rig(tmp_path / "other", disks=[FakeDisk(), FakeDisk()])
+def test_a_drive_of_another_store_is_refused(rig: StoreRig, tmp_path: Path) -> None:
+    other = StoreRig(tmp_path / "other", disks=[FakeDisk(), FakeDisk()])
     other.open().close()
     rig.store.close()
     ours = rig.disks[1]
@@ -270,7 +270,7 @@ def test_a_drive_of_another_store_is_refused(rig: Rig, tmp_path: Path) -> None:
     opened(rig)
 
 
-def test_drives_under_each_others_names_are_refused(rig: Rig) -> None:
+def test_drives_under_each_others_names_are_refused(rig: StoreRig) -> None:
     rig.store.close()
     rig.disks.reverse()
     refused(rig, ForeignDrive, "under the wrong name")
@@ -280,7 +280,7 @@ def test_drives_under_each_others_names_are_refused(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_drive_with_a_damaged_superblock_stops_nothing_but_itself(rig: Rig, number: int) -> None:
+def test_a_drive_with_a_damaged_superblock_stops_nothing_but_itself(rig: StoreRig, number: int) -> None:
     ours = on(rig, 1 - number)
     rig.store.close()
     for copy in (0, 1):
@@ -290,7 +290,7 @@ def test_a_drive_with_a_damaged_superblock_stops_nothing_but_itself(rig: Rig, nu
     assert stored(rig) == ours
 
 
-def test_a_drive_of_another_version_is_named(rig: Rig) -> None:
+def test_a_drive_of_another_version_is_named(rig: StoreRig) -> None:
     rig.store.close()
     for copy in (0, 1):
         page = bytearray(rig.disks[1].pages[copy])
@@ -300,7 +300,7 @@ def test_a_drive_of_another_version_is_named(rig: Rig) -> None:
     opened(rig, without=(1,))
 
 
-def test_a_drive_that_has_become_blank_is_not_formatted_unless_its_index_is_removed(rig: Rig) -> None:
+def test_a_drive_that_has_become_blank_is_not_formatted_unless_its_index_is_removed(rig: StoreRig) -> None:
     ours = on(rig, 0)
     rig.store.close()
     rig.disks[1] = FakeDisk()
@@ -311,7 +311,7 @@ def test_a_drive_that_has_become_blank_is_not_formatted_unless_its_index_is_remo
     assert len(rig.store.drives) == 2
 
 
-def test_a_drive_that_fails_while_it_is_opened_is_named(rig: Rig) -> None:
+def test_a_drive_that_fails_while_it_is_opened_is_named(rig: StoreRig) -> None:
     rig.kill()
     rig.disks = fresh(rig.disks)
     rig.disks[1].fault_from = (2, -errno.EIO)  # behind the reading of its superblock
@@ -320,7 +320,7 @@ def test_a_drive_that_fails_while_it_is_opened_is_named(rig: Rig) -> None:
     opened(rig, without=(1,))
 
 
-def test_a_drive_is_added_and_takes_its_share_of_what_comes(rig: Rig) -> None:
+def test_a_drive_is_added_and_takes_its_share_of_what_comes(rig: StoreRig) -> None:
     rig.store.close()
     rig.disks.append(FakeDisk(seed=2))
     opened(rig)
@@ -346,7 +346,7 @@ def test_a_drive_is_added_and_takes_its_share_of_what_comes(rig: Rig) -> None:
 def test_adding_a_drive_that_fails_at_any_write_loses_nothing(tmp_path: Path) -> None:
     for position in (0, 1):
         for number in range(8):
-            case = Rig(tmp_path / f"{position}-{number}", FakeDisk())
+            case = StoreRig(tmp_path / f"{position}-{number}", FakeDisk())
             case.open()
             for one, payload in PAYLOADS.items():
                 case.put(one, payload, Durability.SYNCED)
@@ -366,7 +366,7 @@ def test_adding_a_drive_that_fails_at_any_write_loses_nothing(tmp_path: Path) ->
             case.store.close()
 
 
-def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: Rig) -> None:
+def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: StoreRig) -> None:
     left = a_drive_away(rig, 1)
     rig.store.close()
     rig.disks = fresh(rig.disks)
@@ -430,9 +430,9 @@ def test_the_folders_file_comes_back_as_it_was_and_damage_to_it_is_none_at_all(t
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[Rig]:
+def files(tmp_path: Path) -> Iterator[StoreRig]:
     """A store over two files that lie elsewhere."""
-    rig = Rig(tmp_path / "data")
+    rig = StoreRig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / f"{name}.kv", DRIVE_CAPACITY_BYTES_MIN) for name in "ab"]
     rig.open()
     for number, payload in PAYLOADS.items():
@@ -441,7 +441,7 @@ def files(tmp_path: Path) -> Iterator[Rig]:
     rig.store.close()
 
 
-def test_drives_that_were_given_once_are_known_from_then_on(files: Rig) -> None:
+def test_drives_that_were_given_once_are_known_from_then_on(files: StoreRig) -> None:
     files.store.close()
     files.open()
     assert len(files.store.drives) == 2
@@ -453,7 +453,7 @@ def test_drives_that_were_given_once_are_known_from_then_on(files: Rig) -> None:
 
 
 def test_a_link_keeps_the_name_that_was_given(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data")
+    rig = StoreRig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / "a.kv", DRIVE_CAPACITY_BYTES_MIN)]
     rig.open().close()
     (tmp_path / "by-id").symlink_to(tmp_path / "a.kv")
@@ -465,7 +465,7 @@ def test_a_link_keeps_the_name_that_was_given(tmp_path: Path) -> None:
     assert (rig.data / "drive-0.kv").readlink() == tmp_path / "by-id"
 
 
-def test_a_new_folder_knows_the_drives_by_what_they_say(files: Rig, tmp_path: Path) -> None:
+def test_a_new_folder_knows_the_drives_by_what_they_say(files: StoreRig, tmp_path: Path) -> None:
     files.store.close()
     files.data = tmp_path / "another"
     files.specs.reverse()
@@ -474,7 +474,7 @@ def test_a_new_folder_knows_the_drives_by_what_they_say(files: Rig, tmp_path: Pa
     assert (files.data / "drive-0.kv").readlink().name == "a.kv"
 
 
-def test_a_third_file_is_made_and_added(files: Rig, tmp_path: Path) -> None:
+def test_a_third_file_is_made_and_added(files: StoreRig, tmp_path: Path) -> None:
     files.store.close()
     files.specs = [DriveSpec(tmp_path / "c.kv", 2 * DRIVE_CAPACITY_BYTES_MIN)]
     files.open()
@@ -483,7 +483,7 @@ def test_a_third_file_is_made_and_added(files: Rig, tmp_path: Path) -> None:
     assert 0.4 < len(on(files, 2)) / BLOCKS + 0.5 < 1.4
 
 
-def test_a_file_with_something_in_it_is_not_formatted_nor_linked(files: Rig, tmp_path: Path) -> None:
+def test_a_file_with_something_in_it_is_not_formatted_nor_linked(files: StoreRig, tmp_path: Path) -> None:
     files.store.close()
     thesis = tmp_path / "thesis"
     thesis.write_bytes(bytes(65536) + b"years of work" + bytes(DRIVE_CAPACITY_BYTES_MIN))
@@ -497,8 +497,8 @@ def test_a_file_with_something_in_it_is_not_formatted_nor_linked(files: Rig, tmp
     assert len(files.store.drives) == 2
 
 
-def test_a_drive_of_another_store_is_not_linked(files: Rig, tmp_path: Path) -> None:
-    other = Rig(tmp_path / "other")
+def test_a_drive_of_another_store_is_not_linked(files: StoreRig, tmp_path: Path) -> None:
+    other = StoreRig(tmp_path / "other")
     other.specs = [DriveSpec(tmp_path / f"{name}.kv", DRIVE_CAPACITY_BYTES_MIN) for name in "xyz"]
     other.open().close()
     files.store.close()
@@ -515,8 +515,8 @@ def test_a_drive_of_another_store_is_not_linked(files: Rig, tmp_path: Path) -> N
     other.open().close()
 
 
-def test_a_file_is_not_the_drive_of_two_nodes(files: Rig, tmp_path: Path) -> None:
-    other = Rig(tmp_path / "other")
+def test_a_file_is_not_the_drive_of_two_nodes(files: StoreRig, tmp_path: Path) -> None:
+    other = StoreRig(tmp_path / "other")
     other.specs = files.specs
     with pytest.raises(StorageError, match="is in use"):
         other.open()
@@ -525,7 +525,7 @@ def test_a_file_is_not_the_drive_of_two_nodes(files: Rig, tmp_path: Path) -> Non
 
 def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: Path) -> None:
     """It may be the name of a device, which will not be there any better for a file in its place."""
-    rig = Rig(tmp_path / "data")
+    rig = StoreRig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / "nvme9n1")]
     with pytest.raises(ConfigError, match="give its size"):
         rig.open()
@@ -534,7 +534,7 @@ def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: P
 
 def test_a_drive_whose_joining_failed_is_not_missed_afterwards(tmp_path: Path) -> None:
     """The others have the number of the set that it was to be in; but that set never counted."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number, payload in PAYLOADS.items():
         rig.put(number, payload)
@@ -551,7 +551,7 @@ def test_a_drive_whose_joining_failed_is_not_missed_afterwards(tmp_path: Path) -
 
 
 def test_a_drive_that_was_removed_is_named_and_its_place_can_be_given_to_a_new_one(
-    files: Rig, tmp_path: Path
+    files: StoreRig, tmp_path: Path
 ) -> None:
     ours = on(files, 0)
     files.store.close()
@@ -570,7 +570,7 @@ def test_a_drive_that_was_removed_is_named_and_its_place_can_be_given_to_a_new_o
     assert [drive.number for drive in files.store.drives] == [0, 1]
 
 
-def test_a_drive_cut_from_outside_is_named_and_the_other_opens(files: Rig, tmp_path: Path) -> None:
+def test_a_drive_cut_from_outside_is_named_and_the_other_opens(files: StoreRig, tmp_path: Path) -> None:
     ours = on(files, 0)
     files.store.close()
     os.truncate(tmp_path / "b.kv", 5 * PAGE_BYTES)
@@ -581,7 +581,7 @@ def test_a_drive_cut_from_outside_is_named_and_the_other_opens(files: Rig, tmp_p
 
 
 def test_a_drive_cut_under_a_running_store_gives_misses_for_its_own_blocks_only(
-    files: Rig, tmp_path: Path
+    files: StoreRig, tmp_path: Path
 ) -> None:
     os.truncate(tmp_path / "b.kv", 2 * PAGE_BYTES)
     assert stored(files) == on(files, 0)

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.storage.rig import Rig
+    from tests.storage.rig import StoreRig
 
 BLOCKS = 60
 
 
-def test_blocks_go_home_and_come_back_from_there(pair: Rig) -> None:
+def test_blocks_go_home_and_come_back_from_there(pair: StoreRig) -> None:
     payloads = {number: b"payload of %d" % number for number in range(BLOCKS)}
     for number, payload in payloads.items():
         assert pair.put(number, payload).error is None
@@ -52,7 +52,7 @@ def test_blocks_go_home_and_come_back_from_there(pair: Rig) -> None:
     assert [state.failure for state in pair.store.drive_states()] == ["", ""]
 
 
-def test_no_two_blocks_have_the_same_generation_whichever_drive_they_are_on(pair: Rig) -> None:
+def test_no_two_blocks_have_the_same_generation_whichever_drive_they_are_on(pair: StoreRig) -> None:
     for number in range(BLOCKS):
         pair.put(number, b"x")
     entries = pair.store.lookup([(TENANT, key(number)) for number in range(BLOCKS)])
@@ -64,7 +64,7 @@ def test_no_two_blocks_have_the_same_generation_whichever_drive_they_are_on(pair
     assert pair.store.names_of([31 * GENERATIONS_PER_DRIVE]) == [None]
 
 
-def test_evictions_find_their_drives(pair: Rig) -> None:
+def test_evictions_find_their_drives(pair: StoreRig) -> None:
     numbers = [*homed(pair, 0, 3), *homed(pair, 1, 3)]
     for number in numbers:
         pair.put(number, b"x" * 5000)
@@ -75,7 +75,7 @@ def test_evictions_find_their_drives(pair: Rig) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_bad_payload_is_forgotten_by_the_drive_that_has_it(pair: Rig, position: int) -> None:
+def test_a_bad_payload_is_forgotten_by_the_drive_that_has_it(pair: StoreRig, position: int) -> None:
     (number,) = homed(pair, position)
     pair.put(number, b"payload")
     pair.disks[position].flip(pair.record_at(number)[0] + HEADER_BYTES, 0)
@@ -89,7 +89,7 @@ def test_a_bad_payload_is_forgotten_by_the_drive_that_has_it(pair: Rig, position
 @pytest.mark.parametrize("fault", [-errno.EIO, -errno.ENOSPC, SHORT])
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_failed_drive_is_read_and_what_belongs_there_goes_elsewhere(
-    pair: Rig, position: int, fault: int
+    pair: StoreRig, position: int, fault: int
 ) -> None:
     before, during, after = homed(pair, position, 3)
     pair.put(before, b"before")
@@ -109,7 +109,7 @@ def test_a_failed_drive_is_read_and_what_belongs_there_goes_elsewhere(
     assert pair.store.statistics().takes_puts
 
 
-def test_a_failed_sync_takes_only_its_own_drive(pair: Rig) -> None:
+def test_a_failed_sync_takes_only_its_own_drive(pair: StoreRig) -> None:
     ours, theirs = homed(pair, 0)[0], homed(pair, 1)[0]
     disk = pair.disks[0]
     disk.faults = {disk.operations + 1: -errno.EIO}
@@ -121,7 +121,7 @@ def test_a_failed_sync_takes_only_its_own_drive(pair: Rig) -> None:
     assert pair.store.statistics().takes_puts
 
 
-def test_what_a_failed_drive_will_never_sync_is_synced_elsewhere(pair: Rig) -> None:
+def test_what_a_failed_drive_will_never_sync_is_synced_elsewhere(pair: StoreRig) -> None:
     written, synced, failing = homed(pair, 0, 3)
     pair.put(synced, b"synced", Durability.SYNCED)
     pair.put(written, b"written")
@@ -137,7 +137,7 @@ def test_what_a_failed_drive_will_never_sync_is_synced_elsewhere(pair: Rig) -> N
     assert holders(pair, written) == [0], "of the other copy it is gone"
 
 
-def test_when_all_drives_have_failed_puts_fail_and_blocks_are_read(pair: Rig) -> None:
+def test_when_all_drives_have_failed_puts_fail_and_blocks_are_read(pair: StoreRig) -> None:
     numbers = [homed(pair, position)[0] for position in (0, 1)]
     for number in numbers:
         pair.put(number, b"payload")
@@ -148,7 +148,7 @@ def test_when_all_drives_have_failed_puts_fail_and_blocks_are_read(pair: Rig) ->
     assert all(pair.get(number)[1] == b"payload" for number in numbers)
 
 
-def test_an_expired_block_on_a_failed_drive_is_put_anew_elsewhere(pair: Rig) -> None:
+def test_an_expired_block_on_a_failed_drive_is_put_anew_elsewhere(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, b"old", expires_ms=pair.clock.now_ms + 5)
     fail(pair, 0)
@@ -160,7 +160,7 @@ def test_an_expired_block_on_a_failed_drive_is_put_anew_elsewhere(pair: Rig) -> 
     assert pair.get(number)[1] == b"new"
 
 
-def test_a_deletion_is_reported_when_every_drive_has_done_it(pair: Rig) -> None:
+def test_a_deletion_is_reported_when_every_drive_has_done_it(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, b"payload")
     other = homed(pair, 1)[0]
@@ -178,7 +178,7 @@ def test_a_deletion_is_reported_when_every_drive_has_done_it(pair: Rig) -> None:
     assert pair.delete(number).found is False
 
 
-def test_a_deletion_fails_while_a_drive_has_failed(pair: Rig) -> None:
+def test_a_deletion_fails_while_a_drive_has_failed(pair: StoreRig) -> None:
     """A record of that name may be on the failed drive, and nothing would void it."""
     (number,) = homed(pair, 0)
     pair.put(number, b"payload")
@@ -187,7 +187,9 @@ def test_a_deletion_fails_while_a_drive_has_failed(pair: Rig) -> None:
     assert pair.get_miss(number)
 
 
-def test_a_batch_of_deletions_with_one_tag_and_with_names_twice_is_answered_one_by_one(pair: Rig) -> None:
+def test_a_batch_of_deletions_with_one_tag_and_with_names_twice_is_answered_one_by_one(
+    pair: StoreRig,
+) -> None:
     for number in range(BLOCKS):
         pair.put(number, b"x")
     done: list[DeleteDone] = []
@@ -201,7 +203,7 @@ def test_a_batch_of_deletions_with_one_tag_and_with_names_twice_is_answered_one_
     assert pair.store.statistics().blocks == 0
 
 
-def test_what_is_too_much_for_one_drive_is_refused_whole(pair: Rig) -> None:
+def test_what_is_too_much_for_one_drive_is_refused_whole(pair: StoreRig) -> None:
     first, second = homed(pair, 0)[0], homed(pair, 1)[0]
     pair.put(second, b"x")
     pair.store.evict([pair.get(second)[0].generation])
@@ -224,7 +226,7 @@ def test_what_is_too_much_for_one_drive_is_refused_whole(pair: Rig) -> None:
 
 
 @pytest.mark.parametrize("hole", [None, 0, 1, PREFIX_STEP_BLOCKS - 1, PREFIX_STEP_BLOCKS, 299])
-def test_the_prefix_runs_over_all_drives_and_ends_at_the_first_hole(pair: Rig, hole: int | None) -> None:
+def test_the_prefix_runs_over_all_drives_and_ends_at_the_first_hole(pair: StoreRig, hole: int | None) -> None:
     for number in range(300):
         pair.start_put(number, b"x", expires_ms=pair.clock.now_ms + 5 if number == hole else 0)
         if number % 50 == 49:
@@ -236,7 +238,7 @@ def test_the_prefix_runs_over_all_drives_and_ends_at_the_first_hole(pair: Rig, h
     assert pair.store.prefix(b"somebody--else!!", keys) == 0
 
 
-def test_callbacks_that_call_the_store_again_are_served(pair: Rig) -> None:
+def test_callbacks_that_call_the_store_again_are_served(pair: StoreRig) -> None:
     """Reports of one drive bring work to the other about, whose descriptor nobody has looked at yet."""
     numbers = [homed(pair, 0)[0], homed(pair, 1)[0]]
     for number in numbers:
@@ -256,7 +258,7 @@ def test_callbacks_that_call_the_store_again_are_served(pair: Rig) -> None:
         pair.poll()
 
 
-def test_a_callback_that_raises_does_not_take_the_answers_of_others_with_it(pair: Rig) -> None:
+def test_a_callback_that_raises_does_not_take_the_answers_of_others_with_it(pair: StoreRig) -> None:
     done: list[DeleteDone] = []
 
     def raising(answers: object) -> None:
@@ -349,7 +351,7 @@ def _life(data: Path, position: int, plant: Callable[[FakeDisk], None]) -> int:
     return operations
 
 
-def _put_twice(rig: Rig, numbers: list[int]) -> dict[int, bytes]:
+def _put_twice(rig: StoreRig, numbers: list[int]) -> dict[int, bytes]:
     """Put blocks, the second time on another drive if need be; give those that were kept."""
     safe = {}
     for number in numbers:

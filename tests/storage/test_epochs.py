@@ -11,7 +11,7 @@ from kvstore.errors import NoSession, SessionRefused
 from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, USER, Rig, name
+from tests.storage.rig import TENANT, USER, StoreRig, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data", FakeDisk())
+def rig(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(8):
         rig.put(number, b"x%d" % number)
@@ -28,18 +28,18 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.store.close()
 
 
-def blocks(rig: Rig, number: int, epoch: int | None) -> int | None:
+def blocks(rig: StoreRig, number: int, epoch: int | None) -> int | None:
     stored = rig.store.manifests.get(SessionName(TENANT, USER, name(number)))
     return None if stored is None or stored.is_over(rig.clock.wall_ms(), epoch) else stored.manifest.blocks
 
 
-def step(rig: Rig, number: int, step: SessionStep, **more: Any) -> Exception | None:
+def step(rig: StoreRig, number: int, step: SessionStep, **more: Any) -> Exception | None:
     tag = rig.start_step(number, step, **more)
     rig.settle()
     return rig.session_done[tag].error
 
 
-def test_a_session_of_another_epoch_is_none_and_goes_with_the_first_step(rig: Rig) -> None:
+def test_a_session_of_another_epoch_is_none_and_goes_with_the_first_step(rig: StoreRig) -> None:
     assert rig.append(1, [0, 1, 2], epoch=1).error is None
     assert (blocks(rig, 1, 1), blocks(rig, 1, 2), blocks(rig, 1, None)) == (3, None, 3)
     assert isinstance(step(rig, 1, SessionStep.TRUNCATE, blocks=1, epoch=2), NoSession)
@@ -51,7 +51,7 @@ def test_a_session_of_another_epoch_is_none_and_goes_with_the_first_step(rig: Ri
     assert (blocks(rig, 1, 1), blocks(rig, 1, 2)) == (None, 1)
 
 
-def test_a_step_of_an_earlier_epoch_leaves_a_session_of_a_later_one_alone(rig: Rig) -> None:
+def test_a_step_of_an_earlier_epoch_leaves_a_session_of_a_later_one_alone(rig: StoreRig) -> None:
     assert rig.append(1, [0, 1], epoch=2).error is None
     for late in (SessionStep.APPEND, SessionStep.TRUNCATE, SessionStep.REMOVE, SessionStep.LIMIT):
         assert isinstance(step(rig, 1, late, epoch=1), SessionRefused)
@@ -59,7 +59,9 @@ def test_a_step_of_an_earlier_epoch_leaves_a_session_of_a_later_one_alone(rig: R
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_an_epoch_stays_with_a_session_through_its_steps_and_restarts(rig: Rig, *, scanned: bool) -> None:
+def test_an_epoch_stays_with_a_session_through_its_steps_and_restarts(
+    rig: StoreRig, *, scanned: bool
+) -> None:
     assert rig.append(1, [0, 1, 2], epoch=3).error is None
     assert step(rig, 1, SessionStep.TRUNCATE, blocks=2, epoch=3) is None
     assert step(rig, 1, SessionStep.PROTECT, blocks=1, epoch=3) is None

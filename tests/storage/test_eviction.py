@@ -18,7 +18,7 @@ from kvstore.storage.eviction_events import Held, watermarks
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes, records_begin
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
+from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,10 +32,10 @@ FIT = RECORDS_PAGES // PAYLOAD_PAGES
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     """A store of half a mebibyte."""
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
-    rig = Rig(tmp_path / "data", FakeDisk(capacity=PAGES * PAGE_BYTES))
+    rig = StoreRig(tmp_path / "data", FakeDisk(capacity=PAGES * PAGE_BYTES))
     rig.open()
     yield rig
     disk_of(rig).let_go()  # what a failed test has left, so that closing does not wait for it
@@ -46,22 +46,22 @@ def payload_of(number: int) -> bytes:
     return number.to_bytes(8, "little") * 1024
 
 
-def disk_of(rig: Rig) -> FakeDisk:
+def disk_of(rig: StoreRig) -> FakeDisk:
     assert rig.disk is not None
     return rig.disk
 
 
-def fill(rig: Rig, first: int, count: int) -> None:
+def fill(rig: StoreRig, first: int, count: int) -> None:
     for number in range(first, first + count):
         assert rig.put(number, payload_of(number)).error is None
 
 
-def stored(rig: Rig, numbers: range) -> list[int]:
+def stored(rig: StoreRig, numbers: range) -> list[int]:
     entries = rig.store.lookup([(TENANT, key(number)) for number in numbers])
     return [number for number, entry in zip(numbers, entries, strict=True) if entry is not None]
 
 
-def reason(rig: Rig, number: int) -> Reason | None:
+def reason(rig: StoreRig, number: int) -> Reason | None:
     gone = rig.store.explain(TENANT, key(number)).gone
     return gone.reason if gone else None
 
@@ -70,19 +70,19 @@ def session_name(number: int) -> SessionName:
     return SessionName(TENANT, USER, name(number))
 
 
-def reopen(rig: Rig) -> None:
+def reopen(rig: StoreRig) -> None:
     rig.store.close()
     rig.disk = FakeDisk(disk_of(rig).pages, capacity=PAGES * PAGE_BYTES)
     rig.open()
 
 
-def some_polls(rig: Rig) -> None:
+def some_polls(rig: StoreRig) -> None:
     for _ in range(20):
         rig.poll_once()
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-def test_a_store_far_smaller_than_what_is_put_takes_every_put(small: Rig, policy: str) -> None:
+def test_a_store_far_smaller_than_what_is_put_takes_every_put(small: StoreRig, policy: str) -> None:
     small.store.close()
     small.disk = FakeDisk(disk_of(small).pages, capacity=PAGES * PAGE_BYTES)
     small.policy = policy
@@ -112,7 +112,7 @@ def test_a_store_far_smaller_than_what_is_put_takes_every_put(small: Rig, policy
 
 
 def test_a_real_drive_far_smaller_than_what_is_put_takes_every_put(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", slots=Slots(64, 1 << 20))
+    rig = StoreRig(tmp_path / "data", slots=Slots(64, 1 << 20))
     rig.open()
     rng = random.Random(2)
     seed_of = {number: rng.choice([1, 70_000, 500_000, 1_000_000]) for number in range(120)}
@@ -136,7 +136,7 @@ def test_a_real_drive_far_smaller_than_what_is_put_takes_every_put(tmp_path: Pat
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lru_is_exact_through_the_store(small: Rig, seed: int) -> None:
+def test_lru_is_exact_through_the_store(small: StoreRig, seed: int) -> None:
     rng = random.Random(seed)
     uses: OrderedDict[int, None] = OrderedDict()  # of what is stored, oldest first
     lost = 0
@@ -158,7 +158,7 @@ def test_lru_is_exact_through_the_store(small: Rig, seed: int) -> None:
     assert lost > 50
 
 
-def test_blocks_that_are_put_again_or_got_from_memory_are_used_by_that(small: Rig) -> None:
+def test_blocks_that_are_put_again_or_got_from_memory_are_used_by_that(small: StoreRig) -> None:
     fill(small, 0, FIT - 2)
     small.put(0, payload_of(0))
     small.store.used([small.store.lookup([(TENANT, key(1))])[0].generation])  # type: ignore[union-attr]
@@ -167,7 +167,7 @@ def test_blocks_that_are_put_again_or_got_from_memory_are_used_by_that(small: Ri
     assert len(stored(small, range(FIT))) < 10
 
 
-def test_room_is_made_ahead_so_that_a_put_finds_it(small: Rig) -> None:
+def test_room_is_made_ahead_so_that_a_put_finds_it(small: StoreRig) -> None:
     fill(small, 0, 3 * FIT)
     marks = watermarks(RECORDS_PAGES)
     assert 0 < marks.low_pages < marks.high_pages < RECORDS_PAGES // 16
@@ -175,7 +175,7 @@ def test_room_is_made_ahead_so_that_a_put_finds_it(small: Rig) -> None:
     assert small.store.statistics().free_bytes >= marks.low_pages * PAGE_BYTES
 
 
-def test_what_is_left_of_a_session_is_its_beginning(small: Rig) -> None:
+def test_what_is_left_of_a_session_is_its_beginning(small: StoreRig) -> None:
     fill(small, 0, 6)
     small.append(1, range(6))
     fill(small, 10, 6)
@@ -189,7 +189,7 @@ def test_what_is_left_of_a_session_is_its_beginning(small: Rig) -> None:
     assert stored(small, range(20)) == []
 
 
-def test_a_fork_and_a_truncated_session_go_from_their_tails_too(small: Rig) -> None:
+def test_a_fork_and_a_truncated_session_go_from_their_tails_too(small: StoreRig) -> None:
     fill(small, 0, 8)
     small.append(1, range(8))
     small.fork(2, 1, 6)
@@ -203,7 +203,7 @@ def test_a_fork_and_a_truncated_session_go_from_their_tails_too(small: Rig) -> N
     assert stored(small, range(8)) == []
 
 
-def test_what_a_session_was_truncated_to_does_not_live_by_what_it_lost(small: Rig) -> None:
+def test_what_a_session_was_truncated_to_does_not_live_by_what_it_lost(small: StoreRig) -> None:
     fill(small, 0, 5)
     small.append(1, range(5))
     small.truncate(1, 2)
@@ -212,7 +212,7 @@ def test_what_a_session_was_truncated_to_does_not_live_by_what_it_lost(small: Ri
     assert stored(small, range(5)) == [4]
 
 
-def test_a_block_that_comes_back_takes_its_place_in_its_session_again(small: Rig) -> None:
+def test_a_block_that_comes_back_takes_its_place_in_its_session_again(small: StoreRig) -> None:
     fill(small, 0, 8)
     small.append(1, range(8))
     small.get(0)
@@ -233,7 +233,7 @@ def test_a_block_that_comes_back_takes_its_place_in_its_session_again(small: Rig
 
 
 @pytest.mark.parametrize("guard", [Guard.PIN, Guard.LEASE, Guard.PROTECTED])
-def test_what_is_held_never_goes_until_it_is_released(small: Rig, guard: Guard) -> None:
+def test_what_is_held_never_goes_until_it_is_released(small: StoreRig, guard: Guard) -> None:
     fill(small, 0, 4)
     held = small.store.hold([(TENANT, key(number)) for number in (0, 1, 99)], guard)
     assert held[2] is None
@@ -244,7 +244,7 @@ def test_what_is_held_never_goes_until_it_is_released(small: Rig, guard: Guard) 
     assert stored(small, range(4)) == []
 
 
-def test_what_is_held_is_deleted_and_expires_with_its_guards_end(small: Rig) -> None:
+def test_what_is_held_is_deleted_and_expires_with_its_guards_end(small: StoreRig) -> None:
     small.put(1, PAYLOAD)
     small.put(2, PAYLOAD, expires_ms=small.clock.now_ms + 1000)
     held = small.store.hold([(TENANT, key(1)), (TENANT, key(2))], Guard.LEASE)
@@ -258,7 +258,7 @@ def test_what_is_held_is_deleted_and_expires_with_its_guards_end(small: Rig) -> 
     small.store.release([one for one in held if one], Guard.LEASE)
 
 
-def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(small: Rig) -> None:
+def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(small: StoreRig) -> None:
     fill(small, 0, 4)
     small.append(1, range(4))
     assert small.store.protect(session_name(1)) is None
@@ -278,7 +278,7 @@ def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(small: Rig)
             small.store.protect(session_name(1), blocks)
 
 
-def test_a_removed_session_is_not_protected_any_more(small: Rig) -> None:
+def test_a_removed_session_is_not_protected_any_more(small: StoreRig) -> None:
     fill(small, 0, 4)
     small.append(1, range(4))
     small.store.protect(session_name(1))
@@ -288,7 +288,7 @@ def test_a_removed_session_is_not_protected_any_more(small: Rig) -> None:
     assert stored(small, range(4)) == []
 
 
-def hold_all(rig: Rig, guard: Guard) -> list[Held]:
+def hold_all(rig: StoreRig, guard: Guard) -> list[Held]:
     """Fill the drive with blocks that are held."""
     held: list[Held] = []
     for number in range(FIT):
@@ -302,7 +302,7 @@ def hold_all(rig: Rig, guard: Guard) -> list[Held]:
     return held
 
 
-def test_a_put_waits_for_the_end_of_a_lease(small: Rig) -> None:
+def test_a_put_waits_for_the_end_of_a_lease(small: StoreRig) -> None:
     held = hold_all(small, Guard.LEASE)
     first, second = small.start_put(1000, PAYLOAD), small.start_put(1001, b"small")
     some_polls(small)
@@ -317,7 +317,7 @@ def test_a_put_waits_for_the_end_of_a_lease(small: Rig) -> None:
     assert stored(small, range(4)) == [2, 3], "no more went than was needed"
 
 
-def test_a_small_put_does_not_pass_a_large_one_that_waits(small: Rig) -> None:
+def test_a_small_put_does_not_pass_a_large_one_that_waits(small: StoreRig) -> None:
     held = hold_all(small, Guard.LEASE)
     small.store.release(held[:1], Guard.LEASE)
     small.delete(0)
@@ -333,7 +333,7 @@ def test_a_small_put_does_not_pass_a_large_one_that_waits(small: Rig) -> None:
     assert small.put_done[little].error is None
 
 
-def test_a_put_does_not_wait_for_ever(small: Rig) -> None:
+def test_a_put_does_not_wait_for_ever(small: StoreRig) -> None:
     hold_all(small, Guard.LEASE)
     tags = [small.start_put(number, PAYLOAD) for number in (1000, 1001, 1002)]
     some_polls(small)
@@ -356,7 +356,7 @@ def test_a_put_does_not_wait_for_ever(small: Rig) -> None:
     assert isinstance(small.put_done[later].error, NoSpace)
 
 
-def test_a_put_does_not_wait_for_what_will_not_end(small: Rig) -> None:
+def test_a_put_does_not_wait_for_what_will_not_end(small: StoreRig) -> None:
     held = hold_all(small, Guard.PROTECTED)
     error = small.put(1000, PAYLOAD).error
     assert isinstance(error, NoSpace)
@@ -365,7 +365,7 @@ def test_a_put_does_not_wait_for_what_will_not_end(small: Rig) -> None:
     assert small.put(1000, PAYLOAD).error is None
 
 
-def test_a_put_waits_for_a_read_to_end(small: Rig) -> None:
+def test_a_put_waits_for_a_read_to_end(small: StoreRig) -> None:
     held = hold_all(small, Guard.PROTECTED)
     small.store.release(held[4:5], Guard.PROTECTED)
     small.start_get(4)
@@ -380,7 +380,7 @@ def test_a_put_waits_for_a_read_to_end(small: Rig) -> None:
     assert reason(small, 4) is Reason.SPACE
 
 
-def test_what_waits_for_a_sync_does_not_go(small: Rig) -> None:
+def test_what_waits_for_a_sync_does_not_go(small: StoreRig) -> None:
     held = hold_all(small, Guard.PROTECTED)
     small.delete(0)
     disk = disk_of(small)
@@ -400,7 +400,7 @@ def test_what_waits_for_a_sync_does_not_go(small: Rig) -> None:
     assert held
 
 
-def test_puts_that_wait_are_refused_when_the_drive_fails(small: Rig) -> None:
+def test_puts_that_wait_are_refused_when_the_drive_fails(small: StoreRig) -> None:
     hold_all(small, Guard.LEASE)
     tags = [small.start_put(number, PAYLOAD) for number in (1000, 1001)]
     some_polls(small)
@@ -410,7 +410,7 @@ def test_puts_that_wait_are_refused_when_the_drive_fails(small: Rig) -> None:
     assert all(isinstance(small.put_done[tag].error, ReadOnly) for tag in tags)
 
 
-def test_a_store_that_is_closed_lets_nobody_wait(small: Rig) -> None:
+def test_a_store_that_is_closed_lets_nobody_wait(small: StoreRig) -> None:
     hold_all(small, Guard.LEASE)
     tags = [small.start_put(number, PAYLOAD) for number in (1000, 1001)]
     some_polls(small)
@@ -421,7 +421,7 @@ def test_a_store_that_is_closed_lets_nobody_wait(small: Rig) -> None:
     assert not small.store.statistics().rebuilt
 
 
-def test_an_expired_block_leaves_the_drive_by_itself(small: Rig) -> None:
+def test_an_expired_block_leaves_the_drive_by_itself(small: StoreRig) -> None:
     free = small.store.statistics().free_bytes
     small.put(1, PAYLOAD, expires_ms=small.clock.now_ms + 10_000)
     small.put(2, PAYLOAD, expires_ms=small.clock.now_ms + 20_000)
@@ -441,7 +441,7 @@ def test_an_expired_block_leaves_the_drive_by_itself(small: Rig) -> None:
     assert reason(small, 2) is Reason.EXPIRED
 
 
-def test_a_large_put_costs_no_more_than_its_room_twice(small: Rig) -> None:
+def test_a_large_put_costs_no_more_than_its_room_twice(small: StoreRig) -> None:
     rng = random.Random(3)
     for number in range(200):
         small.put(number, b"x")  # two pages each
@@ -456,7 +456,7 @@ def test_a_large_put_costs_no_more_than_its_room_twice(small: Rig) -> None:
     assert small.get(1000)[1] == bytes(large)
 
 
-def test_a_large_put_is_refused_if_what_is_held_lies_everywhere(small: Rig) -> None:
+def test_a_large_put_is_refused_if_what_is_held_lies_everywhere(small: StoreRig) -> None:
     for number in range(RECORDS_PAGES // 2 - 4):
         small.put(number, b"x")
     held = small.store.hold([(TENANT, key(number)) for number in range(0, 60, 3)], Guard.PROTECTED)
@@ -473,7 +473,7 @@ def test_a_large_put_is_refused_if_what_is_held_lies_everywhere(small: Rig) -> N
     assert small.put(1003, bytes(14 * PAGE_BYTES)).error is None
 
 
-def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: Rig) -> None:
+def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: StoreRig) -> None:
     for number in range(RECORDS_PAGES // 2 - 4):
         small.put(number, b"x")
     held = small.store.hold([(TENANT, key(number)) for number in range(0, 60, 3)], Guard.LEASE)
@@ -488,7 +488,7 @@ def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: Rig) -> None:
     assert [small.put_done[tag].error for tag in tags] == [None, None]
 
 
-def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: Rig) -> None:
+def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: StoreRig) -> None:
     fill(small, 0, 3)
     entries = small.store.lookup([(TENANT, key(number)) for number in range(3)])
     small.store.hold([(TENANT, key(1))], Guard.PIN)
@@ -497,7 +497,7 @@ def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: Rig) -> No
 
 
 def test_a_put_larger_than_the_drive_is_refused_and_costs_nothing(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk(), Slots(2, 20 << 20))
+    rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(2, 20 << 20))
     rig.open()
     rig.put(1, b"stays")
     error = rig.put(2, bytes(17 << 20)).error
@@ -507,7 +507,7 @@ def test_a_put_larger_than_the_drive_is_refused_and_costs_nothing(tmp_path: Path
     rig.store.close()
 
 
-def test_manifests_that_were_replaced_make_room_for_a_put_that_waits(small: Rig) -> None:
+def test_manifests_that_were_replaced_make_room_for_a_put_that_waits(small: StoreRig) -> None:
     small.put(0, b"x")
     for _ in range(RECORDS_PAGES // 2 - 3):
         assert small.append(1, [0]).error is None
@@ -515,7 +515,7 @@ def test_manifests_that_were_replaced_make_room_for_a_put_that_waits(small: Rig)
     assert small.session(1) is not None
 
 
-def test_after_a_restart_the_oldest_go_first_and_sessions_from_their_tails(small: Rig) -> None:
+def test_after_a_restart_the_oldest_go_first_and_sessions_from_their_tails(small: StoreRig) -> None:
     fill(small, 0, 5)
     small.append(1, range(5))
     fill(small, 10, 3)
@@ -529,7 +529,7 @@ def test_after_a_restart_the_oldest_go_first_and_sessions_from_their_tails(small
     assert gone == [4, 3, 2, 1, 0, 10, 11, 12]
 
 
-def test_where_a_block_went_can_be_asked(small: Rig) -> None:
+def test_where_a_block_went_can_be_asked(small: StoreRig) -> None:
     store, clock = small.store, small.clock
     assert str(store.explain(TENANT, key(1))).startswith("The block was never stored here")
     small.put(1, PAYLOAD)

@@ -16,7 +16,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
 from tests.storage.fakes import SHORT, FakeDisk
-from tests.storage.rig import TENANT, Rig, key
+from tests.storage.rig import TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 FAULTS = [-errno.EIO, -errno.ENOSPC, SHORT]
 
 
-def disk_of(rig: Rig) -> FakeDisk:
+def disk_of(rig: StoreRig) -> FakeDisk:
     assert rig.disk is not None
     return rig.disk
 
 
-def fail_next(rig: Rig, fault: int) -> None:
+def fail_next(rig: StoreRig, fault: int) -> None:
     disk_of(rig).faults = {disk_of(rig).operations: fault}
 
 
 @pytest.mark.parametrize("fault", [-errno.EIO, SHORT])
-def test_a_failed_write_makes_the_drive_read_only_for_good(fake: Rig, fault: int) -> None:
+def test_a_failed_write_makes_the_drive_read_only_for_good(fake: StoreRig, fault: int) -> None:
     fake.put(1, b"before")
     fail_next(fake, fault)
     assert isinstance(fake.put(2, b"x" * 9000).error, ReadOnly)
@@ -47,13 +47,13 @@ def test_a_failed_write_makes_the_drive_read_only_for_good(fake: Rig, fault: int
     assert not fake.store.statistics().takes_puts
 
 
-def test_a_file_system_without_space_under_the_drive_is_no_space(fake: Rig) -> None:
+def test_a_file_system_without_space_under_the_drive_is_no_space(fake: StoreRig) -> None:
     fail_next(fake, -errno.ENOSPC)
     assert isinstance(fake.put(1, b"x").error, NoSpace)
     assert isinstance(fake.put(2, b"x").error, NoSpace)
 
 
-def test_a_failed_sync_makes_the_drive_read_only_and_is_not_retried(fake: Rig) -> None:
+def test_a_failed_sync_makes_the_drive_read_only_and_is_not_retried(fake: StoreRig) -> None:
     fake.put(1, b"written")
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
     assert isinstance(fake.put(2, b"synced", Durability.SYNCED).error, ReadOnly)
@@ -66,14 +66,14 @@ def test_a_failed_sync_makes_the_drive_read_only_and_is_not_retried(fake: Rig) -
 
 
 @pytest.mark.parametrize("fault", [-errno.EIO, SHORT])
-def test_a_read_that_fails_once_is_tried_again(fake: Rig, fault: int) -> None:
+def test_a_read_that_fails_once_is_tried_again(fake: StoreRig, fault: int) -> None:
     fake.put(1, b"payload" * 1000)
     disk_of(fake).faults = {disk_of(fake).operations: fault}
     assert fake.get(1)[1] == b"payload" * 1000
     assert fake.store.statistics().quarantined == 0
 
 
-def test_a_put_is_not_reported_before_those_with_lower_generations(fake: Rig) -> None:
+def test_a_put_is_not_reported_before_those_with_lower_generations(fake: StoreRig) -> None:
     slow = fake.start_put(1, b"slow")
     disk_of(fake).held = {op.tag for op in disk_of(fake).in_flight}
     fast = fake.start_put(2, b"fast", Durability.SYNCED)
@@ -86,7 +86,7 @@ def test_a_put_is_not_reported_before_those_with_lower_generations(fake: Rig) ->
     assert fake.reported[-2:] == [slow, fast]
 
 
-def test_a_put_that_ended_well_fails_with_one_before_it(fake: Rig) -> None:
+def test_a_put_that_ended_well_fails_with_one_before_it(fake: StoreRig) -> None:
     failing = fake.start_put(1, b"failing")
     disk_of(fake).held = {op.tag for op in disk_of(fake).in_flight}
     fine = fake.start_put(2, b"fine")
@@ -101,7 +101,7 @@ def test_a_put_that_ended_well_fails_with_one_before_it(fake: Rig) -> None:
 
 def test_a_stale_header_that_outlives_a_slow_put_hides_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     """The order rule, end to end: B lies where a freed record's header, not yet overwritten by A, claims."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"freed" * 8000, Durability.SYNCED, expires_ms=rig.clock.now_ms + 1)
     stale, _ = rig.record_at(1)
@@ -120,7 +120,7 @@ def test_a_stale_header_that_outlives_a_slow_put_hides_nothing_that_was_acknowle
     rig.store.close()
 
 
-def test_a_header_page_damaged_on_the_drive_is_corrupt_and_counted(fake: Rig) -> None:
+def test_a_header_page_damaged_on_the_drive_is_corrupt_and_counted(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     offset, size = fake.record_at(1)
     disk_of(fake).flip(offset + 60, 3)
@@ -135,7 +135,7 @@ def test_a_header_page_damaged_on_the_drive_is_corrupt_and_counted(fake: Rig) ->
     assert fake.get(1)[1] == b"payload"
 
 
-def test_a_payload_damaged_on_the_drive_is_corrupt(fake: Rig) -> None:
+def test_a_payload_damaged_on_the_drive_is_corrupt(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     offset, _ = fake.record_at(1)
     disk_of(fake).flip(offset + HEADER_BYTES, 0)
@@ -154,7 +154,7 @@ def test_a_payload_damaged_on_the_drive_is_corrupt(fake: Rig) -> None:
     ],
 )
 def test_a_good_record_in_the_wrong_place_is_corrupt(
-    fake: Rig, what: str, other_payload: bytes, other_fields: dict[str, object]
+    fake: StoreRig, what: str, other_payload: bytes, other_fields: dict[str, object]
 ) -> None:
     """Even with a tag for this very place, as an index that mixes two blocks up would meet it."""
     fake.put(1, b"payload-1", expires_ms=fake.clock.now_ms + 1 if what == "another generation" else 0)
@@ -173,7 +173,7 @@ def test_a_good_record_in_the_wrong_place_is_corrupt(
     assert done.miss.reason is MissReason.CORRUPT
 
 
-def test_a_late_quarantine_of_a_replaced_block_does_not_touch_the_new_one(fake: Rig) -> None:
+def test_a_late_quarantine_of_a_replaced_block_does_not_touch_the_new_one(fake: StoreRig) -> None:
     fake.put(1, b"old", expires_ms=fake.clock.now_ms + 1)
     old = fake.get(1)[0].generation
     fake.clock.now_ms += 1
@@ -184,7 +184,7 @@ def test_a_late_quarantine_of_a_replaced_block_does_not_touch_the_new_one(fake: 
 
 def test_200_flipped_bits_never_give_wrong_bytes(tmp_path: Path) -> None:
     rng = random.Random(7)
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     payloads = {number: rng.randbytes(6000) for number in range(50)}
     for number, payload in payloads.items():
@@ -206,7 +206,7 @@ def test_200_flipped_bits_never_give_wrong_bytes(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(20):
         rig.put(number, b"p" * 5000)
@@ -227,7 +227,7 @@ def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Pa
 
 def test_a_damaged_header_costs_a_rebuild_its_record_only(tmp_path: Path) -> None:
     for bit in (0, 12 * 8, 110 * 8):  # magic, length, tag
-        rig = Rig(tmp_path / str(bit), FakeDisk())
+        rig = StoreRig(tmp_path / str(bit), FakeDisk())
         rig.open()
         for number in range(5):
             rig.put(number, b"p")
@@ -242,7 +242,7 @@ def test_a_damaged_header_costs_a_rebuild_its_record_only(tmp_path: Path) -> Non
 
 def test_a_header_inside_a_payload_is_not_taken_for_a_record(tmp_path: Path) -> None:
     """A client stores a whole valid record of its own, header page and all, as a payload."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"genuine")
     offset, size = rig.record_at(1)
@@ -281,7 +281,7 @@ def test_a_fault_at_each_operation_in_turn(tmp_path: Path, fault: int, *, persis
 def _life(data: Path, plant: Callable[[FakeDisk], None]) -> int:
     disk = FakeDisk(seed=3)
     plant(disk)
-    rig = Rig(data, disk)
+    rig = StoreRig(data, disk)
     kept: dict[int, bytes] = {}
     try:
         rig.open()

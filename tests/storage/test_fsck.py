@@ -15,7 +15,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.fsck import check
 from kvstore.storage.index import Index
 from kvstore.wire.record import parse_superblock
-from tests.storage.rig import TENANT, Rig, key
+from tests.storage.rig import TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ BOOT = "0" * 36
 
 
 @pytest.fixture
-def filled(real: Rig) -> Rig:
+def filled(real: StoreRig) -> StoreRig:
     for number in range(200):
         real.start_put(number, b"payload of %d" % number)
         if number % 50 == 49:
@@ -42,7 +42,7 @@ def poke(path: Path, offset: int, data: bytes) -> None:
         drive.write(data)
 
 
-def is_whole(rig: Rig) -> None:
+def is_whole(rig: StoreRig) -> None:
     rig.open()
     assert not rig.store.statistics().rebuilt
     assert all(rig.get(number)[1] == b"payload of %d" % number for number in range(199))
@@ -51,14 +51,14 @@ def is_whole(rig: Rig) -> None:
     assert rig.session(2) == list(range(130))
 
 
-def tamper(rig: Rig, change: Callable[[Index], object]) -> None:
+def tamper(rig: StoreRig, change: Callable[[Index], object]) -> None:
     """Change the index of a closed store behind its back."""
     index = Index(rig.data / "index-0", 0)
     change(index)
     index.abandon()
 
 
-def test_a_clean_folder_has_nothing_wrong_and_is_not_written(filled: Rig) -> None:
+def test_a_clean_folder_has_nothing_wrong_and_is_not_written(filled: StoreRig) -> None:
     filled.store.close()
     before = (filled.data / "drive-0.kv").read_bytes()
     report = check(filled.data, payloads=True, repair=True)
@@ -70,27 +70,29 @@ def test_a_clean_folder_has_nothing_wrong_and_is_not_written(filled: Rig) -> Non
     is_whole(filled)
 
 
-def test_what_a_killed_process_left_is_no_damage(filled: Rig) -> None:
+def test_what_a_killed_process_left_is_no_damage(filled: StoreRig) -> None:
     filled.kill()
     assert check(filled.data, boot_id=BOOT).damage == []
     is_whole(filled)
 
 
-def _delete(rig: Rig) -> None:
+def _delete(rig: StoreRig) -> None:
     shutil.rmtree(rig.data / "index-0")
 
 
-def _cut(rig: Rig) -> None:
+def _cut(rig: StoreRig) -> None:
     path = rig.data / "index-0" / "data.mdb"
     os.truncate(path, path.stat().st_size // 2 // PAGE_BYTES * PAGE_BYTES)
 
 
-def _garbage(rig: Rig) -> None:
+def _garbage(rig: StoreRig) -> None:
     poke(rig.data / "index-0" / "data.mdb", 0, b"\xff" * 8192)
 
 
 @pytest.mark.parametrize("harm", [_delete, _cut, _garbage])
-def test_an_index_that_is_gone_or_broken_is_made_anew(filled: Rig, harm: Callable[[Rig], None]) -> None:
+def test_an_index_that_is_gone_or_broken_is_made_anew(
+    filled: StoreRig, harm: Callable[[StoreRig], None]
+) -> None:
     filled.store.close()
     harm(filled)
     assert check(filled.data).damage == ["unusable index"]
@@ -100,7 +102,7 @@ def test_an_index_that_is_gone_or_broken_is_made_anew(filled: Rig, harm: Callabl
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> None:
+def test_an_index_from_yesterday_is_made_anew(filled: StoreRig, *, killed: bool) -> None:
     shutil.copytree(filled.data / "index-0", filled.data / "yesterday")
     filled.put(200, b"today")
     if killed:
@@ -166,7 +168,7 @@ def test_an_index_from_yesterday_is_made_anew(filled: Rig, *, killed: bool) -> N
     ],
 )
 def test_an_index_that_says_something_else_than_the_drive_is_found_and_mended(
-    filled: Rig, what: str, change: Callable[[Index], object]
+    filled: StoreRig, what: str, change: Callable[[Index], object]
 ) -> None:
     filled.store.close()
     tamper(filled, change)
@@ -176,7 +178,7 @@ def test_an_index_that_says_something_else_than_the_drive_is_found_and_mended(
     is_whole(filled)
 
 
-def test_a_damaged_payload_is_found_when_asked_for_and_not_mended(filled: Rig) -> None:
+def test_a_damaged_payload_is_found_when_asked_for_and_not_mended(filled: StoreRig) -> None:
     offset, _ = filled.record_at(7)
     filled.store.close()
     poke(filled.data / "drive-0.kv", offset + HEADER_BYTES, b"X")
@@ -187,7 +189,7 @@ def test_a_damaged_payload_is_found_when_asked_for_and_not_mended(filled: Rig) -
     assert not report.repaired
 
 
-def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(filled: Rig) -> None:
+def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(filled: StoreRig) -> None:
     filled.kill()
     filled.open()  # this makes a roll
     filled.store.close()
@@ -206,7 +208,7 @@ def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(fill
 
 
 def test_a_repair_that_is_cut_short_leaves_an_index_that_is_built_anew(
-    filled: Rig, monkeypatch: pytest.MonkeyPatch
+    filled: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled.store.close()
     tamper(filled, lambda index: index.remove([(TENANT, key(5))]))
@@ -224,7 +226,7 @@ def test_a_repair_that_is_cut_short_leaves_an_index_that_is_built_anew(
 
 
 def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
-    filled: Rig, capsys: pytest.CaptureFixture[str]
+    filled: StoreRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled.store.close()
     assert main(["fsck", str(filled.data)]) == 0
@@ -238,7 +240,7 @@ def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
     assert main(["fsck", str(filled.data / "none")]) == 2
 
 
-def test_a_folder_that_cannot_be_checked_is_an_error(filled: Rig, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_checked_is_an_error(filled: StoreRig, tmp_path: Path) -> None:
     with pytest.raises(FolderLocked):
         check(filled.data)
     (tmp_path / "empty").mkdir()

@@ -10,7 +10,7 @@ from kvstore.errors import ReadOnly, StorageError
 from kvstore.storage import index as index_module
 from kvstore.storage.index import Entry, Index
 from kvstore.storage.outbox import Outbox
-from tests.storage.rig import FINGERPRINT, TENANT, Rig, key
+from tests.storage.rig import FINGERPRINT, TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
 
 
 def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
-    fake: Rig, monkeypatch: pytest.MonkeyPatch
+    fake: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.put(1, b"before")
 

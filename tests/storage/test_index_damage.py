@@ -22,7 +22,7 @@ from kvstore.storage.index import Index
 from kvstore.storage.rows import checked
 from kvstore.storage.superblock import find_superblock
 from tests.storage.fakes import FakeBay, FakeDisk
-from tests.storage.rig import TENANT, Rig, key, name
+from tests.storage.rig import TENANT, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,16 +38,16 @@ def payload_of(number: int) -> bytes:
     return random.Random(number).randbytes(1 + number * 97 % 9000)
 
 
-def data_of(rig: Rig) -> Path:
+def data_of(rig: StoreRig) -> Path:
     return rig.data / "index-0" / "data.mdb"
 
 
-def disk_of(rig: Rig) -> FakeDisk:
+def disk_of(rig: StoreRig) -> FakeDisk:
     assert rig.disk is not None
     return rig.disk
 
 
-def fill(rig: Rig) -> None:
+def fill(rig: StoreRig) -> None:
     for number in range(BLOCKS):
         rig.start_put(number, payload_of(number), expires_ms=(number % 5 == 0) * (rig.clock.now_ms + 10**9))
         if number % 30 == 29:
@@ -64,9 +64,9 @@ def live() -> list[int]:
 
 
 @pytest.fixture
-def closed(tmp_path: Path) -> Rig:
+def closed(tmp_path: Path) -> StoreRig:
     """A store that was closed cleanly."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
     rig.store.close()
@@ -75,9 +75,9 @@ def closed(tmp_path: Path) -> Rig:
 
 
 @pytest.fixture
-def killed(tmp_path: Path) -> Rig:
+def killed(tmp_path: Path) -> StoreRig:
     """A store whose process was killed."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
     rig.kill()
@@ -85,7 +85,7 @@ def killed(tmp_path: Path) -> Rig:
     return rig
 
 
-def all_is_there(rig: Rig) -> None:
+def all_is_there(rig: StoreRig) -> None:
     """Every record reads exact, and puts that fill the drive twice over cost none that may not go."""
     rig.open()
     for number in live():
@@ -94,7 +94,7 @@ def all_is_there(rig: Rig) -> None:
     assert rig.session(1) == list(range(BLOCKS))
 
 
-def puts_overwrite_nothing(rig: Rig) -> None:
+def puts_overwrite_nothing(rig: StoreRig) -> None:
     for number in range(1000, 1060):
         assert rig.put(number, payload_of(number % 50) + b"new").error is None
     for number in live():
@@ -102,14 +102,14 @@ def puts_overwrite_nothing(rig: Rig) -> None:
         assert (done.miss, got) == (None, payload_of(number)), number
 
 
-def put_row(rig: Rig, change: Callable[[Index, Any], object]) -> None:
+def put_row(rig: StoreRig, change: Callable[[Index, Any], object]) -> None:
     """Change rows behind the store's back, with every sum of LMDB's own right."""
     index = Index(rig.data / "index-0", 0)
     index.write(lambda transaction: change(index, transaction))
     index.abandon()
 
 
-def commit_is_noted(rig: Rig) -> None:
+def commit_is_noted(rig: StoreRig) -> None:
     """Note the last commit of an index that was changed behind the store's back."""
     index = Index(rig.data / "index-0", 0)
     commits = index._env.info()["last_txnid"]
@@ -134,7 +134,7 @@ def flip_in_row(number: int, byte: int, bit: int) -> Callable[[Index, Any], obje
 @pytest.mark.parametrize("closed_first", [True, False])
 def test_one_flipped_bit_in_a_row_costs_no_record(tmp_path: Path, byte: int, *, closed_first: bool) -> None:
     """Of its place, length, CRC, generation, expiry, fingerprint and check."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
     if closed_first:
@@ -152,7 +152,7 @@ def test_one_flipped_bit_in_a_row_costs_no_record(tmp_path: Path, byte: int, *, 
 
 
 @pytest.mark.parametrize("repaired", [False, True])
-def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(closed: Rig, *, repaired: bool) -> None:
+def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(closed: StoreRig, *, repaired: bool) -> None:
     pages = data_of(closed).stat().st_size // PAGE
     whole = data_of(closed).read_bytes()
     for page in range(pages):
@@ -176,7 +176,7 @@ def _bay(disk: FakeDisk) -> Any:
 def test_an_index_damaged_at_random_costs_no_record_and_lets_none_be_overwritten(
     tmp_path: Path, first: int
 ) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
     rebuilt = 0
@@ -235,7 +235,7 @@ def damage(folder: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def test_a_rebuild_is_said_in_one_sentence(closed: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rebuild_is_said_in_one_sentence(closed: StoreRig, caplog: pytest.LogCaptureFixture) -> None:
     put_row(closed, flip_in_row(50, 1, 4))
     with caplog.at_level(logging.WARNING):
         all_is_there(closed)
@@ -246,7 +246,7 @@ def test_a_rebuild_is_said_in_one_sentence(closed: Rig, caplog: pytest.LogCaptur
     closed.store.close()
 
 
-def test_a_whole_index_is_believed_with_and_without_its_seal(closed: Rig) -> None:
+def test_a_whole_index_is_believed_with_and_without_its_seal(closed: StoreRig) -> None:
     (closed.data / "index-0" / "seal").unlink()
     all_is_there(closed)
     assert not closed.store.statistics().rebuilt
@@ -254,7 +254,7 @@ def test_a_whole_index_is_believed_with_and_without_its_seal(closed: Rig) -> Non
     assert (closed.data / "index-0" / "seal").exists()
 
 
-def test_an_index_that_is_open_has_no_seal(closed: Rig) -> None:
+def test_an_index_that_is_open_has_no_seal(closed: StoreRig) -> None:
     assert (closed.data / "index-0" / "seal").exists()
     closed.open()
     assert not (closed.data / "index-0" / "seal").exists()
@@ -262,7 +262,7 @@ def test_an_index_that_is_open_has_no_seal(closed: Rig) -> None:
 
 
 @pytest.mark.parametrize("byte", range(0, 24, 3))
-def test_a_damaged_seal_is_none(closed: Rig, byte: int) -> None:
+def test_a_damaged_seal_is_none(closed: StoreRig, byte: int) -> None:
     path = closed.data / "index-0" / "seal"
     said = bytearray(path.read_bytes())
     said[byte] ^= 1
@@ -270,7 +270,7 @@ def test_a_damaged_seal_is_none(closed: Rig, byte: int) -> None:
     assert not index_file.is_sealed(path.parent)
 
 
-def test_a_sealed_file_is_not_sealed_with_one_bit_less(closed: Rig) -> None:
+def test_a_sealed_file_is_not_sealed_with_one_bit_less(closed: StoreRig) -> None:
     folder = closed.data / "index-0"
     assert index_file.is_sealed(folder)
     data = bytearray(data_of(closed).read_bytes())
@@ -282,7 +282,7 @@ def test_a_sealed_file_is_not_sealed_with_one_bit_less(closed: Rig) -> None:
 # What each check sees that nothing else does. LMDB's own structure is right in all of these.
 
 
-def believed(rig: Rig) -> Index:
+def believed(rig: StoreRig) -> Index:
     """Open the index as a start after a kill does, and look through it."""
     superblock = _superblock(rig)
     lock = FolderLock(rig.data)
@@ -296,13 +296,13 @@ def believed(rig: Rig) -> Index:
     return index
 
 
-def _superblock(rig: Rig) -> Any:
+def _superblock(rig: StoreRig) -> Any:
     superblock = find_superblock(disk_of(rig))
     assert superblock is not None
     return superblock
 
 
-def test_the_index_of_a_killed_process_is_believed(killed: Rig) -> None:
+def test_the_index_of_a_killed_process_is_believed(killed: StoreRig) -> None:
     believed(killed)
     all_is_there(killed)
     assert not killed.store.statistics().rebuilt
@@ -376,7 +376,7 @@ def put_both(index: Index, transaction: Any, entry: Any) -> None:
         (_elsewhere, "differs from its record's header"),
     ],
 )
-def test_a_contradiction_is_seen(killed: Rig, change: Callable[[Index, Any], object], why: str) -> None:
+def test_a_contradiction_is_seen(killed: StoreRig, change: Callable[[Index, Any], object], why: str) -> None:
     put_row(killed, change)
     commit_is_noted(killed)
     with pytest.raises(Corrupt, match=why):
@@ -387,7 +387,7 @@ def test_a_contradiction_is_seen(killed: Rig, change: Callable[[Index, Any], obj
     killed.store.close()
 
 
-def test_a_row_that_no_look_up_finds_is_seen(killed: Rig) -> None:
+def test_a_row_that_no_look_up_finds_is_seen(killed: StoreRig) -> None:
     """A branch that sends look-ups another way; all rows are there, and whole."""
     data = bytearray(data_of(killed).read_bytes())
     tables = struct.unpack_from("<Q", data, newest_head(data) + 40 + 48 + 40)[0] * PAGE
@@ -404,7 +404,7 @@ def test_a_row_that_no_look_up_finds_is_seen(killed: Rig) -> None:
     killed.store.close()
 
 
-def test_a_head_of_another_commit_than_its_rows_is_not_believed(killed: Rig) -> None:
+def test_a_head_of_another_commit_than_its_rows_is_not_believed(killed: StoreRig) -> None:
     """The older of the two heads, with a transaction's number that a flipped bit has made the higher one."""
     data = bytearray(data_of(killed).read_bytes())
     numbers = [struct.unpack_from("<Q", data, page * PAGE + 144)[0] for page in (0, 1)]
@@ -435,7 +435,7 @@ def failing(*_: object, **__: object) -> Any:
 def test_an_index_that_fails_while_it_serves_is_a_typed_error_and_no_acknowledgement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
     env = rig.drive._index._env
@@ -470,7 +470,7 @@ class _Broken:
 
 
 def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
     entry = rig.store.lookup([(TENANT, key(51))])[0]
@@ -492,9 +492,9 @@ def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> N
 
 
 def test_the_check_of_a_folder_says_why_an_index_is_not_believed(
-    closed: Rig, capsys: pytest.CaptureFixture[str]
+    closed: StoreRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Rig(closed.data.parent / "real")
+    real = StoreRig(closed.data.parent / "real")
     real.open()
     real.put(1, b"x")
     real.store.close()
@@ -510,7 +510,7 @@ def test_the_check_of_a_folder_says_why_an_index_is_not_believed(
 
 
 def test_a_damaged_set_of_drives_costs_no_record_and_is_said(
-    closed: Rig, caplog: pytest.LogCaptureFixture
+    closed: StoreRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = closed.data / SET_NAME
     path.write_bytes(path.read_bytes().replace(b'"set": 1', b'"set": 3'))

@@ -15,7 +15,7 @@ from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.items import SessionStep
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, Rig, key
+from tests.storage.rig import TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +28,9 @@ LENGTH = 5000
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 16)
-    rig = Rig(tmp_path, FakeDisk(seed=1))
+    rig = StoreRig(tmp_path, FakeDisk(seed=1))
     rig.open()
     rig.use_lanes(1)
     yield rig
@@ -39,7 +39,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.close()
 
 
-def lane_of(rig: Rig) -> FakeLane:
+def lane_of(rig: StoreRig) -> FakeLane:
     return rig.lanes[0]
 
 
@@ -47,7 +47,7 @@ def payload(number: int) -> bytes:
     return random.Random(number).randbytes(LENGTH)
 
 
-def land(rig: Rig, number: int) -> int:
+def land(rig: StoreRig, number: int) -> int:
     """A block comes that the lane takes."""
     before = len(lane_of(rig).records)
     tag = rig.start_put(number, payload(number))
@@ -55,24 +55,24 @@ def land(rig: Rig, number: int) -> int:
     return tag
 
 
-def end_all(rig: Rig) -> None:
+def end_all(rig: StoreRig) -> None:
     """The lane's writes end, and it tells of what it may."""
     for _ in range(200):
         lane_of(rig).step()
 
 
-def is_stored(rig: Rig, number: int) -> bool:
+def is_stored(rig: StoreRig, number: int) -> bool:
     return rig.store.lookup([(TENANT, key(number))])[0] is not None
 
 
-def kill_and_open(rig: Rig, seed: int = 0) -> None:
+def kill_and_open(rig: StoreRig, seed: int = 0) -> None:
     rig.kill()
     rig.disks = [disk.after_kill(seed) for disk in rig.disks]
     rig.open()
 
 
 def test_what_was_told_and_not_noted_is_found_after_sigkill(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: StoreRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.put(100, payload(100))
     tags = [land(rig, number) for number in range(8)]
@@ -86,7 +86,7 @@ def test_what_was_told_and_not_noted_is_found_after_sigkill(
         assert rig.get(number)[1] == payload(number)
 
 
-def test_ground_is_given_back_with_all_that_was_not_used(rig: Rig) -> None:
+def test_ground_is_given_back_with_all_that_was_not_used(rig: StoreRig) -> None:
     free = rig.drive._extents.free_pages
     ground = lane_of(rig).ground.pages
     assert ground > 100
@@ -101,7 +101,7 @@ def test_ground_is_given_back_with_all_that_was_not_used(rig: Rig) -> None:
     assert not any(rig.drive._writes._on_lanes)
 
 
-def test_what_is_written_by_both_is_told_in_one_order(rig: Rig) -> None:
+def test_what_is_written_by_both_is_told_in_one_order(rig: StoreRig) -> None:
     """The lane tells of nothing while one of ours with a lower generation is under way."""
     land(rig, 0)
     disk = rig.disk
@@ -129,7 +129,7 @@ def test_what_is_written_by_both_is_told_in_one_order(rig: Rig) -> None:
     assert generations == sorted(generations)
 
 
-def test_after_a_write_of_ours_has_failed_the_lane_tells_nobody(rig: Rig) -> None:
+def test_after_a_write_of_ours_has_failed_the_lane_tells_nobody(rig: StoreRig) -> None:
     disk = rig.disk
     assert disk is not None
     rig.start_put(1, payload(1), Durability.SYNCED)
@@ -147,7 +147,7 @@ def test_after_a_write_of_ours_has_failed_the_lane_tells_nobody(rig: Rig) -> Non
     assert isinstance(rig.put_done[tag].error, ReadOnly)
 
 
-def test_a_write_of_the_lanes_that_fails_stops_the_drive(rig: Rig) -> None:
+def test_a_write_of_the_lanes_that_fails_stops_the_drive(rig: StoreRig) -> None:
     disk = rig.disk
     assert disk is not None
     first = land(rig, 0)
@@ -160,7 +160,7 @@ def test_a_write_of_the_lanes_that_fails_stops_the_drive(rig: Rig) -> None:
     assert rig.drive.failure is not None
 
 
-def test_a_deletion_waits_for_what_the_lane_has(rig: Rig) -> None:
+def test_a_deletion_waits_for_what_the_lane_has(rig: StoreRig) -> None:
     land(rig, 0)
     tag = rig.start_delete(0)
     rig.store.poll()
@@ -172,7 +172,7 @@ def test_a_deletion_waits_for_what_the_lane_has(rig: Rig) -> None:
     assert not is_stored(rig, 0)
 
 
-def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: Rig) -> None:
+def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: StoreRig) -> None:
     land(rig, 0)
     writes = rig.disk.kinds.count(DiskOpKind.WRITE) if rig.disk else 0
     tag = rig.start_put(0, payload(0), Durability.SYNCED)
@@ -182,7 +182,7 @@ def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: Rig) -> None:
     assert rig.disk.kinds.count(DiskOpKind.WRITE) == writes + 1
 
 
-def test_a_lane_that_says_no_more_fails_what_it_has_and_nothing_waits(rig: Rig) -> None:
+def test_a_lane_that_says_no_more_fails_what_it_has_and_nothing_waits(rig: StoreRig) -> None:
     tag = land(rig, 0)
     rig.lanes = []
     rig.store.close()
@@ -201,7 +201,7 @@ def test_crashes_of_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, firs
 def crashes(data: Path, seed: int) -> None:
     """Lives of fresh names: what a peer was told is there after any kill, what was deleted is not."""
     dice = random.Random(seed)
-    rig = Rig(data, FakeDisk(seed=seed))
+    rig = StoreRig(data, FakeDisk(seed=seed))
     there: set[int] = set()
     gone: set[int] = set()
     numbers = iter(range(10_000))
@@ -241,7 +241,7 @@ def crashes(data: Path, seed: int) -> None:
         disk.close()
 
 
-def test_pages_of_a_lane_count_as_pages(rig: Rig) -> None:
+def test_pages_of_a_lane_count_as_pages(rig: StoreRig) -> None:
     land(rig, 0)
     rig.settle()
     offset, size = rig.record_at(0)

@@ -19,7 +19,7 @@ from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from kvstore.storage.renewals import lives_as_long
 from tests.storage.fakes import FakeBay, FakeDisk
-from tests.storage.rig import TENANT, USER, Rig, key, name
+from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,26 +33,26 @@ LATER_MS = 60_000
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data", FakeDisk())
+def rig(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     yield rig
     disk_of(rig).let_go()
     rig.store.close()
 
 
-def disk_of(rig: Rig) -> FakeDisk:
+def disk_of(rig: StoreRig) -> FakeDisk:
     assert rig.disk is not None
     return rig.disk
 
 
-def expiry(rig: Rig, number: int = 1) -> int:
+def expiry(rig: StoreRig, number: int = 1) -> int:
     entry = rig.store.lookup([(TENANT, key(number))])[0]
     assert entry is not None
     return entry.expires_ms
 
 
-def reopened(rig: Rig, how: str, seed: int = 1) -> None:
+def reopened(rig: StoreRig, how: str, seed: int = 1) -> None:
     """Open again after an end of some kind."""
     if how == "closed":
         rig.store.close()
@@ -67,7 +67,7 @@ def reopened(rig: Rig, how: str, seed: int = 1) -> None:
     rig.open()
 
 
-def late(rig: Rig, ms: int) -> None:
+def late(rig: StoreRig, ms: int) -> None:
     rig.clock.now_ms += ms
     rig.store.poll()
     rig.settle()
@@ -83,7 +83,7 @@ def test_which_life_is_as_long(one: int, other: int, *, long: bool) -> None:
 
 @pytest.mark.parametrize("how", ["running", "closed", "killed", "scanned"])
 @pytest.mark.parametrize("wanted_ms", [0, LATER_MS])
-def test_a_put_with_a_longer_life_lives_longer(rig: Rig, how: str, wanted_ms: int) -> None:
+def test_a_put_with_a_longer_life_lives_longer(rig: StoreRig, how: str, wanted_ms: int) -> None:
     start_ms = rig.clock.now_ms
     assert rig.put(1, b"kv", expires_ms=start_ms + SOON_MS).error is None
     at = rig.record_at(1)
@@ -101,7 +101,7 @@ def test_a_put_with_a_longer_life_lives_longer(rig: Rig, how: str, wanted_ms: in
         assert rig.store.statistics().blocks == 0
 
 
-def test_a_put_with_a_shorter_life_changes_nothing(rig: Rig) -> None:
+def test_a_put_with_a_shorter_life_changes_nothing(rig: StoreRig) -> None:
     rig.put(1, b"kv")
     writes = disk_of(rig).kinds.count(DiskOpKind.WRITE)
     assert rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS).error is None
@@ -111,7 +111,7 @@ def test_a_put_with_a_shorter_life_changes_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("how", ["running", "scanned"])
-def test_puts_of_one_name_that_come_together_live_as_long_as_the_longest(rig: Rig, how: str) -> None:
+def test_puts_of_one_name_that_come_together_live_as_long_as_the_longest(rig: StoreRig, how: str) -> None:
     now = rig.clock.now_ms
     tags = [rig.start_put(1, b"kv", expires_ms=now + ms) for ms in (SOON_MS, LATER_MS, SOON_MS + 1)]
     rig.settle()
@@ -121,7 +121,7 @@ def test_puts_of_one_name_that_come_together_live_as_long_as_the_longest(rig: Ri
     assert expiry(rig) == now + LATER_MS
 
 
-def test_one_that_comes_when_the_first_is_being_written_lives_longer_all_the_same(rig: Rig) -> None:
+def test_one_that_comes_when_the_first_is_being_written_lives_longer_all_the_same(rig: StoreRig) -> None:
     disk = disk_of(rig)
     now = rig.clock.now_ms
     first = rig.start_put(1, b"kv", expires_ms=now + SOON_MS)
@@ -136,7 +136,7 @@ def test_one_that_comes_when_the_first_is_being_written_lives_longer_all_the_sam
 
 
 def together(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, *puts: tuple[bytes, int]
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch, *puts: tuple[bytes, int]
 ) -> list[StorageError | None]:
     """Put them in one batch; payload and expiry of each."""
     items: list[PutItem] = []
@@ -148,7 +148,9 @@ def together(
     return [rig.put_done[tag].error for tag in tags]
 
 
-def test_one_of_another_length_does_not_lengthen_a_life(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_another_length_does_not_lengthen_a_life(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     soon = rig.clock.now_ms + SOON_MS
     first, other = together(rig, monkeypatch, (b"kv", soon), (b"longer", 0))
     assert first is None
@@ -157,7 +159,7 @@ def test_one_of_another_length_does_not_lengthen_a_life(rig: Rig, monkeypatch: p
 
 
 def test_a_batch_with_one_name_writes_it_once_with_the_longest_life(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = rig.clock.now_ms
     writes = disk_of(rig).kinds.count(DiskOpKind.WRITE)
@@ -167,7 +169,7 @@ def test_a_batch_with_one_name_writes_it_once_with_the_longest_life(
     assert disk_of(rig).kinds.count(DiskOpKind.WRITE) == writes + 1
 
 
-def test_a_longer_life_is_acknowledged_when_it_is_on_the_drive_and_not_before(rig: Rig) -> None:
+def test_a_longer_life_is_acknowledged_when_it_is_on_the_drive_and_not_before(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     tag = rig.start_put(1, b"kv")
@@ -181,7 +183,7 @@ def test_a_longer_life_is_acknowledged_when_it_is_on_the_drive_and_not_before(ri
     assert rig.put_done[tag].error is None
 
 
-def test_a_longer_life_that_cannot_be_written_is_not_acknowledged(rig: Rig) -> None:
+def test_a_longer_life_that_cannot_be_written_is_not_acknowledged(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     disk.faults[disk.operations] = -5
@@ -191,7 +193,7 @@ def test_a_longer_life_that_cannot_be_written_is_not_acknowledged(rig: Rig) -> N
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_synced_longer_life_survives_power_loss(rig: Rig, seed: int) -> None:
+def test_a_synced_longer_life_survives_power_loss(rig: StoreRig, seed: int) -> None:
     assert rig.put(1, b"kv", Durability.SYNCED, expires_ms=rig.clock.now_ms + SOON_MS).error is None
     if seed % 2:  # the header has been written by one who did not ask for a sync
         assert rig.put(1, b"kv").error is None
@@ -204,7 +206,7 @@ def test_a_synced_longer_life_survives_power_loss(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_synced_put_of_what_is_only_written_is_synced_before_it_is_acknowledged(
-    rig: Rig, seed: int
+    rig: StoreRig, seed: int
 ) -> None:
     assert rig.put(1, b"kv").error is None
     assert rig.put(1, b"kv", Durability.SYNCED).error is None
@@ -212,7 +214,7 @@ def test_a_synced_put_of_what_is_only_written_is_synced_before_it_is_acknowledge
     assert rig.get(1)[1] == b"kv"
 
 
-def test_a_synced_put_beside_a_written_one_of_its_name_is_synced(rig: Rig) -> None:
+def test_a_synced_put_beside_a_written_one_of_its_name_is_synced(rig: StoreRig) -> None:
     tags = [rig.start_put(1, b"kv"), rig.start_put(1, b"kv", Durability.SYNCED)]
     rig.settle()
     assert [rig.put_done[tag].error for tag in tags] == [None, None]
@@ -221,7 +223,7 @@ def test_a_synced_put_beside_a_written_one_of_its_name_is_synced(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_life_or_the_other(rig: Rig, seed: int) -> None:
+def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_life_or_the_other(rig: StoreRig, seed: int) -> None:
     soon = rig.clock.now_ms + SOON_MS
     rig.put(1, b"kv" * 3000, Durability.SYNCED, expires_ms=soon)
     rig.start_put(1, b"kv" * 3000)
@@ -237,7 +239,7 @@ def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_life_or_the_other(rig: 
     rig.open()
 
 
-def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: Rig) -> None:
+def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: StoreRig) -> None:
     """The header says more than the index: nobody was told."""
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     rig.start_put(1, b"kv")
@@ -253,7 +255,7 @@ def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: Rig) -> N
     assert rig.get(1)[1] == b"kv"
 
 
-def test_a_get_while_the_life_is_lengthened_is_a_hit(rig: Rig) -> None:
+def test_a_get_while_the_life_is_lengthened_is_a_hit(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     item = rig.start_get(1)
@@ -266,7 +268,7 @@ def test_a_get_while_the_life_is_lengthened_is_a_hit(rig: Rig) -> None:
     assert rig.get_done[item.tag].miss is None
 
 
-def test_nothing_stands_where_a_header_is_being_written_before_that_has_ended(rig: Rig) -> None:
+def test_nothing_stands_where_a_header_is_being_written_before_that_has_ended(rig: StoreRig) -> None:
     """Its block is dropped meanwhile, and others are put: the late header must not come back, nor lie over them."""
     for number in (2, 1, 3):
         rig.put(number, b"kv", expires_ms=(number == 1) * (rig.clock.now_ms + SOON_MS))
@@ -292,7 +294,7 @@ def test_nothing_stands_where_a_header_is_being_written_before_that_has_ended(ri
     assert all(rig.get(number)[1] == bytes([number]) * 5000 for number in range(10, 40))
 
 
-def test_a_deletion_comes_behind_the_put_that_lengthens_a_life(rig: Rig) -> None:
+def test_a_deletion_comes_behind_the_put_that_lengthens_a_life(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     put = rig.start_put(1, b"kv")
     gone = rig.start_delete(1)
@@ -304,7 +306,7 @@ def test_a_deletion_comes_behind_the_put_that_lengthens_a_life(rig: Rig) -> None
     assert rig.get(1)[0].miss is not None
 
 
-def test_a_deletion_comes_behind_all_puts_that_were_before_it(rig: Rig) -> None:
+def test_a_deletion_comes_behind_all_puts_that_were_before_it(rig: StoreRig) -> None:
     """Of which the second makes the first one's life longer, and is not done when that one is."""
     now = rig.clock.now_ms
     first = rig.start_put(1, b"kv", expires_ms=now + SOON_MS)
@@ -318,7 +320,7 @@ def test_a_deletion_comes_behind_all_puts_that_were_before_it(rig: Rig) -> None:
     assert rig.reported.index(second) < rig.reported.index(gone)
 
 
-def test_a_block_does_not_expire_while_its_life_is_lengthened(rig: Rig) -> None:
+def test_a_block_does_not_expire_while_its_life_is_lengthened(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     rig.start_put(1, b"kv")
@@ -337,7 +339,7 @@ def test_a_block_does_not_expire_while_its_life_is_lengthened(rig: Rig) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_puts_of_few_names_live_as_long_as_was_promised(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    rig = Rig(tmp_path / "data", FakeDisk(seed=seed))
+    rig = StoreRig(tmp_path / "data", FakeDisk(seed=seed))
     rig.open()
     promised: dict[int, int] = {}  # until when; what is acknowledged only adds to it
     for _ in range(120):
@@ -365,7 +367,7 @@ def test_random_puts_of_few_names_live_as_long_as_was_promised(tmp_path: Path, s
 
 
 def test_with_several_drives_the_life_is_lengthened_where_the_block_is(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
+    rig = StoreRig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
     rig.open()
     soon = rig.clock.now_ms + SOON_MS
     for number in range(20):
@@ -378,7 +380,7 @@ def test_with_several_drives_the_life_is_lengthened_where_the_block_is(tmp_path:
 
 
 def test_a_failed_drive_that_cannot_lengthen_a_life_is_no_reason_to_end_it(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
+    rig = StoreRig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
     rig.open()
     number = next(one for one in range(20) if rig.home(one) == 0)
     rig.put(number, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
@@ -395,7 +397,7 @@ def test_a_failed_drive_that_cannot_lengthen_a_life_is_no_reason_to_end_it(tmp_p
 
 
 @pytest.mark.parametrize("ago_ms", [0, 1, 10**9])
-def test_a_put_whose_time_to_live_is_over_is_refused(rig: Rig, ago_ms: int) -> None:
+def test_a_put_whose_time_to_live_is_over_is_refused(rig: StoreRig, ago_ms: int) -> None:
     assert isinstance(rig.put(1, b"kv", expires_ms=rig.clock.now_ms - ago_ms).error, Expired)
     assert rig.store.statistics().blocks == 0
     rig.put(1, b"kv")
@@ -408,22 +410,24 @@ FIT = (PAGES - 4 - 2) // 3  # blocks of 8,000 bytes, beside the record of one se
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
-    rig = Rig(tmp_path / "data", FakeDisk(capacity=PAGES * PAGE_BYTES))
+    rig = StoreRig(tmp_path / "data", FakeDisk(capacity=PAGES * PAGE_BYTES))
     rig.open()
     yield rig
     rig.store.close()
 
 
-def fill_with_protected(rig: Rig, blocks: int) -> None:
+def fill_with_protected(rig: StoreRig, blocks: int) -> None:
     for number in range(blocks):
         assert rig.put(number, b"p" * 8000).error is None
     assert rig.append(1, range(blocks)).error is None
     assert rig.store.protect(SessionName(TENANT, USER, name(1))) is None
 
 
-def test_with_everything_protected_a_put_is_no_space_and_not_acknowledged_and_evicted(small: Rig) -> None:
+def test_with_everything_protected_a_put_is_no_space_and_not_acknowledged_and_evicted(
+    small: StoreRig,
+) -> None:
     refused = 0
     for number in range(400):
         done = small.put(number, b"p" * 8000)
@@ -440,7 +444,7 @@ def test_with_everything_protected_a_put_is_no_space_and_not_acknowledged_and_ev
     assert small.store.statistics().blocks == 400 - refused
 
 
-def test_what_protection_leaves_is_used_and_the_last_put_stays(small: Rig) -> None:
+def test_what_protection_leaves_is_used_and_the_last_put_stays(small: StoreRig) -> None:
     fill_with_protected(small, FIT - 8)
     for number in range(1000, 1100):
         assert small.put(number, b"n" * 8000).error is None
@@ -450,7 +454,7 @@ def test_what_protection_leaves_is_used_and_the_last_put_stays(small: Rig) -> No
     assert small.drive.keeping.core.protected_pages == 0
 
 
-def test_protected_pages_are_counted_however_they_come_and_go(small: Rig) -> None:
+def test_protected_pages_are_counted_however_they_come_and_go(small: StoreRig) -> None:
     core = small.drive.keeping.core
     for number in range(6):
         small.put(number, b"p" * 8000)
@@ -472,13 +476,13 @@ def test_protected_pages_are_counted_however_they_come_and_go(small: Rig) -> Non
 # Sessions.
 
 
-def limit_of(rig: Rig) -> int:
+def limit_of(rig: StoreRig) -> int:
     stored = rig.store.manifests.get(SessionName(TENANT, USER, name(1)))
     assert stored is not None
     return stored.manifest.expires_ms
 
 
-def test_an_append_done_before_still_sets_when_the_session_ends(rig: Rig) -> None:
+def test_an_append_done_before_still_sets_when_the_session_ends(rig: StoreRig) -> None:
     for number in range(4):
         rig.put(number, b"kv")
     soon = rig.clock.now_ms + SOON_MS
@@ -491,7 +495,7 @@ def test_an_append_done_before_still_sets_when_the_session_ends(rig: Rig) -> Non
     assert limit_of(rig) == 0
 
 
-def protected(rig: Rig) -> list[bool]:
+def protected(rig: StoreRig) -> list[bool]:
     return [
         rig.drive.keeping.core.is_guarded(entry.generation)
         for entry in rig.store.lookup([(TENANT, key(number)) for number in range(4)])
@@ -499,13 +503,13 @@ def protected(rig: Rig) -> list[bool]:
     ]
 
 
-def protect(rig: Rig, blocks: int, durability: Durability = Durability.SYNCED) -> None:
+def protect(rig: StoreRig, blocks: int, durability: Durability = Durability.SYNCED) -> None:
     item = SessionItem(SessionName(TENANT, USER, name(1)), SessionStep.PROTECT, durability, 0, blocks=blocks)
     assert rig.change_session(item).error is None
 
 
 @pytest.mark.parametrize("how", ["closed", "killed", "scanned", "power"])
-def test_protection_survives(rig: Rig, how: str) -> None:
+def test_protection_survives(rig: StoreRig, how: str) -> None:
     for number in range(4):
         rig.put(number, b"kv", Durability.SYNCED)
     rig.append(1, range(4), Durability.SYNCED)
@@ -520,7 +524,7 @@ def test_protection_survives(rig: Rig, how: str) -> None:
 
 
 def test_protection_stays_with_a_session_that_is_appended_cut_and_limited_and_not_with_its_fork(
-    rig: Rig,
+    rig: StoreRig,
 ) -> None:
     for number in range(4):
         rig.put(number, b"kv")
@@ -547,7 +551,7 @@ def test_protection_stays_with_a_session_that_is_appended_cut_and_limited_and_no
     assert protected(rig) == [False] * 4
 
 
-def test_a_protected_block_that_expires_and_is_put_again_is_protected_in_every_session(rig: Rig) -> None:
+def test_a_protected_block_that_expires_and_is_put_again_is_protected_in_every_session(rig: StoreRig) -> None:
     """The session that it joined last is not the one that protects it."""
     soon = rig.clock.now_ms + SOON_MS
     for number in range(4):
@@ -561,7 +565,7 @@ def test_a_protected_block_that_expires_and_is_put_again_is_protected_in_every_s
     assert protected(rig) == [True] * 4
 
 
-def test_of_a_protected_session_nothing_goes_when_a_drive_is_full_after_a_restart(small: Rig) -> None:
+def test_of_a_protected_session_nothing_goes_when_a_drive_is_full_after_a_restart(small: StoreRig) -> None:
     for number in range(40):
         small.put(number, b"p" * 8000)
     small.append(1, range(40))
@@ -574,14 +578,14 @@ def test_of_a_protected_session_nothing_goes_when_a_drive_is_full_after_a_restar
     assert all(small.get(number)[1] == b"p" * 8000 for number in range(40))
 
 
-def test_a_session_that_is_not_there_is_not_protected(rig: Rig) -> None:
+def test_a_session_that_is_not_there_is_not_protected(rig: StoreRig) -> None:
     item = SessionItem(
         SessionName(TENANT, USER, name(1)), SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=1
     )
     assert rig.change_session(item).error is not None
 
 
-def test_a_miss_of_what_expired_says_so(rig: Rig) -> None:
+def test_a_miss_of_what_expired_says_so(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + 1)
     rig.clock.now_ms += 1
     done, _ = rig.get(1)

@@ -30,10 +30,10 @@ from kvstore.storage import index_check
 from kvstore.storage.store import Store
 from kvstore.wire.record import roll_offset
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import Rig
+from tests.storage.rig import StoreRig
 
 
-def drive_of(rig: Rig) -> Path:
+def drive_of(rig: StoreRig) -> Path:
     return rig.data / "drive-0.kv"
 
 
@@ -43,7 +43,7 @@ def poke(path: Path, offset: int, data: bytes) -> None:
         drive.write(data)
 
 
-def blocks_survive(rig: Rig, *, rebuilt: bool) -> None:
+def blocks_survive(rig: StoreRig, *, rebuilt: bool) -> None:
     rig.open()
     assert rig.store.statistics().rebuilt is rebuilt
     assert rig.get(1)[1] == b"one" * 2000
@@ -51,20 +51,20 @@ def blocks_survive(rig: Rig, *, rebuilt: bool) -> None:
 
 
 @pytest.fixture
-def filled(real: Rig) -> Rig:
+def filled(real: StoreRig) -> StoreRig:
     real.put(1, b"one" * 2000)
     real.put(2, b"two")
     return real
 
 
-def test_a_folder_is_opened_by_one_at_a_time(filled: Rig) -> None:
+def test_a_folder_is_opened_by_one_at_a_time(filled: StoreRig) -> None:
     with pytest.raises(FolderLocked):
         Store.open(filled.data, capacity_bytes=None, clock=SystemClock())
     filled.store.close()
     blocks_survive(filled, rebuilt=False)
 
 
-def test_a_drive_of_another_version_is_refused_and_left_alone(filled: Rig) -> None:
+def test_a_drive_of_another_version_is_refused_and_left_alone(filled: StoreRig) -> None:
     filled.store.close()
     for copy in (0, PAGE_BYTES):
         poke(drive_of(filled), copy + 8, b"\x02")
@@ -75,20 +75,20 @@ def test_a_drive_of_another_version_is_refused_and_left_alone(filled: Rig) -> No
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-def test_one_damaged_superblock_is_no_loss(filled: Rig, copy: int) -> None:
+def test_one_damaged_superblock_is_no_loss(filled: StoreRig, copy: int) -> None:
     filled.store.close()
     poke(drive_of(filled), copy * PAGE_BYTES, b"garbage")
     blocks_survive(filled, rebuilt=False)
 
 
-def test_of_two_good_superblocks_the_newer_counts(filled: Rig) -> None:
+def test_of_two_good_superblocks_the_newer_counts(filled: StoreRig) -> None:
     old = drive_of(filled).read_bytes()[:PAGE_BYTES]
     filled.store.close()
     poke(drive_of(filled), 0, old)  # as if the last write of copy 0 had been lost
     blocks_survive(filled, rebuilt=False)
 
 
-def test_two_damaged_superblocks_are_not_formatted_over(filled: Rig) -> None:
+def test_two_damaged_superblocks_are_not_formatted_over(filled: StoreRig) -> None:
     filled.store.close()
     poke(drive_of(filled), 0, b"garbage")
     poke(drive_of(filled), PAGE_BYTES, b"garbage")
@@ -96,7 +96,7 @@ def test_two_damaged_superblocks_are_not_formatted_over(filled: Rig) -> None:
         filled.open()
 
 
-def test_a_drive_cut_from_outside_is_refused(filled: Rig) -> None:
+def test_a_drive_cut_from_outside_is_refused(filled: StoreRig) -> None:
     filled.capacity_bytes = 2 * DRIVE_CAPACITY_BYTES_MIN
     filled.store.close()
     os.truncate(drive_of(filled), DRIVE_CAPACITY_BYTES_MIN // 2)
@@ -105,7 +105,7 @@ def test_a_drive_cut_from_outside_is_refused(filled: Rig) -> None:
 
 
 def test_a_drive_a_page_shorter_than_its_superblock_says_is_refused(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data")
+    rig = StoreRig(tmp_path / "data")
     rig.capacity_bytes = DRIVE_CAPACITY_BYTES_MIN + PAGE_BYTES
     rig.open().close()
     os.truncate(drive_of(rig), DRIVE_CAPACITY_BYTES_MIN)
@@ -122,7 +122,7 @@ def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None
     assert not list((tmp_path / "data").glob("drive*"))
 
 
-def test_a_drive_that_was_removed_is_not_replaced_by_a_new_one(filled: Rig) -> None:
+def test_a_drive_that_was_removed_is_not_replaced_by_a_new_one(filled: StoreRig) -> None:
     filled.store.close()
     drive_of(filled).rename(filled.data / "elsewhere")
     with pytest.raises(StorageError, match="is missing"):
@@ -131,7 +131,7 @@ def test_a_drive_that_was_removed_is_not_replaced_by_a_new_one(filled: Rig) -> N
     blocks_survive(filled, rebuilt=False)
 
 
-def test_a_device_that_was_removed_is_an_error(filled: Rig) -> None:
+def test_a_device_that_was_removed_is_an_error(filled: StoreRig) -> None:
     filled.store.close()
     drive_of(filled).unlink()
     drive_of(filled).symlink_to(filled.data / "no-such-device")
@@ -140,7 +140,7 @@ def test_a_device_that_was_removed_is_an_error(filled: Rig) -> None:
 
 
 @pytest.mark.parametrize("size", [0, PAGE_BYTES, DRIVE_CAPACITY_BYTES_MIN - 1])
-def test_a_drive_of_hardly_any_size_is_refused(filled: Rig, size: int) -> None:
+def test_a_drive_of_hardly_any_size_is_refused(filled: StoreRig, size: int) -> None:
     filled.store.close()
     os.truncate(drive_of(filled), size)
     with pytest.raises(StorageError, match="of the smallest drive"):
@@ -150,12 +150,12 @@ def test_a_drive_of_hardly_any_size_is_refused(filled: Rig, size: int) -> None:
 def test_a_drive_above_the_limit_is_refused_and_left_alone(tmp_path: Path) -> None:
     disk = FakeDisk(capacity=DRIVE_CAPACITY_BYTES_MAX + PAGE_BYTES)
     with pytest.raises(StorageError, match="of the largest drive"):
-        Rig(tmp_path / "data", disk).open()
+        StoreRig(tmp_path / "data", disk).open()
     assert disk.pages == {}
     disk.close()
 
 
-def test_a_drive_truncated_under_a_running_store_gives_misses(filled: Rig) -> None:
+def test_a_drive_truncated_under_a_running_store_gives_misses(filled: StoreRig) -> None:
     os.truncate(drive_of(filled), 4 * PAGE_BYTES)
     assert filled.get(1)[0].miss is not None
     assert filled.get(2)[0].miss is not None
@@ -165,7 +165,7 @@ def test_a_device_whose_formatting_was_cut_short_in_its_superblock_is_not_format
     tmp_path: Path,
 ) -> None:
     """The first copy is there in half: this may be anybody's, so a person has to say."""
-    rig = Rig(tmp_path / "data", FakeDisk({0: b"TKVDRIVE" + bytes(PAGE_BYTES - 8)}))
+    rig = StoreRig(tmp_path / "data", FakeDisk({0: b"TKVDRIVE" + bytes(PAGE_BYTES - 8)}))
     with pytest.raises(StorageError) as caught:
         rig.open()
     assert isinstance(caught.value, (Corrupt, WrongVersion))
@@ -179,7 +179,7 @@ def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_an_index_copied_from_a_running_store_and_brought_back_after_sigkill_is_rebuilt(
-    filled: Rig, more: int
+    filled: StoreRig, more: int
 ) -> None:
     """Within one boot and one epoch: the lock file knows how far the index had got."""
     shutil.copytree(filled.data / "index-0", filled.data / "copy")
@@ -194,7 +194,7 @@ def test_an_index_copied_from_a_running_store_and_brought_back_after_sigkill_is_
 
 @pytest.mark.parametrize("emptied", [False, True])
 def test_an_index_brought_back_after_sigkill_with_the_lock_file_of_its_hour_is_rebuilt(
-    filled: Rig, monkeypatch: pytest.MonkeyPatch, *, emptied: bool
+    filled: StoreRig, monkeypatch: pytest.MonkeyPatch, *, emptied: bool
 ) -> None:
     """All that says how far the index had got is as old as the index: the drive says otherwise."""
     monkeypatch.setattr(index_check, "INDEX_HEADERS_CHECKED_MAX", 1)
@@ -220,7 +220,7 @@ def test_an_index_brought_back_after_sigkill_with_the_lock_file_of_its_hour_is_r
 
 def test_a_put_that_was_under_way_at_sigkill_is_no_reason_to_rebuild(tmp_path: Path) -> None:
     disk = FakeDisk()
-    rig = Rig(tmp_path / "data", disk)
+    rig = StoreRig(tmp_path / "data", disk)
     rig.open()
     rig.put(1, b"one" * 2000)
     rig.put(2, b"two")
@@ -234,14 +234,16 @@ def test_a_put_that_was_under_way_at_sigkill_is_no_reason_to_rebuild(tmp_path: P
     rig.store.close()
 
 
-def test_without_the_note_of_the_generations_an_index_that_was_not_closed_is_rebuilt(filled: Rig) -> None:
+def test_without_the_note_of_the_generations_an_index_that_was_not_closed_is_rebuilt(
+    filled: StoreRig,
+) -> None:
     """As an older build leaves it."""
     filled.kill()
     os.truncate(filled.data / "kvstore.lock", PAGE_BYTES)
     blocks_survive(filled, rebuilt=True)
 
 
-def test_without_the_note_of_its_commits_an_index_that_was_not_closed_is_rebuilt(filled: Rig) -> None:
+def test_without_the_note_of_its_commits_an_index_that_was_not_closed_is_rebuilt(filled: StoreRig) -> None:
     filled.kill()
     (filled.data / "kvstore.lock").unlink()
     blocks_survive(filled, rebuilt=True)
@@ -250,7 +252,7 @@ def test_without_the_note_of_its_commits_an_index_that_was_not_closed_is_rebuilt
     blocks_survive(filled, rebuilt=False)
 
 
-def test_a_commit_that_a_process_died_before_noting_is_no_reason_to_rebuild(filled: Rig) -> None:
+def test_a_commit_that_a_process_died_before_noting_is_no_reason_to_rebuild(filled: StoreRig) -> None:
     lock = filled.store._lock.place(0)
     note = lock.note
     filled.put(3, b"committed")
@@ -262,7 +264,7 @@ def test_a_commit_that_a_process_died_before_noting_is_no_reason_to_rebuild(fill
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_damaged_roll_voids_nothing(tmp_path: Path, *, flipped: bool) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"one" * 2000)
     rig.put(2, b"two")
@@ -284,7 +286,7 @@ def test_a_damaged_roll_voids_nothing(tmp_path: Path, *, flipped: bool) -> None:
 
 
 def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_life_is(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data")
+    rig = StoreRig(tmp_path / "data")
     rig.open()
     assert not rig.store.statistics().rebuilt
     rig.put(1, b"one" * 2000)
@@ -295,7 +297,7 @@ def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_life_is(tmp_path
     rig.store.close()
 
 
-def test_an_existing_drive_keeps_its_capacity(filled: Rig) -> None:
+def test_an_existing_drive_keeps_its_capacity(filled: StoreRig) -> None:
     filled.store.close()
     filled.capacity_bytes = 4 * DRIVE_CAPACITY_BYTES_MIN
     blocks_survive(filled, rebuilt=False)
@@ -305,7 +307,7 @@ def test_an_existing_drive_keeps_its_capacity(filled: Rig) -> None:
 def test_a_formatting_that_was_cut_short_is_done_anew(tmp_path: Path) -> None:
     disk = FakeDisk()
     disk.fault_from = (10, -5)
-    rig = Rig(tmp_path / "data", disk)
+    rig = StoreRig(tmp_path / "data", disk)
     with pytest.raises(StorageError):
         rig.open()
     rig.disk = disk.after_power_loss(1)
@@ -314,7 +316,7 @@ def test_a_formatting_that_was_cut_short_is_done_anew(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_a_killed_process_leaves_an_index_that_is_believed_in_the_same_boot_only(filled: Rig) -> None:
+def test_a_killed_process_leaves_an_index_that_is_believed_in_the_same_boot_only(filled: StoreRig) -> None:
     filled.kill()
     blocks_survive(filled, rebuilt=False)
     filled.kill()
@@ -322,34 +324,34 @@ def test_a_killed_process_leaves_an_index_that_is_believed_in_the_same_boot_only
     blocks_survive(filled, rebuilt=True)
 
 
-def test_a_clean_index_is_believed_in_another_boot(filled: Rig) -> None:
+def test_a_clean_index_is_believed_in_another_boot(filled: StoreRig) -> None:
     filled.store.close()
     filled.boot_id = "1" * 36
     blocks_survive(filled, rebuilt=False)
 
 
-def test_a_deleted_index_is_rebuilt(filled: Rig) -> None:
+def test_a_deleted_index_is_rebuilt(filled: StoreRig) -> None:
     filled.store.close()
     shutil.rmtree(filled.data / "index-0")
     blocks_survive(filled, rebuilt=True)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 4096, 8192, -4096])
-def test_an_index_cut_short_is_rebuilt(filled: Rig, keep: int) -> None:
+def test_an_index_cut_short_is_rebuilt(filled: StoreRig, keep: int) -> None:
     filled.store.close()
     index = filled.data / "index-0" / "data.mdb"
     os.truncate(index, keep if keep >= 0 else index.stat().st_size + keep)
     blocks_survive(filled, rebuilt=True)
 
 
-def test_an_index_of_garbage_is_rebuilt(filled: Rig) -> None:
+def test_an_index_of_garbage_is_rebuilt(filled: StoreRig) -> None:
     filled.store.close()
     poke(filled.data / "index-0" / "data.mdb", 0, b"\xff" * 8192)
     blocks_survive(filled, rebuilt=True)
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["closed", "running"])
-def test_an_index_from_yesterday_is_rebuilt(filled: Rig, *, running: bool) -> None:
+def test_an_index_from_yesterday_is_rebuilt(filled: StoreRig, *, running: bool) -> None:
     if not running:
         filled.store.close()
     shutil.copytree(filled.data / "index-0", filled.data / "yesterday")
@@ -363,8 +365,8 @@ def test_an_index_from_yesterday_is_rebuilt(filled: Rig, *, running: bool) -> No
     assert filled.get(3)[1] == b"today"
 
 
-def test_an_index_of_another_store_is_rebuilt(filled: Rig, tmp_path: Path) -> None:
-    other = Rig(tmp_path / "other")
+def test_an_index_of_another_store_is_rebuilt(filled: StoreRig, tmp_path: Path) -> None:
+    other = StoreRig(tmp_path / "other")
     other.open().close()
     filled.store.close()
     shutil.rmtree(filled.data / "index-0")
@@ -372,7 +374,7 @@ def test_an_index_of_another_store_is_rebuilt(filled: Rig, tmp_path: Path) -> No
     blocks_survive(filled, rebuilt=True)
 
 
-def test_generations_rise_over_openings_and_rebuilds(filled: Rig) -> None:
+def test_generations_rise_over_openings_and_rebuilds(filled: StoreRig) -> None:
     generations = []
     for number in range(10, 14):
         filled.put(number, b"x")
@@ -387,8 +389,8 @@ def test_generations_rise_over_openings_and_rebuilds(filled: Rig) -> None:
 CHILD = """
 import sys, pathlib
 from kvstore.durability import Durability
-from tests.storage.rig import Rig
-rig = Rig(pathlib.Path(sys.argv[1]))
+from tests.storage.rig import StoreRig
+rig = StoreRig(pathlib.Path(sys.argv[1]))
 rig.open()
 for number in range(10_000):
     tag = rig.start_put(number, number.to_bytes(4, "little") * 3000)
@@ -412,7 +414,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives
         acknowledged += [int(line) for line in child.stdout.read().splitlines()]
     if not index_survives:
         shutil.rmtree(data / "index-0")
-    rig = Rig(data)
+    rig = StoreRig(data)
     rig.open()
     assert rig.store.statistics().rebuilt is not index_survives
     for number in acknowledged:
@@ -420,7 +422,9 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives
     rig.store.close()
 
 
-def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives_own(filled: Rig) -> None:
+def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives_own(
+    filled: StoreRig,
+) -> None:
     volume = filled.drive._volume
     ceiling = volume.superblock.generation_ceiling
     volume.skip_generations(ceiling - 2)
@@ -435,7 +439,7 @@ def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives
 
 
 def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
 
     def rebuilt_gives(expected: dict[int, bytes], lost_wipe: int) -> None:
         rig.store.close()
@@ -465,7 +469,7 @@ def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies
 
 
 def test_a_clean_close_makes_written_blocks_survive_power_loss(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"one" * 2000)
     rig.put(2, b"two")
@@ -478,14 +482,14 @@ def test_a_clean_close_makes_written_blocks_survive_power_loss(tmp_path: Path) -
     rig.store.close()
 
 
-def test_a_file_where_the_index_was_is_no_reason_not_to_start(filled: Rig) -> None:
+def test_a_file_where_the_index_was_is_no_reason_not_to_start(filled: StoreRig) -> None:
     filled.store.close()
     shutil.rmtree(filled.data / "index-0")
     (filled.data / "index-0").write_text("no folder")
     blocks_survive(filled, rebuilt=True)
 
 
-def test_a_folder_where_the_seal_was_is_no_reason_not_to_start(filled: Rig) -> None:
+def test_a_folder_where_the_seal_was_is_no_reason_not_to_start(filled: StoreRig) -> None:
     filled.store.close()
     (filled.data / "index-0" / "seal").unlink()
     (filled.data / "index-0" / "seal").mkdir()

@@ -10,7 +10,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import ReadOnly
 from kvstore.storage.disk import DiskOpKind
-from tests.storage.rig import TENANT, Rig, key
+from tests.storage.rig import TENANT, StoreRig, key
 from tests.storage.test_doubts import disk_of
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kvstore.storage.disk import DiskOp
 
 
-def hold(rig: Rig, which: Callable[[DiskOp], bool] = lambda _: True) -> None:
+def hold(rig: StoreRig, which: Callable[[DiskOp], bool] = lambda _: True) -> None:
     """Let none of these end that are in flight now."""
     disk_of(rig).held |= {op.tag for op in disk_of(rig).in_flight if which(op)}
 
 
-def go_on(rig: Rig) -> None:
+def go_on(rig: StoreRig) -> None:
     """Poll until nothing but what is held is under way."""
     disk = disk_of(rig)
     for _ in range(100):
@@ -35,7 +35,7 @@ def go_on(rig: Rig) -> None:
         rig.store.poll()
 
 
-def release(rig: Rig, kind: DiskOpKind, offset: int | None = None) -> None:
+def release(rig: StoreRig, kind: DiskOpKind, offset: int | None = None) -> None:
     """Let those end that are of this kind, and at this place if one is said."""
     disk = disk_of(rig)
     ending = {op.tag for op in disk.in_flight if op.kind is kind and offset in (None, op.offset)}
@@ -44,7 +44,7 @@ def release(rig: Rig, kind: DiskOpKind, offset: int | None = None) -> None:
     disk._ring_bell()
 
 
-def until_it_syncs(rig: Rig) -> None:
+def until_it_syncs(rig: StoreRig) -> None:
     for _ in range(100):
         if any(op.kind is DiskOpKind.SYNC for op in disk_of(rig).in_flight):
             return
@@ -52,12 +52,12 @@ def until_it_syncs(rig: Rig) -> None:
     raise AssertionError("no sync was begun")
 
 
-def is_stored(rig: Rig, number: int) -> bool:
+def is_stored(rig: StoreRig, number: int) -> bool:
     return rig.store.lookup([(TENANT, key(number))]) != [None]
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_no_generation_is_published_before_all_lower_ones_are_written(fake: Rig, held: int) -> None:
+def test_no_generation_is_published_before_all_lower_ones_are_written(fake: StoreRig, held: int) -> None:
     tags = [fake.start_put(number, b"payload") for number in range(4)]
     slow = sorted(op.offset for op in disk_of(fake).in_flight)[held]
     hold(fake, lambda op: op.offset == slow)
@@ -73,7 +73,7 @@ def test_no_generation_is_published_before_all_lower_ones_are_written(fake: Rig,
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_behind_a_write_that_failed_none_is_published_and_none_before_it_is_lost(
-    fake: Rig, failing: int
+    fake: StoreRig, failing: int
 ) -> None:
     tags = [fake.start_put(number, b"payload") for number in range(4)]
     last = sorted(op.offset for op in disk_of(fake).in_flight)[failing]
@@ -88,7 +88,7 @@ def test_behind_a_write_that_failed_none_is_published_and_none_before_it_is_lost
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_of_writes_that_end_together_those_before_one_that_failed_are_kept(
-    fake: Rig, failing: int, monkeypatch: pytest.MonkeyPatch
+    fake: StoreRig, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tags = [fake.start_put(number, b"payload") for number in range(4)]
     while len(disk_of(fake).in_flight) < len(tags):
@@ -103,7 +103,7 @@ def test_of_writes_that_end_together_those_before_one_that_failed_are_kept(
     assert [is_stored(fake, number) for number in range(4)] == [number < failing for number in range(4)]
 
 
-def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_write(fake: Rig) -> None:
+def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_write(fake: StoreRig) -> None:
     fake.put(9, b"earlier")
     tag = fake.start_put(1, b"payload", Durability.SYNCED)
     until_it_syncs(fake)
@@ -116,7 +116,7 @@ def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_wr
     assert fake.put_done[tag].error is None
 
 
-def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: Rig) -> None:
+def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: StoreRig) -> None:
     first = fake.start_put(1, b"payload", Durability.SYNCED)
     until_it_syncs(fake)
     hold(fake)
@@ -135,7 +135,7 @@ def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: Rig) ->
     assert isinstance(fake.put(3, b"payload", Durability.SYNCED).error, ReadOnly)
 
 
-def test_what_was_written_while_a_sync_was_under_way_is_not_known_to_be_synced(fake: Rig) -> None:
+def test_what_was_written_while_a_sync_was_under_way_is_not_known_to_be_synced(fake: StoreRig) -> None:
     fake.start_put(1, b"payload", Durability.SYNCED)
     until_it_syncs(fake)
     hold(fake)
@@ -150,7 +150,7 @@ def test_what_was_written_while_a_sync_was_under_way_is_not_known_to_be_synced(f
     assert disk_of(fake).kinds.count(DiskOpKind.SYNC) == syncs + 1, "it is not, so that took one more"
 
 
-def test_pages_are_free_when_their_header_is_wiped_and_not_before(fake: Rig) -> None:
+def test_pages_are_free_when_their_header_is_wiped_and_not_before(fake: StoreRig) -> None:
     fake.put(1, b"payload", Durability.SYNCED)
     offset, size = fake.record_at(1)
     free = fake.store.statistics().free_bytes

@@ -14,7 +14,7 @@ from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import fail, holders, homed
-from tests.storage.rig import TENANT, Rig, Slots, key
+from tests.storage.rig import TENANT, Slots, StoreRig, key
 from tests.storage.test_doubts import PAYLOAD, disk_of
 
 if TYPE_CHECKING:
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 BLOCK = 3 * PAGE_BYTES
 
 
-def reason(rig: Rig, number: int) -> MissReason | None:
+def reason(rig: StoreRig, number: int) -> MissReason | None:
     miss = rig.get(number)[0].miss
     return None if miss is None else miss.reason
 
 
 @pytest.mark.parametrize("page", [0, 1, 2], ids=["header", "payload", "last page"])
 @pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
-def test_a_block_that_cannot_be_read_can_be_put_again(fake: Rig, page: int, durability: Durability) -> None:
+def test_a_block_that_cannot_be_read_can_be_put_again(
+    fake: StoreRig, page: int, durability: Durability
+) -> None:
     fake.put(1, PAYLOAD, Durability.SYNCED)
     offset, size = fake.record_at(1)
     free = fake.store.statistics().free_bytes
@@ -43,7 +45,7 @@ def test_a_block_that_cannot_be_read_can_be_put_again(fake: Rig, page: int, dura
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_block_that_could_not_be_read_does_not_come_back_after_a_deletion(fake: Rig) -> None:
+def test_a_block_that_could_not_be_read_does_not_come_back_after_a_deletion(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD, Durability.SYNCED)
     disk_of(fake).unreadable = {fake.record_at(1)[0] // PAGE_BYTES + 1}
     assert reason(fake, 1) is MissReason.UNREADABLE
@@ -55,7 +57,7 @@ def test_a_block_that_could_not_be_read_does_not_come_back_after_a_deletion(fake
     assert reason(fake, 1) is MissReason.UNKNOWN
 
 
-def test_another_records_header_in_front_of_a_bad_page_is_not_wiped(fake: Rig) -> None:
+def test_another_records_header_in_front_of_a_bad_page_is_not_wiped(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     fake.put(2, PAYLOAD)
     entry, other = fake.store.lookup([(TENANT, key(1)), (TENANT, key(2))])
@@ -70,7 +72,7 @@ def test_another_records_header_in_front_of_a_bad_page_is_not_wiped(fake: Rig) -
 
 @pytest.mark.parametrize("harm", ["unreadable", "crc"])
 def test_what_is_quarantined_counts_against_its_tenant_until_the_drive_has_overwritten_it(
-    fake: Rig, harm: str
+    fake: StoreRig, harm: str
 ) -> None:
     fake.store.change_quotas({TENANT: 2 * BLOCK})
     fake.put(1, PAYLOAD)
@@ -94,7 +96,7 @@ def test_what_is_quarantined_counts_against_its_tenant_until_the_drive_has_overw
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_could_not_be_overwritten_is_free_and_charged_to_nobody_after_an_opening(
-    fake: Rig, *, killed: bool
+    fake: StoreRig, *, killed: bool
 ) -> None:
     free = fake.store.statistics().free_bytes
     fake.put(1, PAYLOAD)
@@ -116,7 +118,7 @@ def test_what_could_not_be_overwritten_is_free_and_charged_to_nobody_after_an_op
     assert reason(fake, 1) is MissReason.UNKNOWN, "and its bytes are not found there again"
 
 
-def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: Rig) -> None:
+def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: StoreRig) -> None:
     fake.store.change_quotas({TENANT: BLOCK})
     fake.put(1, PAYLOAD)
     disk_of(fake).flip(fake.record_at(1)[0] + HEADER_BYTES, 0)
@@ -132,7 +134,7 @@ def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: Rig) -> None:
 
 
 def test_a_large_extent_is_overwritten_piece_by_piece(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk(), Slots(16, 4 * SCRUB_PIECE_BYTES))
+    rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(16, 4 * SCRUB_PIECE_BYTES))
     rig.open()
     payload = b"payload!" * (2 * SCRUB_PIECE_BYTES // 8)
     rig.put(1, payload)
@@ -148,7 +150,7 @@ def test_a_large_extent_is_overwritten_piece_by_piece(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_a_close_waits_for_no_scrub_that_has_not_begun(fake: Rig) -> None:
+def test_a_close_waits_for_no_scrub_that_has_not_begun(fake: StoreRig) -> None:
     for number in range(3):
         fake.put(number, PAYLOAD)
         disk_of(fake).flip(fake.record_at(number)[0] + HEADER_BYTES, 0)
@@ -165,7 +167,7 @@ def test_a_close_waits_for_no_scrub_that_has_not_begun(fake: Rig) -> None:
 
 
 def test_a_drive_that_takes_no_writes_keeps_what_it_cannot_read_and_what_is_put_goes_elsewhere(
-    pair: Rig,
+    pair: StoreRig,
 ) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, PAYLOAD, Durability.SYNCED)
@@ -180,7 +182,7 @@ def test_a_drive_that_takes_no_writes_keeps_what_it_cannot_read_and_what_is_put_
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_of_two_drives_the_one_that_has_it_quarantines_it(pair: Rig, position: int) -> None:
+def test_of_two_drives_the_one_that_has_it_quarantines_it(pair: StoreRig, position: int) -> None:
     (number,) = homed(pair, position)
     pair.put(number, PAYLOAD)
     pair.disks[position].unreadable = {pair.record_at(number)[0] // PAGE_BYTES}

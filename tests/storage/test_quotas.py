@@ -24,7 +24,7 @@ from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import two
-from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
+from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,35 +39,35 @@ EXAMPLES = int(os.environ.get("TRIGGERKV_MACHINE_EXAMPLES", "0"))
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data", FakeDisk())
+def rig(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     yield rig
     rig.store.close()
 
 
-def fill(rig: Rig, count: int, tenant: bytes = TENANT, first: int = 0) -> None:
+def fill(rig: StoreRig, count: int, tenant: bytes = TENANT, first: int = 0) -> None:
     for number in range(first, first + count):
         assert rig.put(number, PAYLOAD, tenant=tenant).error is None
 
 
-def stored(rig: Rig, tenant: bytes = TENANT, until: int = 40) -> list[int]:
+def stored(rig: StoreRig, tenant: bytes = TENANT, until: int = 40) -> list[int]:
     entries = rig.store.lookup([(tenant, key(number)) for number in range(until)])
     return [number for number, entry in enumerate(entries) if entry is not None]
 
 
-def reopen(rig: Rig) -> None:
+def reopen(rig: StoreRig) -> None:
     rig.store.close()
     rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
     rig.open()
 
 
-def hold(rig: Rig, numbers: range, guard: Guard = Guard.LEASE) -> list[Held]:
+def hold(rig: StoreRig, numbers: range, guard: Guard = Guard.LEASE) -> list[Held]:
     held = rig.store.hold([(TENANT, key(number)) for number in numbers], guard)
     return [one for one in held if one is not None]
 
 
-def test_a_tenant_at_his_quota_makes_room_with_his_own_oldest_block(rig: Rig) -> None:
+def test_a_tenant_at_his_quota_makes_room_with_his_own_oldest_block(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 4 * BLOCK, OTHER: 2 * BLOCK})
     fill(rig, 2, OTHER)
     fill(rig, 3, FREE)
@@ -87,14 +87,14 @@ def test_a_tenant_at_his_quota_makes_room_with_his_own_oldest_block(rig: Rig) ->
     assert done.miss.reason is MissReason.QUOTA
 
 
-def test_what_counts_is_whole_pages_with_the_header(rig: Rig) -> None:
+def test_what_counts_is_whole_pages_with_the_header(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 10 * PAGE_BYTES})
     for number, size in enumerate((1, 4096, 4097)):
         assert rig.put(number, b"x" * size).error is None
     assert rig.store.quota(TENANT).used_bytes == (2 + 2 + 3) * PAGE_BYTES
 
 
-def test_what_is_stored_already_and_what_is_deleted_or_expires_is_counted_right(rig: Rig) -> None:
+def test_what_is_stored_already_and_what_is_deleted_or_expires_is_counted_right(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 9 * BLOCK})
     fill(rig, 3)
     fill(rig, 3)
@@ -111,7 +111,7 @@ def test_what_is_stored_already_and_what_is_deleted_or_expires_is_counted_right(
     assert rig.store.quota(TENANT).used_bytes == 2 * BLOCK
 
 
-def test_a_put_that_can_not_fit_is_refused_with_the_quota_named(rig: Rig) -> None:
+def test_a_put_that_can_not_fit_is_refused_with_the_quota_named(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     too_large = rig.put(5, bytes(30_000)).error
@@ -125,7 +125,7 @@ def test_a_put_that_can_not_fit_is_refused_with_the_quota_named(rig: Rig) -> Non
     assert rig.put(6, PAYLOAD, tenant=OTHER).error is None
 
 
-def test_a_put_waits_for_the_end_of_a_guard_and_not_for_ever(rig: Rig) -> None:
+def test_a_put_waits_for_the_end_of_a_guard_and_not_for_ever(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     held = hold(rig, range(2))
@@ -149,7 +149,7 @@ def test_a_put_waits_for_the_end_of_a_guard_and_not_for_ever(rig: Rig) -> None:
     assert isinstance(rig.put_done[second].error, QuotaExceeded)
 
 
-def test_a_batch_larger_than_the_quota_ends_with_its_last_blocks(rig: Rig) -> None:
+def test_a_batch_larger_than_the_quota_ends_with_its_last_blocks(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 4 * BLOCK})
     tags = [rig.start_put(number, PAYLOAD) for number in range(20)]
     assert rig.store.quota(TENANT).used_bytes <= 4 * BLOCK
@@ -159,7 +159,7 @@ def test_a_batch_larger_than_the_quota_ends_with_its_last_blocks(rig: Rig) -> No
     assert rig.store.quota(TENANT).used_bytes == 4 * BLOCK
 
 
-def test_puts_that_wait_when_the_store_closes_are_ended(rig: Rig) -> None:
+def test_puts_that_wait_when_the_store_closes_are_ended(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     hold(rig, range(2))
@@ -168,7 +168,7 @@ def test_puts_that_wait_when_the_store_closes_are_ended(rig: Rig) -> None:
     assert isinstance(rig.put_done[tag].error, QuotaExceeded)
 
 
-def test_puts_that_wait_when_the_drive_fails_are_ended(rig: Rig) -> None:
+def test_puts_that_wait_when_the_drive_fails_are_ended(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     hold(rig, range(2))
@@ -179,7 +179,7 @@ def test_puts_that_wait_when_the_drive_fails_are_ended(rig: Rig) -> None:
     assert rig.put_done[tag].error is not None
 
 
-def test_usage_is_known_again_after_a_restart_and_the_oldest_record_goes_first(rig: Rig) -> None:
+def test_usage_is_known_again_after_a_restart_and_the_oldest_record_goes_first(rig: StoreRig) -> None:
     fill(rig, 5)
     reopen(rig)
     rig.store.change_quotas({TENANT: 5 * BLOCK})
@@ -189,7 +189,7 @@ def test_usage_is_known_again_after_a_restart_and_the_oldest_record_goes_first(r
     assert stored(rig) == [0, 2, 3, 4, 9]
 
 
-def test_usage_is_known_again_after_the_index_was_lost(rig: Rig) -> None:
+def test_usage_is_known_again_after_the_index_was_lost(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 5 * BLOCK})
     fill(rig, 5)
     rig.power_loss(3)
@@ -199,7 +199,7 @@ def test_usage_is_known_again_after_the_index_was_lost(rig: Rig) -> None:
     assert rig.store.quota(TENANT).used_bytes == len(stored(rig)) * BLOCK
 
 
-def test_a_quota_that_shrinks_lets_the_oldest_go_and_one_that_ends_lets_all_stay(rig: Rig) -> None:
+def test_a_quota_that_shrinks_lets_the_oldest_go_and_one_that_ends_lets_all_stay(rig: StoreRig) -> None:
     fill(rig, 6)
     fill(rig, 6, OTHER)
     rig.store.change_quotas({TENANT: 4 * BLOCK})
@@ -215,7 +215,7 @@ def test_a_quota_that_shrinks_lets_the_oldest_go_and_one_that_ends_lets_all_stay
     assert len(stored(rig, OTHER)) == 6
 
 
-def test_a_session_goes_from_its_tail_for_a_quota_too(rig: Rig) -> None:
+def test_a_session_goes_from_its_tail_for_a_quota_too(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 5 * BLOCK})
     fill(rig, 4)
     assert rig.append(1, range(4)).error is None
@@ -227,7 +227,7 @@ def test_a_session_goes_from_its_tail_for_a_quota_too(rig: Rig) -> None:
     assert stored(rig) == [0, 1, 11, 20, 21]
 
 
-def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: Rig) -> None:
+def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 3 * BLOCK})
     fill(rig, 2)
     rig.append(1, range(2))
@@ -238,7 +238,7 @@ def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: Rig) 
     assert stored(rig) == [0, 10, 11], "0 was used with 1, after 5"
 
 
-def test_what_stood_before_a_deleted_block_keeps_a_later_use_of_its_own(rig: Rig) -> None:
+def test_what_stood_before_a_deleted_block_keeps_a_later_use_of_its_own(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 3 * BLOCK})
     fill(rig, 2)
     rig.append(1, range(2))
@@ -293,7 +293,7 @@ def test_nothing_is_taken_from_a_drive_that_has_failed(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_more_tenants_than_can_be_counted_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tenants_than_can_be_counted_are_refused(rig: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.quotas.QUOTA_OWNERS_MAX", 2)
     rig.store.change_quotas({TENANT: BLOCK, OTHER: BLOCK})
     with pytest.raises(ConfigError, match="restart it"):
@@ -322,13 +322,13 @@ class QuotaMachine(RuleBasedStateMachine):
             FREE: {},
         }  # in order of use
         self.held: list[tuple[bytes, int, Held]] = []
-        self.rig: Rig
+        self.rig: StoreRig
 
     @initialize(drives=st.sampled_from([1, 2]), policy=st.sampled_from(["lru", "s3fifo"]))
     def begin(self, drives: int, policy: str) -> None:
         self.drives = drives
         disks = [FakeDisk(seed=number) for number in range(drives)]
-        self.rig = Rig(self.folder / "data", slots=SLOTS, disks=disks)
+        self.rig = StoreRig(self.folder / "data", slots=SLOTS, disks=disks)
         self.rig.policy = policy
         self.open()
 
@@ -475,7 +475,7 @@ TestQuotas.settings = settings(
 )
 
 
-def test_syncs_hold_no_quota_up(rig: Rig) -> None:
+def test_syncs_hold_no_quota_up(rig: StoreRig) -> None:
     """A block whose put waits for its sync may not go; one put behind it waits, and then is done."""
     rig.store.change_quotas({TENANT: BLOCK})
     first = rig.start_put(1, PAYLOAD, Durability.SYNCED)

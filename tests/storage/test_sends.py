@@ -10,7 +10,7 @@ from kvstore.limits import DRIVE_INFLIGHT_READ_BYTES_MAX, PAGE_BYTES, TURN_BYTES
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.sends import Send
 from kvstore.wire.record import record_bytes
-from tests.storage.rig import TENANT, Rig, key
+from tests.storage.rig import TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from kvstore.storage.index import Entry
@@ -21,7 +21,7 @@ LENGTH = 5000
 class Handed:
     """A reader that does what the test says."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: StoreRig) -> None:
         self.rig = rig
         self.begun: list[Send] = []
         self.takes = True
@@ -51,7 +51,7 @@ class Handed:
 
 
 @pytest.fixture
-def handed(fake: Rig) -> Handed:
+def handed(fake: StoreRig) -> Handed:
     for number in range(4):
         fake.put(number, bytes([number]) * LENGTH)
     return Handed(fake)

@@ -17,7 +17,7 @@ from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.pair import fail, user_drive
-from tests.storage.rig import TENANT, USER, Rig, key, name
+from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +27,8 @@ HOUR_MS = 3_600_000
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data", FakeDisk())
+def rig(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(6):
         rig.put(number, b"x")
@@ -36,24 +36,24 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.store.close()
 
 
-def pass_by(rig: Rig, passing_ms: int) -> None:
+def pass_by(rig: StoreRig, passing_ms: int) -> None:
     rig.clock.now_ms += passing_ms
     rig.poll_once()
     rig.settle()
 
 
-def references(rig: Rig, *numbers: int) -> list[int]:
+def references(rig: StoreRig, *numbers: int) -> list[int]:
     return rig.store.manifests.references((TENANT, key(number)) for number in numbers)
 
 
-def limit(rig: Rig, number: int, lives_ms: int) -> None:
+def limit(rig: StoreRig, number: int, lives_ms: int) -> None:
     ends_ms = rig.clock.now_ms + lives_ms if lives_ms else 0
     tag = rig.start_step(number, SessionStep.LIMIT, expires_ms=ends_ms)
     rig.settle()
     assert rig.session_done[tag].error is None
 
 
-def reopen(rig: Rig, *, scanned: bool) -> None:
+def reopen(rig: StoreRig, *, scanned: bool) -> None:
     rig.store.close()
     rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
     if scanned:
@@ -62,7 +62,7 @@ def reopen(rig: Rig, *, scanned: bool) -> None:
     rig.open()
 
 
-def test_a_session_ends_at_its_time_and_its_blocks_stay_without_its_name(rig: Rig) -> None:
+def test_a_session_ends_at_its_time_and_its_blocks_stay_without_its_name(rig: StoreRig) -> None:
     rig.append(1, [0, 1], expires_ms=rig.clock.now_ms + HOUR_MS)
     rig.append(2, [1, 2])
     pass_by(rig, HOUR_MS - 1)
@@ -74,7 +74,7 @@ def test_a_session_ends_at_its_time_and_its_blocks_stay_without_its_name(rig: Ri
     assert rig.session(2) == [1, 2]
 
 
-def test_it_lives_as_long_as_was_said_last(rig: Rig) -> None:
+def test_it_lives_as_long_as_was_said_last(rig: StoreRig) -> None:
     rig.append(1, [0], expires_ms=rig.clock.now_ms + 1000)
     pass_by(rig, 500)
     rig.append(1, [1], expires_ms=rig.clock.now_ms + 1000)
@@ -92,7 +92,7 @@ def test_it_lives_as_long_as_was_said_last(rig: Rig) -> None:
     assert rig.session(1) is None
 
 
-def test_truncating_keeps_the_time_and_a_fork_has_none(rig: Rig) -> None:
+def test_truncating_keeps_the_time_and_a_fork_has_none(rig: StoreRig) -> None:
     rig.append(1, [0, 1, 2], expires_ms=rig.clock.now_ms + 1000)
     rig.truncate(1, 2)
     rig.fork(2, 1, 2)
@@ -101,7 +101,7 @@ def test_truncating_keeps_the_time_and_a_fork_has_none(rig: Rig) -> None:
     assert rig.session(2) == [0, 1]
 
 
-def test_a_step_that_comes_when_the_time_is_over_meets_no_session(rig: Rig) -> None:
+def test_a_step_that_comes_when_the_time_is_over_meets_no_session(rig: StoreRig) -> None:
     """Nothing has looked at the clock between."""
     for number in range(1, 5):
         rig.append(number, [0, 1], expires_ms=rig.clock.now_ms + 1000)
@@ -117,7 +117,7 @@ def test_a_step_that_comes_when_the_time_is_over_meets_no_session(rig: Rig) -> N
     assert references(rig, 0, 1, 3) == [0, 0, 1]
 
 
-def test_more_time_that_comes_first_counts(rig: Rig) -> None:
+def test_more_time_that_comes_first_counts(rig: StoreRig) -> None:
     rig.append(1, [0], expires_ms=rig.clock.now_ms + 1000)
     rig.start_step(1, SessionStep.LIMIT, expires_ms=rig.clock.now_ms + HOUR_MS)  # is on its way to the drive
     pass_by(rig, 1000)
@@ -129,7 +129,7 @@ def test_more_time_that_comes_first_counts(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_the_time_is_kept_over_a_restart(rig: Rig, *, scanned: bool) -> None:
+def test_the_time_is_kept_over_a_restart(rig: StoreRig, *, scanned: bool) -> None:
     rig.append(1, [0, 1], expires_ms=rig.clock.now_ms + HOUR_MS)
     rig.append(2, [0, 1], expires_ms=rig.clock.now_ms + HOUR_MS)
     limit(rig, 2, 0)
@@ -148,7 +148,7 @@ def test_the_time_is_kept_over_a_restart(rig: Rig, *, scanned: bool) -> None:
     assert rig.session(3) is None, "its time was over while nobody looked"
 
 
-def test_one_that_power_loss_brings_back_is_over_still(rig: Rig) -> None:
+def test_one_that_power_loss_brings_back_is_over_still(rig: StoreRig) -> None:
     rig.append(1, [0, 1], expires_ms=rig.clock.now_ms + 1000)
     pass_by(rig, 1000)
     for seed in range(5):
@@ -158,7 +158,7 @@ def test_one_that_power_loss_brings_back_is_over_still(rig: Rig) -> None:
         assert rig.session(1) is None
 
 
-def test_its_protection_ends_with_it(rig: Rig) -> None:
+def test_its_protection_ends_with_it(rig: StoreRig) -> None:
     rig.append(1, [0, 1], expires_ms=rig.clock.now_ms + 1000)
     rig.store.protect(SessionName(TENANT, USER, name(1)))
     assert rig.store.statistics().eviction.guarded[Guard.PROTECTED] == 2
@@ -167,7 +167,7 @@ def test_its_protection_ends_with_it(rig: Rig) -> None:
     assert rig.store.statistics().eviction.protected_sessions == 0
 
 
-def test_many_that_end_at_once_go_in_portions_and_a_check_finds_nothing(rig: Rig) -> None:
+def test_many_that_end_at_once_go_in_portions_and_a_check_finds_nothing(rig: StoreRig) -> None:
     count = 2 * SESSIONS_EXPIRED_AT_ONCE + 5
     for number in range(count):
         rig.append(number, [number % 6], expires_ms=rig.clock.now_ms + 1000)
@@ -189,7 +189,7 @@ def test_many_that_end_at_once_go_in_portions_and_a_check_finds_nothing(rig: Rig
     rig.open()
 
 
-def test_on_several_drives_it_ends_wherever_it_lies_and_its_name_is_free(pair: Rig) -> None:
+def test_on_several_drives_it_ends_wherever_it_lies_and_its_name_is_free(pair: StoreRig) -> None:
     for number in range(20):
         pair.put(number, b"x")
     pair.append(1, range(20), expires_ms=pair.clock.now_ms + 1000)

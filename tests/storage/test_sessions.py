@@ -16,7 +16,7 @@ from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeBay, FakeDisk
-from tests.storage.rig import TENANT, USER, Rig, key, name
+from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +26,9 @@ BLOCKS = 300
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Iterator[Rig]:
+def filled(tmp_path: Path) -> Iterator[StoreRig]:
     """A store with 300 blocks."""
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(BLOCKS):
         rig.start_put(number, b"x%d" % number)
@@ -38,15 +38,15 @@ def filled(tmp_path: Path) -> Iterator[Rig]:
     rig.store.close()
 
 
-def references(rig: Rig, *numbers: int) -> list[int]:
+def references(rig: StoreRig, *numbers: int) -> list[int]:
     return rig.store.manifests.references((TENANT, key(number)) for number in numbers)
 
 
-def chunks(rig: Rig) -> list[int]:
+def chunks(rig: StoreRig) -> list[int]:
     return [count for *_, count in rig.drive.manifests.all_chunks()]
 
 
-def is_sound(rig: Rig) -> None:
+def is_sound(rig: StoreRig) -> None:
     """Reopened from its index and from its drive alone, the store says the same, and a check finds nothing."""
     before = list(rig.drive.manifests.all())
     for scanned in (False, True):
@@ -63,7 +63,7 @@ def is_sound(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 125, 126, 127, 300])
-def test_what_is_appended_is_named_in_order(filled: Rig, batch: int) -> None:
+def test_what_is_appended_is_named_in_order(filled: StoreRig, batch: int) -> None:
     for first in range(0, BLOCKS, batch):
         done = filled.append(1, range(first, min(first + batch, BLOCKS)))
         assert (done.error, done.blocks) == (None, min(first + batch, BLOCKS))
@@ -76,7 +76,7 @@ def test_what_is_appended_is_named_in_order(filled: Rig, batch: int) -> None:
 @pytest.mark.parametrize("first", [0, 5, 125, 126, 127, 252, 260, 299, 300, 400])
 @pytest.mark.parametrize("length", [0, 1, 126, 127, 300, None])
 def test_keys_of_a_session_that_was_found_are_read_from_their_chunks_alone(
-    filled: Rig, first: int, length: int | None
+    filled: StoreRig, first: int, length: int | None
 ) -> None:
     filled.append(1, range(BLOCKS))
     manifests = filled.store.manifests
@@ -95,7 +95,7 @@ def test_keys_of_a_session_that_was_found_are_read_from_their_chunks_alone(
         assert manifests.keys_of(TENANT, stored.manifest, first, until) == wanted
 
 
-def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(filled: Rig) -> None:
+def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(filled: StoreRig) -> None:
     tags = [filled.start_step(1, SessionStep.APPEND, keys=[number]) for number in range(20)]
     other = filled.start_step(2, SessionStep.APPEND, keys=[5])
     filled.settle()
@@ -104,7 +104,7 @@ def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(fi
     assert filled.reported.index(other) < filled.reported.index(tags[-1])
 
 
-def test_a_block_that_is_not_stored_is_not_named(filled: Rig) -> None:
+def test_a_block_that_is_not_stored_is_not_named(filled: StoreRig) -> None:
     filled.append(1, [1, 2])
     assert isinstance(filled.append(1, [3, BLOCKS]).error, StorageError)
     assert filled.session(1) == [1, 2]
@@ -112,7 +112,7 @@ def test_a_block_that_is_not_stored_is_not_named(filled: Rig) -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 125, 126, 127, 252, 299, 300])
-def test_a_truncated_session_names_its_first_blocks(filled: Rig, blocks: int) -> None:
+def test_a_truncated_session_names_its_first_blocks(filled: StoreRig, blocks: int) -> None:
     filled.append(1, range(BLOCKS))
     done = filled.truncate(1, blocks)
     assert done.blocks == blocks
@@ -125,7 +125,7 @@ def test_a_truncated_session_names_its_first_blocks(filled: Rig, blocks: int) ->
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 126, 200, 300])
-def test_a_fork_shares_chunks_and_goes_its_own_way(filled: Rig, blocks: int) -> None:
+def test_a_fork_shares_chunks_and_goes_its_own_way(filled: StoreRig, blocks: int) -> None:
     filled.append(1, range(BLOCKS))
     assert filled.fork(2, 1, blocks).blocks == blocks
     whole = blocks // SESSION_CHUNK_BLOCKS
@@ -140,7 +140,7 @@ def test_a_fork_shares_chunks_and_goes_its_own_way(filled: Rig, blocks: int) -> 
     is_sound(filled)
 
 
-def test_a_removal_deletes_only_blocks_that_no_other_session_names(filled: Rig) -> None:
+def test_a_removal_deletes_only_blocks_that_no_other_session_names(filled: StoreRig) -> None:
     filled.append(1, range(200))
     filled.fork(2, 1, 130)
     filled.append(3, [199])
@@ -155,7 +155,7 @@ def test_a_removal_deletes_only_blocks_that_no_other_session_names(filled: Rig) 
     assert filled.remove(2).error is None, "what is gone is gone"
 
 
-def test_equal_chunks_of_two_sessions_are_one_and_of_two_tenants_are_two(filled: Rig) -> None:
+def test_equal_chunks_of_two_sessions_are_one_and_of_two_tenants_are_two(filled: StoreRig) -> None:
     filled.append(1, range(130))
     filled.append(2, range(130))
     assert chunks(filled) == [2]
@@ -175,7 +175,7 @@ def test_equal_chunks_of_two_sessions_are_one_and_of_two_tenants_are_two(filled:
     assert filled.session_done[10**6].error is not None, "a tenant has no part in another's sessions"
 
 
-def test_a_session_is_forked_within_its_tenant_alone(filled: Rig) -> None:
+def test_a_session_is_forked_within_its_tenant_alone(filled: StoreRig) -> None:
     """Also by a tenant that has blocks of the same names, so that nothing else would refuse it."""
     stranger = b"somebody--else!!"
     filled.append(1, range(5))
@@ -195,7 +195,7 @@ def test_a_session_is_forked_within_its_tenant_alone(filled: Rig) -> None:
     assert isinstance(filled.session_done[10**6].error, NoSession)
 
 
-def test_a_users_sessions_are_listed_in_pages(filled: Rig) -> None:
+def test_a_users_sessions_are_listed_in_pages(filled: StoreRig) -> None:
     for number in range(1, 8):
         filled.append(number, range(number))
     manifests = filled.store.manifests
@@ -218,7 +218,7 @@ def test_a_users_sessions_are_listed_in_pages(filled: Rig) -> None:
     ],
 )
 def test_a_step_that_cannot_be_is_an_error_and_changes_nothing(
-    filled: Rig, step: SessionStep, more: dict[str, int]
+    filled: StoreRig, step: SessionStep, more: dict[str, int]
 ) -> None:
     filled.append(1, [1, 2])
     filled.append(2, [1, 2])
@@ -228,14 +228,14 @@ def test_a_step_that_cannot_be_is_an_error_and_changes_nothing(
     assert filled.session(1) == [1, 2]
 
 
-def test_a_fork_onto_a_session_is_refused(filled: Rig) -> None:
+def test_a_fork_onto_a_session_is_refused(filled: StoreRig) -> None:
     filled.append(1, [1, 2])
     filled.append(2, [3])
     assert filled.fork(2, 1, 1).error is not None
     assert filled.session(2) == [3]
 
 
-def test_a_session_has_a_bound(filled: Rig) -> None:
+def test_a_session_has_a_bound(filled: StoreRig) -> None:
     for _ in range(SESSION_BLOCKS_MAX // 1000):
         filled.append(1, [number % BLOCKS for number in range(1000)])
     assert filled.append(1, [number % BLOCKS for number in range(1000)]).error is not None
@@ -246,7 +246,7 @@ def test_a_session_has_a_bound(filled: Rig) -> None:
     is_sound(filled)
 
 
-def test_what_a_manifest_replaces_is_wiped_only_when_the_new_one_is_synced(filled: Rig) -> None:
+def test_what_a_manifest_replaces_is_wiped_only_when_the_new_one_is_synced(filled: StoreRig) -> None:
     filled.append(1, [1], Durability.SYNCED)
     syncs = filled.store.statistics().syncs
     filled.append(1, [2], Durability.WRITTEN)
@@ -259,7 +259,7 @@ def test_what_a_manifest_replaces_is_wiped_only_when_the_new_one_is_synced(fille
     assert filled.session(1) == [1]
 
 
-def test_manifests_that_wait_for_a_sync_are_bounded(filled: Rig) -> None:
+def test_manifests_that_wait_for_a_sync_are_bounded(filled: StoreRig) -> None:
     syncs = filled.store.statistics().syncs
     for number in range(UNSYNCED_FREES_MAX + 5):
         filled.append(1, [number])
@@ -267,7 +267,7 @@ def test_manifests_that_wait_for_a_sync_are_bounded(filled: Rig) -> None:
     assert filled.store.statistics().syncs == syncs + 1
 
 
-def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: Rig) -> None:
+def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: StoreRig) -> None:
     for number in range(5):
         filled.append(1, [number])
     filled.remove(1)
@@ -280,7 +280,9 @@ def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: Rig
 
 
 @pytest.mark.parametrize("is_cut_first", [False, True])
-def test_a_chunk_is_wiped_only_when_all_that_gave_it_up_is_synced(filled: Rig, *, is_cut_first: bool) -> None:
+def test_a_chunk_is_wiped_only_when_all_that_gave_it_up_is_synced(
+    filled: StoreRig, *, is_cut_first: bool
+) -> None:
     """The power goes, and the drive keeps each wipe and no record that it did not have to."""
     filled.append(1, range(200))
     filled.fork(2, 1, 200)
@@ -299,7 +301,7 @@ def test_a_chunk_is_wiped_only_when_all_that_gave_it_up_is_synced(filled: Rig, *
     assert filled.session(2) == list(range(200))
 
 
-def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: Rig) -> None:
+def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: StoreRig) -> None:
     filled.append(1, range(100), Durability.SYNCED)
     filled.append(1, range(100, 140))
     assert filled.disk is not None
@@ -313,7 +315,7 @@ def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: Rig)
 
 
 @pytest.mark.parametrize("write", [0, 1])
-def test_a_step_whose_write_fails_is_an_error_and_the_session_stays(filled: Rig, write: int) -> None:
+def test_a_step_whose_write_fails_is_an_error_and_the_session_stays(filled: StoreRig, write: int) -> None:
     filled.append(1, range(100), Durability.SYNCED)
     assert filled.disk is not None
     filled.disk.faults = {filled.disk.operations + write: -errno.EIO}
@@ -322,7 +324,7 @@ def test_a_step_whose_write_fails_is_an_error_and_the_session_stays(filled: Rig,
 
 
 @pytest.mark.parametrize("left_pages", [0, 1, 2, 3])
-def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: Rig, left_pages: int) -> None:
+def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: StoreRig, left_pages: int) -> None:
     filled.append(1, range(100), Durability.SYNCED)
     filled.store.hold([(TENANT, key(number)) for number in range(BLOCKS)], Guard.PROTECTED)
     extents = filled.drive._extents
@@ -333,13 +335,13 @@ def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: Rig, left_p
     assert filled.session(1) == list(range(100))
 
 
-def test_a_block_that_is_stored_is_stored_once(filled: Rig) -> None:
+def test_a_block_that_is_stored_is_stored_once(filled: StoreRig) -> None:
     free = filled.store.statistics().free_bytes
     assert filled.put(5, b"x5").error is None
     assert filled.store.statistics().free_bytes == free
 
 
-def test_what_the_sync_under_way_will_free_is_waited_for(filled: Rig) -> None:
+def test_what_the_sync_under_way_will_free_is_waited_for(filled: StoreRig) -> None:
     """A session's old records come free with a sync; it is not over because that has begun."""
     filled.append(0, [1, 2])
     filled.append(0, [3])

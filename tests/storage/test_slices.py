@@ -10,7 +10,7 @@ from kvstore.errors import SessionRefused
 from kvstore.storage.items import SessionStep
 from kvstore.storage.slices import Slices
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import Rig
+from tests.storage.rig import StoreRig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +21,10 @@ SLICE: Final = 10
 
 
 @pytest.fixture
-def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     """A store with blocks, in which a slice is of ten."""
     monkeypatch.setattr("kvstore.storage.sessions.SESSION_SLICE_BLOCKS", SLICE)
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(BLOCKS):
         rig.start_put(number, b"x%d" % number)
@@ -55,7 +55,9 @@ def test_work_is_done_in_turns_a_slice_each() -> None:
     slices.step()
 
 
-def test_a_session_is_seen_whole_or_not_at_all_and_is_told_of_when_all_slices_are_done(filled: Rig) -> None:
+def test_a_session_is_seen_whole_or_not_at_all_and_is_told_of_when_all_slices_are_done(
+    filled: StoreRig,
+) -> None:
     filled.append(1, range(BLOCKS))
     for step, before, after in (
         (SessionStep.FORK, None, list(range(BLOCKS))),
@@ -76,7 +78,7 @@ def test_a_session_is_seen_whole_or_not_at_all_and_is_told_of_when_all_slices_ar
         assert not filled.drive._sessions.slices
 
 
-def test_a_second_step_of_a_session_waits_for_all_slices_of_the_first(filled: Rig) -> None:
+def test_a_second_step_of_a_session_waits_for_all_slices_of_the_first(filled: StoreRig) -> None:
     first = filled.start_step(1, SessionStep.APPEND, keys=range(BLOCKS))
     second = filled.start_step(1, SessionStep.TRUNCATE, blocks=5)
     other = filled.start_step(2, SessionStep.APPEND, keys=[7])
@@ -88,7 +90,7 @@ def test_a_second_step_of_a_session_waits_for_all_slices_of_the_first(filled: Ri
     assert filled.session(1) == list(range(5))
 
 
-def test_a_block_that_a_session_names_meanwhile_is_not_deleted_with_another(filled: Rig) -> None:
+def test_a_block_that_a_session_names_meanwhile_is_not_deleted_with_another(filled: StoreRig) -> None:
     filled.append(1, range(BLOCKS))
     removal = filled.start_step(1, SessionStep.REMOVE, delete_blocks=True)
     assert filled.session(1) is None
@@ -99,13 +101,13 @@ def test_a_block_that_a_session_names_meanwhile_is_not_deleted_with_another(fill
     assert [filled.get_miss(number) for number in (0, 1, BLOCKS - 1, 5, 2)] == [False] * 4 + [True]
 
 
-def test_an_append_with_one_unknown_block_among_many_leaves_nothing(filled: Rig) -> None:
+def test_an_append_with_one_unknown_block_among_many_leaves_nothing(filled: StoreRig) -> None:
     done = filled.append(1, [*range(BLOCKS), BLOCKS + 1])
     assert isinstance(done.error, SessionRefused)
     assert filled.session(1) is None
 
 
-def test_a_close_does_what_slices_are_left(filled: Rig) -> None:
+def test_a_close_does_what_slices_are_left(filled: StoreRig) -> None:
     filled.append(1, range(BLOCKS // 2))
     filled.append(2, range(BLOCKS // 2, BLOCKS))
     fork = filled.start_step(3, SessionStep.FORK, blocks=BLOCKS // 2, source=1)

@@ -29,7 +29,7 @@ from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, USER, Rig, Slots, key, name
+from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
 
 if TYPE_CHECKING:
     from kvstore.storage.eviction_events import Held
@@ -49,7 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.rig = Rig(self.folder / "data", FakeDisk(capacity=PAGES * PAGE_BYTES), SLOTS)
+        self.rig = StoreRig(self.folder / "data", FakeDisk(capacity=PAGES * PAGE_BYTES), SLOTS)
         self.blocks: dict[int, tuple[bytes, int]] = {}  # payload and expiry of what may be there
         self.sessions: dict[int, list[int]] = {}
         self.held: list[Held] = []

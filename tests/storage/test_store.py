@@ -26,19 +26,19 @@ from kvstore.storage.index import Index
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import FINGERPRINT, TENANT, Rig, Slots, key
+from tests.storage.rig import FINGERPRINT, TENANT, Slots, StoreRig, key
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def reason(rig: Rig, number: int, **more: object) -> MissReason | None:
+def reason(rig: StoreRig, number: int, **more: object) -> MissReason | None:
     done, _ = rig.get(number, **more)  # type: ignore[arg-type]
     return done.miss.reason if done.miss else None
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 32768, 60000])
-def test_what_was_put_is_got(fake: Rig, length: int) -> None:
+def test_what_was_put_is_got(fake: StoreRig, length: int) -> None:
     payload = random.Random(length).randbytes(length)
     assert fake.put(1, payload).error is None
     done, got = fake.get(1, length=length)
@@ -47,7 +47,7 @@ def test_what_was_put_is_got(fake: Rig, length: int) -> None:
     assert got == payload
 
 
-def test_a_real_drive_keeps_blocks_over_a_clean_close_without_a_rebuild(real: Rig) -> None:
+def test_a_real_drive_keeps_blocks_over_a_clean_close_without_a_rebuild(real: StoreRig) -> None:
     payloads = {number: random.Random(number).randbytes(30_000 + number) for number in range(40)}
     for number, payload in payloads.items():
         real.start_put(number, payload, Durability.SYNCED if number % 3 == 0 else Durability.WRITTEN)
@@ -59,30 +59,30 @@ def test_a_real_drive_keeps_blocks_over_a_clean_close_without_a_rebuild(real: Ri
     assert all(real.get(number)[1] == payload for number, payload in payloads.items())
 
 
-def test_a_put_answers_with_the_durability_that_was_asked_for(fake: Rig) -> None:
+def test_a_put_answers_with_the_durability_that_was_asked_for(fake: StoreRig) -> None:
     assert fake.put(1, b"a", Durability.WRITTEN).durability is Durability.WRITTEN
     assert fake.put(2, b"b", Durability.SYNCED).durability is Durability.SYNCED
     assert fake.put(3, b"c", Durability.LANDED).durability is Durability.WRITTEN
 
 
-def test_an_unknown_key_and_another_tenants_key_are_unknown(fake: Rig) -> None:
+def test_an_unknown_key_and_another_tenants_key_are_unknown(fake: StoreRig) -> None:
     fake.put(1, b"mine")
     assert reason(fake, 2) is MissReason.UNKNOWN
     assert reason(fake, 1, tenant=b"somebody--else!!") is MissReason.UNKNOWN
 
 
-def test_another_layout_is_a_layout_miss(fake: Rig) -> None:
+def test_another_layout_is_a_layout_miss(fake: StoreRig) -> None:
     fake.put(1, b"bytes")
     assert reason(fake, 1, fingerprint=b"another--layout!") is MissReason.LAYOUT
 
 
-def test_another_length_is_a_length_miss(fake: Rig) -> None:
+def test_another_length_is_a_length_miss(fake: StoreRig) -> None:
     fake.put(1, b"bytes")
     assert reason(fake, 1, length=6) is MissReason.LENGTH
     assert reason(fake, 1, length=5) is None
 
 
-def test_a_block_too_long_for_the_slot_is_a_length_miss_and_the_slot_is_not_written(fake: Rig) -> None:
+def test_a_block_too_long_for_the_slot_is_a_length_miss_and_the_slot_is_not_written(fake: StoreRig) -> None:
     fake.put(1, bytes(9000))
     address = fake.slots.free[0]
     ctypes.memset(address, 0xEE, 65536)
@@ -94,7 +94,7 @@ def test_a_block_too_long_for_the_slot_is_a_length_miss_and_the_slot_is_not_writ
     assert ctypes.string_at(address, 65536) == b"\xee" * 65536
 
 
-def test_a_block_expires_at_its_moment_and_its_name_can_be_written_anew(fake: Rig) -> None:
+def test_a_block_expires_at_its_moment_and_its_name_can_be_written_anew(fake: StoreRig) -> None:
     fake.put(1, b"short-lived", expires_ms=fake.clock.now_ms + 10)
     fake.clock.now_ms += 9
     assert fake.get(1)[1] == b"short-lived"
@@ -106,7 +106,7 @@ def test_a_block_expires_at_its_moment_and_its_name_can_be_written_anew(fake: Ri
     assert fake.store.statistics().free_bytes == free, "the old extent came back"
 
 
-def test_an_extent_that_is_read_from_is_not_given_out_before_the_read_ends(fake: Rig) -> None:
+def test_an_extent_that_is_read_from_is_not_given_out_before_the_read_ends(fake: StoreRig) -> None:
     assert fake.disk is not None
     fake.put(1, b"old" * 1000, expires_ms=fake.clock.now_ms + 10)
     old_offset, _ = fake.record_at(1)
@@ -129,13 +129,13 @@ def test_an_extent_that_is_read_from_is_not_given_out_before_the_read_ends(fake:
 
 
 @pytest.mark.parametrize("length", [0, BLOCK_BYTES_MAX + 1])
-def test_a_length_out_of_bounds_is_refused(fake: Rig, length: int) -> None:
+def test_a_length_out_of_bounds_is_refused(fake: StoreRig, length: int) -> None:
     done = fake.put(1, b"", length=length)
     assert isinstance(done.error, StorageError)
     assert reason(fake, 1) is MissReason.UNKNOWN
 
 
-def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake: Rig) -> None:
+def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake: StoreRig) -> None:
     payload = bytes(range(256)) * 200
     blocks = fake.store.statistics().free_bytes // record_bytes(len(payload))
     for number in range(blocks):
@@ -150,7 +150,7 @@ def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake:
 
 
 def test_a_second_put_of_a_key_is_reported_only_with_the_first_and_told_if_its_bytes_differ(
-    fake: Rig,
+    fake: StoreRig,
 ) -> None:
     assert fake.disk is not None
     first = fake.start_put(1, b"the first")
@@ -173,7 +173,7 @@ def test_a_second_put_of_a_key_is_reported_only_with_the_first_and_told_if_its_b
     assert fake.get(1)[1] == b"the first"
 
 
-def test_a_second_put_that_wants_synced_waits_for_a_sync(fake: Rig) -> None:
+def test_a_second_put_that_wants_synced_waits_for_a_sync(fake: StoreRig) -> None:
     fake.put(1, b"payload", Durability.WRITTEN)
     syncs = fake.store.statistics().syncs
     fake.put(1, b"payload", Durability.SYNCED)
@@ -182,20 +182,20 @@ def test_a_second_put_that_wants_synced_waits_for_a_sync(fake: Rig) -> None:
     assert fake.store.statistics().syncs == syncs + 1, "it is synced already"
 
 
-def test_a_stored_key_with_another_length_or_layout_is_not_acknowledged(fake: Rig) -> None:
+def test_a_stored_key_with_another_length_or_layout_is_not_acknowledged(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     assert fake.put(1, b"longer payload").error is not None
     assert fake.put(1, b"payload", fingerprint=b"another--layout!").error is not None
 
 
-def test_one_sync_stands_for_many_puts(fake: Rig) -> None:
+def test_one_sync_stands_for_many_puts(fake: StoreRig) -> None:
     for number in range(30):
         fake.start_put(number, b"x", Durability.SYNCED)
     fake.settle()
     assert fake.store.statistics().syncs < 15
 
 
-def test_what_stood_in_the_slot_does_not_reach_the_drive(fake: Rig) -> None:
+def test_what_stood_in_the_slot_does_not_reach_the_drive(fake: StoreRig) -> None:
     assert fake.disk is not None
     fake.put(1, b"p" * 5000)
     offset, size = fake.record_at(1)
@@ -208,7 +208,7 @@ def test_what_stood_in_the_slot_does_not_reach_the_drive(fake: Rig) -> None:
 
 def test_the_bytes_in_flight_are_capped_and_two_large_reads_still_overlap(tmp_path: Path) -> None:
     disk = FakeDisk(capacity=128 << 20)
-    rig = Rig(tmp_path / "data", disk, Slots(48, 4 << 20))
+    rig = StoreRig(tmp_path / "data", disk, Slots(48, 4 << 20))
     rig.open()
     for number in range(40):
         rig.start_put(number, bytes(1 << 20))
@@ -228,7 +228,7 @@ def test_the_bytes_in_flight_are_capped_and_two_large_reads_still_overlap(tmp_pa
     rig.store.close()
 
 
-def test_more_than_the_queue_takes_is_refused_whole(fake: Rig) -> None:
+def test_more_than_the_queue_takes_is_refused_whole(fake: StoreRig) -> None:
     address = fake.slots.free[0]
     item = PutItem(TENANT, key(0), FINGERPRINT, 0, 0, address, 0, Durability.WRITTEN, 0)  # refused one by one
     batch = [item] * BATCH_BLOCKS_MAX
@@ -250,7 +250,7 @@ def test_more_than_the_queue_takes_is_refused_whole(fake: Rig) -> None:
     assert reasons.count(MissReason.UNKNOWN) == STORE_QUEUED_MAX
 
 
-def test_callbacks_are_called_from_poll_only_and_may_call_the_store(fake: Rig) -> None:
+def test_callbacks_are_called_from_poll_only_and_may_call_the_store(fake: StoreRig) -> None:
     calls: list[str] = []
 
     def after_get(_: object) -> None:
@@ -269,7 +269,7 @@ def test_callbacks_are_called_from_poll_only_and_may_call_the_store(fake: Rig) -
     assert calls == ["put", "asked", "got"]
 
 
-def test_close_finishes_what_was_accepted_and_takes_no_more(fake: Rig) -> None:
+def test_close_finishes_what_was_accepted_and_takes_no_more(fake: StoreRig) -> None:
     for number in range(20):
         fake.start_put(number, b"x" * 5000, Durability.SYNCED)
     fake.store.close()
@@ -278,7 +278,7 @@ def test_close_finishes_what_was_accepted_and_takes_no_more(fake: Rig) -> None:
         fake.start_put(99, b"x")
 
 
-def test_statistics_are_plain_values(fake: Rig) -> None:
+def test_statistics_are_plain_values(fake: StoreRig) -> None:
     fake.put(1, b"x")
     statistics = dataclasses.asdict(fake.store.statistics())
     assert statistics["blocks"] == 1
@@ -288,7 +288,7 @@ def test_statistics_are_plain_values(fake: Rig) -> None:
 def test_close_does_not_wait_for_what_an_exception_has_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path / "data", FakeDisk())
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     with monkeypatch.context() as broken:
         broken.delattr(Index, "publish")

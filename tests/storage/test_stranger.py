@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from crc32c import crc32c
 
-from tests.storage.rig import TENANT, USER, Rig, key, name
+from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,7 +80,7 @@ def is_superblock(page: bytes) -> bool:
 
 
 @pytest.mark.parametrize("rolled", [False, True])
-def test_a_stranger_reads_what_the_store_wrote(real: Rig, *, rolled: bool) -> None:
+def test_a_stranger_reads_what_the_store_wrote(real: StoreRig, *, rolled: bool) -> None:
     rng = random.Random(1)
     expected = {}
     for number in range(50):

@@ -14,7 +14,7 @@ from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import Listed, SessionName
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import fail, user_drive
-from tests.storage.rig import TENANT, USER, Rig, name
+from tests.storage.rig import TENANT, USER, StoreRig, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,8 @@ BLOCKS = 300
 
 
 @pytest.fixture
-def filled(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path / "data", FakeDisk())
+def filled(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(BLOCKS):
         rig.start_put(number, b"x%d" % number)
@@ -35,20 +35,20 @@ def filled(tmp_path: Path) -> Iterator[Rig]:
     rig.store.close()
 
 
-def turns(rig: Rig, number: int) -> list[tuple[int, ...]]:
+def turns(rig: StoreRig, number: int) -> list[tuple[int, ...]]:
     stored = rig.store.manifests.get(SessionName(TENANT, USER, name(number)))
     assert stored is not None
     return [tuple(turn) for turn in stored.manifest.turns]
 
 
-def chat(rig: Rig) -> None:
+def chat(rig: StoreRig) -> None:
     """Three turns, the last block of each with 8 tokens and all others with 16."""
     for at_ms, (first, end) in enumerate(((0, 130), (130, 140), (140, 300)), 1):
         tokens = 16 * (end - first) - 8
         assert rig.append(1, range(first, end), tokens=tokens, at_ms=at_ms, label="chat").error is None
 
 
-def test_each_append_is_a_turn_and_survives_the_index(filled: Rig) -> None:
+def test_each_append_is_a_turn_and_survives_the_index(filled: StoreRig) -> None:
     chat(filled)
     expected = [(0, 2072, 1), (130, 152, 2), (140, 2552, 3)]
     assert turns(filled, 1) == expected
@@ -78,7 +78,7 @@ def test_each_append_is_a_turn_and_survives_the_index(filled: Rig) -> None:
     ],
 )
 def test_a_fork_and_a_truncation_cut_turns_alike(
-    filled: Rig, blocks: int, expected: list[tuple[int, int, int]]
+    filled: StoreRig, blocks: int, expected: list[tuple[int, int, int]]
 ) -> None:
     chat(filled)
     assert filled.fork(2, 1, blocks, label="fork").blocks == blocks
@@ -90,7 +90,7 @@ def test_a_fork_and_a_truncation_cut_turns_alike(
     assert turns(filled, 2) == [*expected, (blocks, 9, 4)]
 
 
-def test_a_fork_from_another_drive_has_the_same_turns(pair: Rig) -> None:
+def test_a_fork_from_another_drive_has_the_same_turns(pair: StoreRig) -> None:
     for number in range(20):
         pair.put(number, b"x")
     pair.append(1, range(10), tokens=160, at_ms=1)
@@ -101,7 +101,7 @@ def test_a_fork_from_another_drive_has_the_same_turns(pair: Rig) -> None:
     assert pair.session(2) == list(range(15))
 
 
-def test_the_rest_of_a_turn_joins_it(filled: Rig) -> None:
+def test_the_rest_of_a_turn_joins_it(filled: StoreRig) -> None:
     filled.append(1, range(10), tokens=160, at_ms=1, continues=True)
     filled.append(1, range(10, 20), tokens=100, at_ms=2, continues=True)
     filled.append(1, range(20, 30), tokens=1, at_ms=3)
@@ -110,7 +110,7 @@ def test_the_rest_of_a_turn_joins_it(filled: Rig) -> None:
     assert turns(filled, 1) == [(0, 260, 1), (20, 1, 3)], "a turn has a block"
 
 
-def test_an_append_that_comes_twice_is_done_once(filled: Rig) -> None:
+def test_an_append_that_comes_twice_is_done_once(filled: StoreRig) -> None:
     first = filled.append(1, range(200), first_block=0, tokens=7, at_ms=1)
     before = filled.store.manifests.get(SessionName(TENANT, USER, name(1)))
     again = filled.append(1, range(200), first_block=0, tokens=7, at_ms=2, durability=Durability.SYNCED)
@@ -126,7 +126,7 @@ def test_an_append_that_comes_twice_is_done_once(filled: Rig) -> None:
     ("first_block", "keys"), [(0, [9]), (4, [4]), (1, [9]), (2, [2, 4]), (0, [0, 1, 2, 4])]
 )
 def test_an_append_elsewhere_than_at_the_end_is_refused(
-    filled: Rig, first_block: int, keys: list[int]
+    filled: StoreRig, first_block: int, keys: list[int]
 ) -> None:
     filled.append(1, [0, 1, 2], first_block=0)
     done = filled.append(1, keys, first_block=first_block)
@@ -135,7 +135,7 @@ def test_an_append_elsewhere_than_at_the_end_is_refused(
     assert filled.session(1) == [0, 1, 2]
 
 
-def test_two_at_once_do_not_both_append(filled: Rig) -> None:
+def test_two_at_once_do_not_both_append(filled: StoreRig) -> None:
     tags = [filled.start_step(1, SessionStep.APPEND, keys=[number], first_block=0) for number in (1, 2)]
     filled.settle()
     first, second = (filled.session_done[tag].error for tag in tags)
@@ -144,7 +144,7 @@ def test_two_at_once_do_not_both_append(filled: Rig) -> None:
     assert filled.session(1) == [1]
 
 
-def test_turns_and_their_tokens_are_bounded(filled: Rig) -> None:
+def test_turns_and_their_tokens_are_bounded(filled: StoreRig) -> None:
     assert filled.append(1, [0], tokens=SESSION_TURN_TOKENS_MAX).error is None
     for tokens, continues in ((1, True), (SESSION_TURN_TOKENS_MAX + 1, False), (-1, False)):
         done = filled.append(1, [0], tokens=tokens, continues=continues)
@@ -157,7 +157,7 @@ def test_turns_and_their_tokens_are_bounded(filled: Rig) -> None:
     assert len(turns(filled, 1)) == SESSION_TURNS_MAX
 
 
-def test_a_step_of_a_session_that_is_not_there_says_so(filled: Rig) -> None:
+def test_a_step_of_a_session_that_is_not_there_says_so(filled: StoreRig) -> None:
     assert isinstance(filled.truncate(9, 0).error, NoSession)
     assert isinstance(filled.fork(2, 9, 0).error, NoSession)
     assert isinstance(filled.append(9, [1], first_block=1).error, SessionRefused)

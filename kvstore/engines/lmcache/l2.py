@@ -30,6 +30,7 @@ from kvstore.engines.lmcache.locks import LOCK_MS, Locks
 from kvstore.engines.lmcache.objects import formats, formats_of, object_key, place
 from kvstore.engines.settings import EngineSettings
 from kvstore.errors import FabricError, LayoutError
+from kvstore.limits import LMCACHE_FORMATS_MAX, LMCACHE_TASKS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,8 +45,6 @@ __all__ = ["TriggerKvL2Adapter"]
 
 log = logging.getLogger(f"lmcache.{__name__}")  # whose handlers and level are LMCache's
 
-_TASKS_MAX = 1024  # of a kind that wait; what comes then fails at once
-_FORMATS_MAX = 64
 _BYTES = "uint8"  # what a serializer of LMCache's makes of any object
 T = TypeVar("T")
 
@@ -219,7 +218,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
     def _name(self, key: ObjectKey, memory: MemoryObj) -> bytes:
         written = formats_of(memory)
         with self._lock:
-            if len(self._formats) < _FORMATS_MAX:
+            if len(self._formats) < LMCACHE_FORMATS_MAX:
                 self._formats.add(written)
         return object_key(key, written, self._settings.weights)
 
@@ -230,7 +229,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
     def _submit(self, tasks: _Tasks, work: Callable[[], T], failed: T) -> int:
         with self._lock:
             number, self._next_task = self._next_task, self._next_task + 1
-            is_taken = not self._closed and tasks.waiting < _TASKS_MAX
+            is_taken = not self._closed and tasks.waiting < LMCACHE_TASKS_MAX
             tasks.waiting += is_taken
 
         def run() -> None:

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
+from kvstore.limits import SGLANG_CALLS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["Moved"]
-
-_CALLS_MAX = 1024
 
 
 class Moved:
@@ -26,8 +25,8 @@ class Moved:
     def __init__(self) -> None:
         self._clock = SystemClock()
         self._lock = threading.Lock()
-        self._fetched: deque[tuple[int, float]] = deque(maxlen=_CALLS_MAX)
-        self._stored: deque[tuple[int, float]] = deque(maxlen=_CALLS_MAX)
+        self._fetched: deque[tuple[int, float]] = deque(maxlen=SGLANG_CALLS_MAX)
+        self._stored: deque[tuple[int, float]] = deque(maxlen=SGLANG_CALLS_MAX)
 
     @contextmanager
     def fetching(self) -> Iterator[Callable[[int, int], None]]:

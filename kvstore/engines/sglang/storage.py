@@ -29,6 +29,7 @@ from kvstore.engines.sglang.hits import Found, usable
 from kvstore.engines.sglang.pools import Pool, anchor_layout
 from kvstore.engines.sglang.stats import Moved
 from kvstore.errors import FabricError, LayoutError
+from kvstore.limits import SGLANG_REMEMBERED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +61,6 @@ _OF_SGLANG = frozenset(
         "file_storage_path",
     }
 )
-_REMEMBERED_MAX = 1 << 18  # keys that `clear` can delete
 T = TypeVar("T")
 
 
@@ -334,7 +334,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
             for place, is_in in zip(places, done, strict=True):
                 if is_in:
                     self._ours.update(dict.fromkeys(part_keys(place.key, place.length)))
-            while len(self._ours) > _REMEMBERED_MAX:
+            while len(self._ours) > SGLANG_REMEMBERED_MAX:
                 self._ours.popitem(last=False)
         return done
 

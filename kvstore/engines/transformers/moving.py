@@ -14,7 +14,7 @@ import torch
 
 from kvstore.client import Block, Client, Hit
 from kvstore.errors import FabricError
-from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS
 from kvstore.miss import Miss
 from nic_offload.memory import allocate
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Mover", "batches"]
 
 MEMORY_BYTES: Final = 64 << 20  # what is on its way at a time, unless one block is larger
-_TIMEOUT_S: Final = 30.0
+_TIMEOUT_S: Final = ENGINE_MOVE_MS / 1000
 
 log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from kvstore.engines.transformers.pieces import Piece, pieces, usable
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.weights import weights_digest
 from kvstore.errors import InvalidArgument, KvError, LayoutError, NoSession, Overloaded
+from kvstore.limits import ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ __all__ = ["CacheStore", "ChatSession", "Resumed", "Saved"]
 log = logging.getLogger(__name__)
 
 _BLOCK_TOKENS: Final = 64
-_SLOTS_MAX: Final = 64
 
 
 class Resumed(NamedTuple):
@@ -95,7 +95,7 @@ class CacheStore:
             model.config, model.dtype, weights=digest, block_tokens=block_tokens, layers=layers
         )
         block_bytes = self.shapes.block_bytes(block_tokens, [block_tokens] * len(self.shapes.windows))
-        slots = max(1, min(_SLOTS_MAX, MEMORY_BYTES // block_bytes))
+        slots = max(1, min(ENGINE_SLOTS_MAX, MEMORY_BYTES // block_bytes))
         client = Client(
             node,
             layout=self.shapes.canonical,

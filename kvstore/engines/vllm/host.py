@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 from kvstore.client import Block, Client, Hit
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError, KvError
-from kvstore.limits import LEASE_TIMEOUT_MS, SLOTS_PER_CLIENT_MAX
+from kvstore.limits import (
+    LEASE_TIMEOUT_MS,
+    SLOTS_PER_CLIENT_MAX,
+    VLLM_ABSENT_MAX,
+    VLLM_QUEUED_MAX,
+)
 
 if TYPE_CHECKING:
     import mmap
@@ -32,8 +37,6 @@ __all__ = ["HostMemory", "State"]
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _ABSENT_NS = 1_000_000_000  # a key that the node did not have is not asked for again for so long
-_ABSENT_MAX = 65_536
-_QUEUED_MAX = 4096
 _BATCH = 256
 
 
@@ -81,8 +84,8 @@ class HostMemory:
         self._free = list(range(len(memory) // slot_bytes))
         self._absent: dict[bytes, int] = {}
         self._clock = SystemClock()
-        self._to_fetch: queue.Queue[bytes] = queue.Queue(_QUEUED_MAX)
-        self._to_send: queue.Queue[bytes] = queue.Queue(_QUEUED_MAX)
+        self._to_fetch: queue.Queue[bytes] = queue.Queue(VLLM_QUEUED_MAX)
+        self._to_send: queue.Queue[bytes] = queue.Queue(VLLM_QUEUED_MAX)
         self._fetching = 0
         for work, waiting in ((self._fetch, self._to_fetch), (self._send, self._to_send)):
             threading.Thread(target=self._run, args=(work, waiting), name="kvstore-host", daemon=True).start()
@@ -204,7 +207,7 @@ class HostMemory:
         finally:
             with self._lock:
                 now_ns = self._clock.monotonic_ns()
-                if len(self._absent) > _ABSENT_MAX:
+                if len(self._absent) > VLLM_ABSENT_MAX:
                     self._absent.clear()
                 for key, is_here in zip(keys, here, strict=True):
                     self._slots[key].users -= 1

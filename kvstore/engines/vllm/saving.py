@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.engines.vllm.ring import Ring
 from kvstore.errors import LayoutError
-from kvstore.limits import SAVE_BATCH_PAGES_MAX
+from kvstore.limits import SAVE_BATCH_PAGES_MAX, VLLM_ACK_SLICE_MS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ __all__ = ["Copied", "Saved", "Saves", "Sender", "Sent", "staging"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_ACK_WAIT_S = 0.02  # for the drive's word about what has landed, unless there is more to send
+_ACK_WAIT_S = VLLM_ACK_SLICE_MS / 1000
 
 
 @dataclass(slots=True)

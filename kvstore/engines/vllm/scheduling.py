@@ -21,6 +21,7 @@ from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
 from kvstore.engines.vllm.stats import Stats
 from kvstore.engines.vllm.transport import open_client
 from kvstore.engines.vllm.turns import Turns
+from kvstore.limits import VLLM_SAVING_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,6 @@ log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the 
 # A look-up takes a millisecond or two; a scheduler that is told to ask again spins for as long.
 _FIRST_WAIT_S = 0.01
 _NEXT_WAIT_S = 0.001
-_REMEMBERED_MAX = 65_536  # blocks that are being saved: what fails is never heard of again
 
 
 @dataclass(slots=True)
@@ -338,5 +338,5 @@ def _first_of(missing: set[int], blocks: Sequence[int]) -> int:
 def _remember(memory: dict[tuple[int, bytes], Any], name: tuple[int, bytes], what: Any) -> None:
     """Keep a bounded number of things, the newest."""
     memory[name] = what
-    if len(memory) > _REMEMBERED_MAX:
+    if len(memory) > VLLM_SAVING_MAX:
         del memory[next(iter(memory))]

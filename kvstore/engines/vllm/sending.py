@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.client import Block, Client
 from kvstore.clock import SystemClock
 from kvstore.errors import KeyTaken, KvError, Overloaded
+from kvstore.limits import VLLM_ACK_MS
 
 if TYPE_CHECKING:
     import mmap
@@ -25,7 +26,7 @@ __all__ = ["FabricSender", "InlineSender"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_ACK_TIMEOUT_S = 10.0  # for the drive's word about what has landed
+_ACK_TIMEOUT_S = VLLM_ACK_MS / 1000
 
 
 def _stored(result: PutResult) -> bool | None:

@@ -41,6 +41,7 @@ from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.vllm.settings import ENGINE, TierSettings
 from kvstore.engines.vllm.told import Adapter, Engine
 from kvstore.errors import ConfigError, DeadlineExceeded
+from kvstore.limits import VLLM_SHUTDOWN_MS
 from kvstore.names import block_key
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _LOADING_THREADS = 2  # so that one request's load does not wait for all of anot
 # A chunk that waits to be stored can't be evicted. So many of the pool's may wait: the rest goes on to be a cache while
 # the node is slow or stopped.
 _STORING_PART = 4
-_SHUTDOWN_S = 10.0  # until what is under way has ended, once the client is closed
+_SHUTDOWN_S = VLLM_SHUTDOWN_MS / 1000
 _COUNTS = {
     "loaded_chunks": "Chunks received from the node",
     "missing_chunks": "Chunks promised but not received, and computed",

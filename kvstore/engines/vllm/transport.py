@@ -14,7 +14,7 @@ from kvstore.clock import SystemClock
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import FabricError
-from kvstore.limits import SLOTS_PER_CLIENT_MAX
+from kvstore.limits import SLOTS_PER_CLIENT_MAX, VLLM_SLOTS_BYTES
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ __all__ = ["Object", "Transport", "open_client", "open_transport"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_SLOTS_BYTES = 256 << 20  # of the node's memory, for what one worker has under way
 _SLOTS_MIN = 16
 
 
@@ -71,7 +70,7 @@ def open_client(settings: Settings, identity: Identity, object_bytes: int, slots
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> Transport:
     """The fabric where it opens, unless told otherwise."""
     object_bytes = max(group.object_bytes_max for group in identity.groups)
-    slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, _SLOTS_BYTES // object_bytes))
+    slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, VLLM_SLOTS_BYTES // object_bytes))
     copies = staging(memory, settings.host_bytes)
     client = open_client(settings, identity, object_bytes, slots)
     timeout_s = settings.save_timeout_ms / 1000

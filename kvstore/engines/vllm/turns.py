@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import KvError, NoSession, SessionRefused
+from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +30,7 @@ __all__ = ["Turns"]
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _ANONYMOUS = "anonymous"
-_QUEUED_MAX = 256  # turns that wait for the node; what comes while it is away is not appended
-_TRIES = 5  # a turn's last blocks may be on their way to the drive still
-_TRY_WAIT_S = 0.1
+_TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 
 
 class Turns:
@@ -40,7 +39,7 @@ class Turns:
     def __init__(self, client: Client, groups: Sequence[Group]) -> None:
         self._client, self._groups = client, groups
         self._thread = ThreadPoolExecutor(1, "kvstore-turns")
-        self._room = threading.BoundedSemaphore(_QUEUED_MAX)
+        self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
         self._never = threading.Event()
 
     def arrived(self, request: Any) -> None:
@@ -85,7 +84,7 @@ class Turns:
         self._thread.submit(run)
 
     def _append(self, session: Session, keys: Sequence[bytes], tokens: int) -> None:
-        for _ in range(_TRIES):
+        for _ in range(VLLM_TURN_TRIES):
             try:
                 self._append_once(session, keys, tokens)
             except SessionRefused as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from kvstore.limits import EVICTION_GHOSTS_MAX
+from kvstore.limits import EVICTION_GHOSTS_MAX, EVICTION_USES_MAX
 from kvstore.storage.eviction.idmap import IdMap
 from kvstore.storage.eviction.policy import NO_ROW
 from kvstore.storage.eviction.rings import Rings
@@ -33,7 +33,6 @@ _SMALL: Final = 0
 _MAIN: Final = 1
 _HEADS: Final = 2
 _SMALL_FRACTION: Final = 10  # one in so many pages
-_USES_MAX: Final = 3  # that are counted
 _SHED_ENTRIES: Final = 4096  # of ghosts that are over, dropped together
 _ENTRY_MASK: Final = (1 << 32) - 1  # entries are numbered modulo 2^32
 
@@ -89,7 +88,7 @@ class S3Fifo:
         """Count uses; nothing moves."""
         uses = self._uses
         for row in rows:
-            if uses[row] < _USES_MAX:
+            if uses[row] < EVICTION_USES_MAX:
                 uses[row] += 1
 
     def removed(self, row: int) -> None:

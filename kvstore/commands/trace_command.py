@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client import Trace
-    from kvstore.sessions_command import Asked
+    from kvstore.commands.sessions_command import Asked
     from kvstore.steps import Seen
 
 __all__ = ["document", "run", "table"]

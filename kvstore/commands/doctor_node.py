@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.client.blocks import Block
 from kvstore.client.client import Client
 from kvstore.client.contact import steps
-from kvstore.doctor import Result
+from kvstore.commands.doctor import Result
 from kvstore.errors import ConfigError, FabricError, KvError, NodeUnavailable, ProtocolError
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason

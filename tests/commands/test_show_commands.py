@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Block
+from kvstore.commands.top_command import Top, risen, view
 from kvstore.errors import NodeUnavailable
 from kvstore.miss import MissReason
 from kvstore.names import block_key
-from kvstore.top_command import Top, risen, view
 from kvstore.wire.observing_pb2 import ReasonCount, StatisticsResponse
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate

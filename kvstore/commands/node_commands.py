@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.client import Client
+    from kvstore.commands.sessions_command import Asked
     from kvstore.reach import Reach
-    from kvstore.sessions_command import Asked
 
 __all__ = ["add_node_commands", "reach", "reach_node"]
 
@@ -67,7 +67,7 @@ def reach(arguments: argparse.Namespace) -> Reach:
 
 def _asked(arguments: argparse.Namespace) -> Asked:
     """Whom to ask: one node, and of several the home of the user."""
-    from kvstore.sessions_command import Asked
+    from kvstore.commands.sessions_command import Asked
 
     told = reach(arguments)
     if arguments.user and len(told.nodes) > 1:
@@ -95,7 +95,7 @@ def _of_each(arguments: argparse.Namespace, show: Callable[[Client], int]) -> in
 
 
 def _sessions(arguments: argparse.Namespace) -> int:
-    from kvstore.sessions_command import export_one, import_one, list_all
+    from kvstore.commands.sessions_command import export_one, import_one, list_all
 
     if arguments.action == "list":
         return list_all(_asked(arguments), as_json=arguments.json)
@@ -106,13 +106,13 @@ def _sessions(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from kvstore.trace_command import run
+    from kvstore.commands.trace_command import run
 
     return run(_asked(arguments), arguments.session, as_json=arguments.json)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from kvstore.explain_command import explain
+    from kvstore.commands.explain_command import explain
 
     user, _, name = (arguments.session or "").partition("/")
     if bool(user) != bool(name):
@@ -130,19 +130,19 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _stats(arguments: argparse.Namespace) -> int:
-    from kvstore.show_commands import stats
+    from kvstore.commands.show_commands import stats
 
     return _of_each(arguments, lambda client: stats(client, as_json=arguments.json))
 
 
 def _drives(arguments: argparse.Namespace) -> int:
-    from kvstore.show_commands import drives
+    from kvstore.commands.show_commands import drives
 
     return _of_each(arguments, lambda client: drives(client, as_json=arguments.json))
 
 
 def _cluster(arguments: argparse.Namespace) -> int:
-    from kvstore.cluster_command import drain, forget, show
+    from kvstore.commands.cluster_command import drain, forget, show
 
     if arguments.do is not None:
         if arguments.member is None:
@@ -158,7 +158,7 @@ def _top(arguments: argparse.Namespace) -> int:
     from threading import Event
 
     from kvstore.clock import SystemClock
-    from kvstore.top_command import Top
+    from kvstore.commands.top_command import Top
 
     if not _INTERVAL_S_MIN <= arguments.interval <= _INTERVAL_S_MAX:
         raise ConfigError(f"--interval takes {_INTERVAL_S_MIN} to {_INTERVAL_S_MAX} seconds.")

@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvcli import running
 from kvcli.progress import bars
-from kvstore.errors import FabricError, FabricUnavailable, StorageError
-from kvstore.limits import LANDING_BYTES_MAX
-from kvstore.probes import (
+from kvstore.commands.probes import (
     MEASURE_BYTES,
     exercise_ring,
     gpu_names,
@@ -31,6 +29,8 @@ from kvstore.probes import (
     measure_drive,
     try_io_uring,
 )
+from kvstore.errors import FabricError, FabricUnavailable, StorageError
+from kvstore.limits import LANDING_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -320,7 +320,7 @@ def show(results: Sequence[Result], *, as_json: bool) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as `python -m kvstore.doctor`."""
+    """Run as `python -m kvstore.commands.doctor`."""
     parser = argparse.ArgumentParser(
         prog="kvstore doctor", description="Check what this machine offers the store."
     )

@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.client import Block, Client, as_request
 from kvstore.client.observing import LookedUp
+from kvstore.commands.explain_command import document, page
 from kvstore.config import show_time
-from kvstore.explain_command import document, page
 from kvstore.lookups import HITS, Kind, Lookup, Outcome, Run
 from kvstore.names import block_key
 from kvstore.wire.observing_pb2 import StatisticsResponse

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore import doctor, probes
-from kvstore.doctor import Result
+from kvstore.commands import doctor, probes
+from kvstore.commands.doctor import Result
 from kvstore.errors import FabricError, FabricUnavailable, StorageError
 
 if TYPE_CHECKING:

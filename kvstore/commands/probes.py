@@ -1,4 +1,4 @@
-"""What the doctor does to the machine to find something out; `kvstore.doctor` judges what comes of it.
+"""What the doctor does to the machine to find something out; `kvstore.commands.doctor` judges what comes of it.
 
 What always holds: a probe leaves nothing behind. The files that are written are the probe's own, at most
 256 MiB, and removed; the large one is unlinked before its first byte is written.

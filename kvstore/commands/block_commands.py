@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcli.running import Status
+from kvstore.commands.node_commands import reach, reach_node
 from kvstore.config import printable
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES
 from kvstore.names import block_key
-from kvstore.node_commands import reach, reach_node
 
 if TYPE_CHECKING:
     import argparse

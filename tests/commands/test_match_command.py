@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.cli import main
+from kvstore.commands.match_command import parse_request
 from kvstore.errors import RuleError
-from kvstore.match_command import parse_request
 from tests.nic_offload.test_match_file import example
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, TextIO
 
+from kvstore.commands.show_commands import evictions, parts, reasons
 from kvstore.config import printable, show_size, show_time
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
-from kvstore.show_commands import evictions, parts, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Callable

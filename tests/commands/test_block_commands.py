@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcli.running import Status
-from kvstore.block_commands import parse_key
 from kvstore.cli import main
+from kvstore.commands.block_commands import parse_key
 from kvstore.errors import ConfigError
 from kvstore.names import block_key
 from tests.conftest import small_client
@@ -121,7 +121,7 @@ def test_the_node_is_the_usual_one_unless_somebody_says(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TRIGGERKV_NODE", raising=False)
-    monkeypatch.setattr("kvstore.node_commands.DEFAULT_NODE", shared_node.target)
+    monkeypatch.setattr("kvstore.commands.node_commands.DEFAULT_NODE", shared_node.target)
     monkeypatch.delenv("TRIGGERKV_CONFIG", raising=False)
     monkeypatch.setenv("HOME", "/nonexistent")
     assert main(["stats"]) == 0

@@ -1,0 +1,180 @@
+"""What became of looked-up blocks, in sentences: for `kvstore explain` and for the node's web page.
+
+What always holds: every kind and outcome has a sentence, and every outcome that is not a hit has advice.
+What it doesn't do: ask a node, or print.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.config import show_size, show_time
+from kvstore.lookups import HITS, Kind, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.lookups import Lookup, Run
+    from kvstore.wire.observing_pb2 import StatisticsResponse
+
+__all__ = ["ASKED", "Placed", "advice", "lookup_document", "numbered", "placed", "said"]
+
+ASKED = {
+    Kind.UNSPECIFIED: "look-up of {}",
+    Kind.EXISTS: "asked whether {} are there",
+    Kind.PREFIX: "asked how many of {} are there without a gap",
+    Kind.FETCH: "fetched {}",
+    Kind.GET: "got {} inside gRPC",
+    Kind.SESSION: "asked which blocks the session has: {}",
+}
+SAID = {
+    Outcome.UNSPECIFIED: "mixed outcomes",
+    Outcome.MEMORY: "in the node's memory",
+    Outcome.DRIVE: "read from a drive",
+    Outcome.STORED: "stored",
+    Outcome.NAMED: "named by the session",
+    Outcome.NEVER: "never stored by this tenant under this key, or gone too long ago to be remembered",
+    Outcome.EVICTED: "evicted for room, as the least recently used",
+    Outcome.STRANDED: "evicted for room, since its session had a gap before it",
+    Outcome.CLEARED: "evicted for contiguous room",
+    Outcome.EXPIRED: "its time to live had ended",
+    Outcome.QUOTA: "evicted because the tenant was at its quota",
+    Outcome.DELETED: "deleted",
+    Outcome.CORRUPT: "the bytes failed a check, and were not served",
+    Outcome.LAYOUT: "stored in another layout: another model, type, or block size",
+    Outcome.LENGTH: "stored with another length",
+    Outcome.LEASE_EXPIRED: "it was reserved, but did not land before its lease ended",
+    Outcome.UNREADABLE: "the drive answered with an error",
+    Outcome.BUSY: "the node was at a limit and refused",
+    Outcome.NODE_AWAY: "the node was not reached, or did not answer in time",
+    Outcome.GIVEN_UP: "not sent before the caller gave up or went away",
+    Outcome.NO_SESSION: "there was no such session",
+}
+DO = {
+    Outcome.UNSPECIFIED: "Request fewer blocks at a time to see each of them.",
+    Outcome.NEVER: "Nothing was put under these keys: check that the writer has finished, has the same tenant,"
+    " and makes keys from the same model, tokens and salt.",
+    Outcome.EVICTED: "The drives were full ({room}): add drives, or give the tenants that fill them a quota.",
+    Outcome.STRANDED: "The drives were full ({room}) and a block before these had been evicted: add drives, or"
+    " protect sessions that return.",
+    Outcome.CLEARED: "The drives were full ({room}) and fragmented: add drives, or use one block size.",
+    Outcome.EXPIRED: "Put them with a longer time to live, or with none.",
+    Outcome.QUOTA: "The tenant's quota was used up ({quota}): raise it, or put less.",
+    Outcome.DELETED: "They were deleted; put them again if that was a mistake.",
+    Outcome.CORRUPT: "The drive returned wrong bytes: run `kvstore fsck --payloads`, and check the drive.",
+    Outcome.LAYOUT: "Reader and writer differ in model, type, block size or parallelism: give both the same layout.",
+    Outcome.LENGTH: "Reader and writer differ in the size of a block: give both the same layout.",
+    Outcome.LEASE_EXPIRED: "The flag was stored too late, or never: raise lease_ms, and check that the writer"
+    " reaches its flag.",
+    Outcome.UNREADABLE: "A drive is failing: check `kvstore drives` and the node's log, and replace it.",
+    Outcome.BUSY: "The node was overloaded, or the tenant called too often: check `kvstore stats`, and raise"
+    " requests_per_s or add a node.",
+    Outcome.NODE_AWAY: "The node could not be reached: check that it runs, its log and the network.",
+    Outcome.GIVEN_UP: "The caller gave up or died: check where the time went, or raise its timeout.",
+    Outcome.NO_SESSION: "No turn was appended to that session, it expired, or it was removed: check `kvstore"
+    " sessions`.",
+}
+assert set(SAID) == set(Outcome)
+assert set(ASKED) == set(Kind)
+assert set(DO) | HITS == set(Outcome)
+
+_SLOW_MS = 1.0
+_HALF = 2
+
+
+class Placed(NamedTuple):
+    """A look-up, and the number of its first block within its request."""
+
+    lookup: Lookup
+    first: int  # the number of its first block
+
+
+def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
+    """One look-up for programs; `docs/seeing.md` says what the fields mean."""
+    return {
+        "request": lookup.request_id,
+        "kind": lookup.kind.name.lower(),
+        "told_by": "client" if lookup.by_caller else "node",
+        "at_unix_ms": lookup.at_unix_ms,
+        "took_ms": lookup.took_us / 1000,
+        "queued_ms": lookup.queued_us / 1000,
+        "drive_ms": lookup.drive_us / 1000,
+        "blocks": lookup.blocks,
+        "looked_at": lookup.looked_at,
+        "bytes": lookup.size_bytes,
+        "detail": lookup.detail,
+        "runs": [
+            {
+                "first": at,
+                "blocks": run.blocks,
+                "hit": run.outcome in HITS,
+                "outcome": run.outcome.name.lower(),
+                "gone_unix_ms": run.gone_unix_ms,
+                "idle_ms": run.idle_ms,
+            }
+            for at, run in numbered(lookup, first)
+        ],
+    }
+
+
+def said(run: Run, lookup: Lookup, now_ms: int) -> str:
+    """What became of a run of blocks, and when."""
+    text = SAID[run.outcome]
+    if run.gone_unix_ms:
+        before = "" if run.blocks == 1 else "the first of them "
+        text += f" {before}{show_time(now_ms - run.gone_unix_ms)} ago"
+        since_ms = lookup.at_unix_ms - run.gone_unix_ms
+        text += f", {show_time(since_ms)} before this look-up" if since_ms > 0 else ""
+    if run.idle_ms:
+        text += f"; idle for {show_time(run.idle_ms)}"
+    return text
+
+
+def advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[str]:
+    """What to do about what was missed most, or about what took longest."""
+    missed: Counter[Outcome] = Counter()
+    for lookup in lookups:
+        for run in lookup.runs:
+            if run.outcome not in HITS:
+                missed[run.outcome] += run.blocks
+    if missed:
+        most = [outcome for outcome, _ in missed.most_common(2)]
+        room = f"{show_size(statistics.free_bytes)} of {show_size(statistics.capacity_bytes)} are free now"
+        used, quota = show_size(statistics.quota_used_bytes), show_size(statistics.quota_bytes)
+        told = [DO[outcome].format(room=room, quota=f"{used} of {quota} now") for outcome in most]
+    else:
+        told = ["Nothing was missed."]
+    slow = max(lookups, key=lambda one: one.took_us)
+    if slow.took_us >= _SLOW_MS * 1000:
+        if slow.queued_us * _HALF > slow.took_us:
+            told.append(
+                "Most of the time went to waiting for its turn: others fetch a lot; spread them over more nodes."
+            )
+        elif slow.drive_us * _HALF > slow.took_us:
+            told.append(
+                "Most of the time went to the drive: prefetch the session, or give the node more --hot memory."
+            )
+        elif slow.size_bytes and not missed:
+            told.append("Most of the time went to sending: check the network and the caller's bandwidth.")
+    return told
+
+
+def placed(lookups: Sequence[Lookup]) -> Iterator[Placed]:
+    """Look-ups with the numbers of their first blocks: the fetches of a resume follow on one another."""
+    asked: dict[str, int] = {}
+    for lookup in lookups:
+        first = 0
+        if lookup.kind is Kind.SESSION:
+            asked[lookup.request_id] = 0
+        elif lookup.kind is Kind.FETCH and not lookup.by_caller and lookup.request_id in asked:
+            first = asked[lookup.request_id]
+            asked[lookup.request_id] += lookup.blocks
+        yield Placed(lookup, first)
+
+
+def numbered(lookup: Lookup, first: int) -> Iterator[tuple[int, Run]]:
+    """The runs of a look-up with the number of the first block of each."""
+    for run in lookup.runs:
+        yield first, run
+        first += run.blocks

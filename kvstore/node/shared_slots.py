@@ -1,0 +1,81 @@
+"""The slots that one client was granted, in memory that it may map, with the words that say what becomes of its puts.
+
+Behind these is a row for each word of its fetches, in which it is told where in the hot memory a block is
+(`nic_offload/shared_reads.c`).
+
+Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client is handed the descriptors
+once: of the memory, of the eventfd that it rings, and the end that it hears of the pipe that the node rings.
+
+What always holds: nobody changes the memory's size; nothing is put there before the client has said that it has it
+mapped; no call that the node makes on a descriptor that a client has, too, can block. What it doesn't do: hold anything
+that is not this connection's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kvstore.limits import ACK_WORDS, GRANTED_PUTS, PAGE_BYTES
+from kvstore.wire.sharing import ROW_BYTES
+from nic_offload.memory import address_of, allocate_mapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.node.connection import Connection
+    from nic_offload.fabric import Fabric, Region
+
+__all__ = ["SharedSlots"]
+
+_WORDS_BYTES = -(-GRANTED_PUTS * 8 // PAGE_BYTES) * PAGE_BYTES
+_ROWS_BYTES = -(-ACK_WORDS * ROW_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+class SharedSlots:
+    """Of one connection."""
+
+    def __init__(self, fabric: Fabric, slots_bytes: int) -> None:
+        """NoMemory if there is no descriptor or no memory for it. `slots_bytes`: flags and slots, in whole pages."""
+        self.words_offset = slots_bytes
+        self.rows_offset = slots_bytes + _WORDS_BYTES
+        self.size_bytes = self.rows_offset + _ROWS_BYTES
+        self._fabric = fabric
+        self.memory, self._fd = allocate_mapped(self.size_bytes)
+        self._own_doorbell = self._doorbell = -1  # what wakes us, and wakes the client
+
+    def hand_over(self, give: Callable[[list[int]], None]) -> None:
+        """Have the client given the memory, the doorbell that it rings, and the one that it hears. Once."""
+        self._own_doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        heard, self._doorbell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            give([self._fd, self._own_doorbell, heard])
+        finally:
+            os.close(heard)
+
+    def mapped(self, connection: Connection, hot: Region | None) -> None:
+        """Its client has it mapped, and watches the words there from now on. `hot`: memory that it can read."""
+        self._fabric.hear(self._own_doorbell, is_pipe=False)
+        acks = connection.acks
+        here = address_of(self.memory)
+        words, rows = here + self.words_offset, here + self.rows_offset
+        connection.endpoint.share_words(acks.target(ACK_WORDS), acks.key, words, GRANTED_PUTS, self._doorbell)
+        if hot is not None:
+            connection.endpoint.share_reads(acks.target(0), acks.key, rows, ACK_WORDS, hot)
+        self.withhold()
+
+    def withhold(self) -> None:
+        """Nobody else is to map it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """The connection's endpoint is closed."""
+        if self._own_doorbell >= 0:
+            self._fabric.ignore(self._own_doorbell)  # the client may have it for as long as it likes
+        for doorbell in (self._own_doorbell, self._doorbell):
+            if doorbell >= 0:
+                os.close(doorbell)
+        self.withhold()
+        self.memory.close()

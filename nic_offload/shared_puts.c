@@ -1,0 +1,86 @@
+/*
+ * What two ends of a connection on one machine say to each other through memory that both have mapped.
+ *
+ * A client that is on its node's machine maps the slots that it was granted. It copies each put into a slot and stores the
+ * flag (sender.c); the node reads the slot as if the fabric had brought it (receiver.c), and stores what becomes of the put in
+ * a word of the same memory. Nothing goes over the fabric. Each end has a doorbell that wakes its progress thread, which the
+ * other rings once a round in which it has stored something. The node's is an eventfd, which it neither reads nor writes;
+ * the client's is a pipe, whose other end nobody but the node has. So whatever a client does with its descriptors, no call
+ * on the node's blocks.
+ *
+ * What always holds: the memory is the node's, which lets nobody change the memory's size; it has one
+ * connection's slots and words and nothing else. The node reads nothing there twice, and the client builds nothing on what
+ * it reads there but its words, of which only the generation that is due counts. A ring that is lost costs the sleep of
+ * an idle thread, and no more.
+ */
+#define _GNU_SOURCE
+#include "parts.h"
+
+#include <errno.h>
+#include <unistd.h>
+
+int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe)
+{
+	return is_pipe ? rest_hear(fabric, doorbell) : rest_hear_writes(fabric, doorbell);
+}
+
+int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell)
+{
+	return rest_ignore(fabric, doorbell);
+}
+
+void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+{
+	if (endpoint->is_due)
+		return;
+	endpoint->is_due = 1;
+	endpoint->next_due = fabric->due;
+	fabric->due = endpoint;
+}
+
+/* One that has no room for another ring has woken its owner, or will. */
+void ring_doorbells(struct tk_fabric *fabric)
+{
+	static const uint64_t once = 1;
+	for (struct tk_endpoint *endpoint; (endpoint = fabric->due);) {
+		fabric->due = endpoint->next_due;
+		endpoint->is_due = 0;
+		ssize_t written = write(endpoint->doorbell, &once, sizeof once);
+		(void)written;
+	}
+}
+
+int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot)
+{
+	const struct shared_words *words = &endpoint->shared_words;
+	uint64_t offset = spot.address - words->first.address;
+	if (spot.key != words->first.key || offset % 8 || offset / 8 >= words->count)
+		return 0;
+	tk_word_store((uint64_t *)(words->address + offset), word);
+	ring_later(fabric, endpoint);
+	return 1;
+}
+
+struct sharing {
+	struct tk_endpoint *endpoint;
+	struct shared_words words;
+	int doorbell;
+};
+
+static int share_words(struct tk_fabric *fabric, void *argument)
+{
+	(void)fabric;
+	const struct sharing *sharing = argument;
+	sharing->endpoint->doorbell = sharing->doorbell;
+	sharing->endpoint->shared_words = sharing->words;
+	return 0;
+}
+
+int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
+			    int doorbell)
+{
+	if (!endpoint || words % 8 || doorbell < 0)
+		return -EINVAL;
+	struct sharing sharing = {endpoint, {{target, key}, words, count}, doorbell};
+	return on_the_thread(endpoint->fabric, share_words, &sharing, sizeof sharing);
+}

@@ -1,0 +1,108 @@
+/*
+ * Blocks that a client on the same machine reads from our memory, told one by one: those that a reader has read from a drive,
+ * or that the application sends.
+ *
+ * What would be a put of a block's bytes becomes a row in memory that both ends have mapped, and a word that says so. The
+ * block stays where it is until the client has noted in the row that it has read it, or for TK_HELD_NS; then the put is over
+ * like any other. (What the shelf has is told call by call, see desk.c.)
+ *
+ * What always holds: a row is of the word with its generation, and says until when the bytes stay; half of that time is the
+ * client's, so that one that was stopped does not take other bytes for them. Whether a payload has its checksum was looked at before.
+ *
+ * What it doesn't do: believe anything that the client writes there but that it is done with a generation, which harms nobody else.
+ */
+#define _GNU_SOURCE
+#include "call.h"
+#include "parts.h"
+
+#include <errno.h>
+
+static uint64_t payload_of(const struct work *work)
+{
+	return work->op.part ? work->op.local - work->op.skip : work->op.local;
+}
+
+static struct shared_row *row_of(const struct work *work)
+{
+	const struct tk_operation *op = &work->op;
+	const struct shared_reads *reads = &op->endpoint->shared_reads;
+	uint64_t offset = op->flag_target - reads->first.address;
+	if (op->flag_key != reads->first.key || offset % 8 || offset / 8 >= reads->count)
+		return NULL;
+	return (struct shared_row *)reads->rows + offset / 8;
+}
+
+int may_share(const struct work *work)
+{
+	if (work->kind != WORK_OPERATION || !(work->op.flags & TK_SHARED_PUT) || !work->op.endpoint->shared_reads.count)
+		return 0;
+	const struct shared_reads *reads = &work->op.endpoint->shared_reads;
+	uint64_t at = payload_of(work);
+	return at >= reads->memory && at - reads->memory < reads->bytes && row_of(work);
+}
+
+int tell_where(struct tk_fabric *fabric, struct work *work)
+{
+	const struct tk_operation *op = &work->op;
+	struct shared_row *row = row_of(work);
+	uint64_t generation = op->flag_value >> ACK_CODE_BITS;
+	row->offset = payload_of(work) - op->endpoint->shared_reads.memory;
+	row->crc32c = op->crc32c;
+	row->until_ns = tk_now_ns() + TK_HELD_NS / 2;
+	row->generation = generation;
+	int status = post_word(fabric, op->endpoint, generation << ACK_CODE_BITS | BLOCK_WHERE, op->peer, op->flag_target,
+			       op->flag_key);
+	work->shared = row;
+	return status;
+}
+
+void was_told(struct tk_fabric *fabric, struct work *work)
+{
+	work->state = WORK_SHARED;
+	queue_push(&fabric->shared, work);
+}
+
+static int is_read(const struct work *work)
+{
+	return tk_word_load(&work->shared->read) == work->op.flag_value >> ACK_CODE_BITS;
+}
+
+int poll_shared_reads(struct tk_fabric *fabric)
+{
+	int busy = 0;
+	for (struct work *work = fabric->shared.head, *next; work; work = next) {
+		next = work->next;
+		uint64_t until_ns = work->posted_ns + TK_HELD_NS;
+		if (!is_read(work) && fabric->now_ns < until_ns) {
+			if (until_ns < fabric->next_deadline_ns)
+				fabric->next_deadline_ns = until_ns;
+			continue;
+		}
+		queue_remove(&fabric->shared, work);
+		finish(fabric, work, 0);
+		busy = 1;
+	}
+	return busy;
+}
+
+struct sharing {
+	struct tk_endpoint *endpoint;
+	struct shared_reads reads;
+};
+
+static int share_reads(struct tk_fabric *fabric, void *argument)
+{
+	(void)fabric;
+	const struct sharing *sharing = argument;
+	sharing->endpoint->shared_reads = sharing->reads;
+	return 0;
+}
+
+int tk_endpoint_share_reads(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t rows, uint32_t count,
+			    uint64_t memory, uint64_t bytes)
+{
+	if (!endpoint || rows % sizeof(uint64_t))
+		return -EINVAL;
+	struct sharing sharing = {endpoint, {{target, key}, rows, memory, bytes, count}};
+	return on_the_thread(endpoint->fabric, share_reads, &sharing, sizeof sharing);
+}

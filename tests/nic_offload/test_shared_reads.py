@@ -1,0 +1,270 @@
+"""Blocks on the same machine, told one by one: what a node says and keeps, what its client reads and refuses."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from kvstore.wire.sharing import ROW_BYTES
+from nic_offload.caller import PLACES
+from nic_offload.checksum import crc32c
+from nic_offload.fabric import EventKind
+from nic_offload.memory import address_of
+from nic_offload.trigger import TriggeredPut, arm
+from tests.nic_offload.rig import PAGE, Pair, after_ms, wait_until
+from tests.nic_offload.test_caller import ACK_WORDS, DONE, TAG, say
+from tests.nic_offload.test_shared import CORRUPT, LATE, NODE_BYTES, SERVED, Client, Wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROWS, WHERE, CALL_ROWS = 64, 0x87, 4
+ROW = struct.Struct("<4QI28x")
+SOURCE, LENGTH, TARGET = 8 * PAGE, 5000, 64 * PAGE
+assert ROW.size == ROW_BYTES
+
+
+class Row(NamedTuple):
+    """What is said of a word's block."""
+
+    generation: int
+    offset: int
+    until_ns: int
+    read: int
+    crc32c: int
+
+
+class Rows:
+    """Rows that both ends have."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, ROWS * ROW_BYTES)
+        self.address = address_of(self.memory)
+
+    def at(self, word: int) -> Row:
+        return Row(*ROW.unpack_from(self.memory, word * ROW_BYTES))
+
+    def say(self, word: int, row: Row) -> None:
+        ROW.pack_into(self.memory, word * ROW_BYTES, *row)
+
+    def note_read(self, word: int, generation: int) -> None:
+        struct.pack_into("<Q", self.memory, word * ROW_BYTES + 24, generation)
+
+
+# --- the node
+
+
+class Node:
+    """An end that shares its memory with its peer."""
+
+    def __init__(self) -> None:
+        self.pair, self.rows = Pair("net"), Rows()
+        self.pair.there.fence()
+        near, there = self.pair.near, self.pair.there
+        self.word = there.base + self.pair.far.length  # the peer's first word, as we call it
+        near.fill(SOURCE, os.urandom(LENGTH))
+        near.endpoint.share_reads(self.word, there.key, self.rows.address, ROWS, near.region)
+
+    def put(self, word: int = 0, generation: int = 7, tag: int = TAG, *, shared: bool = True) -> None:
+        near, there = self.pair.near, self.pair.there
+        arm(
+            near.fabric,
+            [
+                TriggeredPut(
+                    tag=tag,
+                    endpoint=near.endpoint,
+                    peer=there.peer,
+                    region=near.region,
+                    source=near.region.address + SOURCE,
+                    length=LENGTH,
+                    target=there.base + TARGET,
+                    target_key=there.key,
+                    flag_target=self.word + 8 * word,
+                    flag_key=there.key,
+                    flag_value=generation << 8 | SERVED,
+                    crc32c=self.sum,
+                    sent=True,
+                    shared=shared,
+                )
+            ],
+        )
+
+    @property
+    def sum(self) -> int:
+        return crc32c(self.pair.near.bytes_at(SOURCE, LENGTH))
+
+    def said(self, word: int = 0) -> int:
+        return self.pair.far.word(word).load()
+
+    @property
+    def is_sent(self) -> bool:
+        return has_ended(self.pair)
+
+    def came(self) -> bool:
+        return self.pair.far.bytes_at(TARGET, LENGTH) == self.pair.near.bytes_at(SOURCE, LENGTH)
+
+
+def has_ended(pair: Pair) -> bool:
+    pair.near.events += pair.near.fabric.reap()
+    return any(event.kind in (EventKind.SENT, EventKind.FAILED) for event in pair.near.events)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.pair.__exit__()
+
+
+def test_a_block_is_told_and_kept_until_it_was_read(node: Node) -> None:
+    before_ns = time.monotonic_ns()
+    node.put()
+    wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
+    row = node.rows.at(0)
+    assert (row.generation, row.offset, row.crc32c) == (7, SOURCE, node.sum)
+    assert before_ns + 500_000_000 < row.until_ns <= time.monotonic_ns() + 1_000_000_000
+    time.sleep(0.2)
+    assert not node.is_sent
+    node.rows.note_read(0, 6)
+    time.sleep(0.1)
+    assert not node.is_sent, "another generation was read"
+    node.rows.note_read(0, 7)
+    wait_until(lambda: node.is_sent, "it is over")
+    assert not node.came(), "no byte was sent"
+
+
+def test_one_that_is_never_read_is_kept_for_two_seconds(node: Node) -> None:
+    began = time.monotonic()
+    node.put()
+    wait_until(lambda: node.is_sent, "it is over", 10)
+    assert 1.9 < time.monotonic() - began < 6
+
+
+def test_what_is_not_to_be_read_there_is_sent(node: Node) -> None:
+    node.put(shared=False)
+    wait_until(node.came, "the bytes")
+    assert node.rows.at(0).generation == 0
+
+
+def test_a_word_without_a_row_has_its_block_sent(node: Node) -> None:
+    node.put(word=ROWS)
+    wait_until(node.came, "the bytes")
+    assert node.said(ROWS) == 7 << 8 | SERVED
+
+
+def test_memory_that_is_not_shared_is_sent() -> None:
+    node = Node()
+    near, there = node.pair.near, node.pair.there
+    other = near.fabric.register(mmap.mmap(-1, PAGE))
+    near.endpoint.share_reads(node.word, there.key, node.rows.address, ROWS, other)
+    node.put()
+    wait_until(node.came, "the bytes")
+    node.pair.__exit__()
+
+
+def test_nothing_is_kept_for_an_endpoint_that_is_closed(node: Node) -> None:
+    node.put()
+    wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
+    node.pair.near.endpoint.close()
+    assert node.pair.near.region.is_idle
+
+
+# --- the client
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows()
+
+
+@pytest.fixture
+def client(rows: Rows) -> Iterator[Client]:
+    client = Client(rows.address)
+    yield client
+    client.close()
+
+
+def begin(client: Client, blocks: Sequence[Wanted]) -> object:
+    group = client.get(blocks)
+    call = client.asked()
+    assert call.flags & CALL_ROWS
+    say(client.pair, ACK_WORDS[0], call.generation, DONE)
+    return group
+
+
+def tell(client: Client, rows: Rows, blocks: Sequence[Wanted], number: int, **other: int) -> None:
+    one = blocks[number]
+    row = Row(
+        100 + number,
+        one.offset,
+        after_ms(1000),
+        0,
+        crc32c(client.node[one.offset : one.offset + one.length]),
+    )
+    rows.say(number, row._replace(**other))
+    say(client.pair, number, 100 + number, WHERE)
+
+
+def codes(group: object, count: int) -> list[int]:
+    assert group.wait(count, 20)  # type: ignore[attr-defined]
+    return [group.row(i).code for i in range(count)]  # type: ignore[attr-defined]
+
+
+def test_blocks_are_read_as_they_are_told(client: Client, rows: Rows) -> None:
+    blocks = [Wanted(4096, 32 << 10), Wanted(NODE_BYTES - 5000, 5000), Wanted(777, 16 << 10), Wanted(0, 1)]
+    group = begin(client, blocks)
+    for number in (2, 0, 3, 1):
+        tell(client, rows, blocks, number)
+        wait_until(lambda number=number: rows.at(number).read == 100 + number, "it was read")  # type: ignore[misc]
+    assert codes(group, 4) == [SERVED] * 4
+    assert client.is_exact(blocks)
+    assert client.caller.shared_blocks == 4
+    assert client.caller.free_places == PLACES
+
+
+def test_parts_of_blocks_that_are_told(client: Client, rows: Rows) -> None:
+    blocks = [Wanted(0, 50_000, 0, 1), Wanted(50_000, 50_000, 16_000, 20_000), Wanted(9, 40_000, 39_999, 1)]
+    group = begin(client, blocks)
+    for number in range(3):
+        tell(client, rows, blocks, number)
+    assert codes(group, 3) == [SERVED] * 3
+    assert client.is_exact(blocks)
+
+
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [
+        ({"crc32c": 5}, CORRUPT),
+        ({"until_ns": 1}, LATE),
+        ({"generation": 99}, LATE),
+        ({"offset": NODE_BYTES - 4999}, LATE),
+        ({"offset": (1 << 64) - 1}, LATE),
+    ],
+)
+def test_what_is_not_right_is_a_miss(client: Client, rows: Rows, other: dict[str, int], code: int) -> None:
+    blocks = [Wanted(0, 5000), Wanted(8192, 5000)]
+    group = begin(client, blocks)
+    tell(client, rows, blocks, 0)
+    tell(client, rows, blocks, 1, **other)
+    assert codes(group, 2) == [SERVED, code]
+
+
+def test_a_block_that_nobody_waits_for_is_not_read(client: Client, rows: Rows) -> None:
+    blocks = [Wanted(0, 5000)]
+    client.get(blocks, blocks_ms=50)
+    client.asked()
+    near = client.pair.near
+    wait_until(lambda: watch_failed(near), "its deadline")
+    tell(client, rows, blocks, 0)
+    time.sleep(0.1)
+    assert client.untouched(blocks)
+
+
+def watch_failed(side: object) -> bool:
+    side.events += side.fabric.reap()  # type: ignore[attr-defined]
+    return any(event.kind == EventKind.WATCH_FAILED for event in side.events)  # type: ignore[attr-defined]

@@ -1,0 +1,96 @@
+"""The rows of the last puts: which flag belongs to which, and what became of blocks that failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvstore.durability import Durability
+from kvstore.errors import NoSpace
+from kvstore.limits import RPC_TIMEOUT_MS, TRACE_STEPS_MAX
+from kvstore.node.names import name_of
+from kvstore.node.session_traces import SessionTrace
+from kvstore.node.timings import PutSeen, Timings
+from kvstore.steps import Seen, Step
+from tests.node.test_tenants import HeldClock
+
+MS = 1_000_000
+ONE = b"1" * 16
+
+
+class House:
+    """Timings, and the trace of one session."""
+
+    def __init__(self) -> None:
+        self.clock = HeldClock()
+        self.timings = Timings(self.clock)
+        self.trace = SessionTrace(self.clock, name_of(ONE, "ada", "chat"))
+
+    def lease(self, landed_ns: int, **more: Any) -> Any:
+        return SimpleNamespace(
+            **{"leased_ns": landed_ns, "landed_ns": landed_ns, "length": 10, "trace": self.trace, **more},
+            durability=Durability.WRITTEN,
+        )
+
+    def kept(self, landed_ns: int, blocks: int = 1) -> None:
+        leases = [self.lease(landed_ns) for _ in range(blocks)]
+        self.timings.leases_kept(ONE, Durability.WRITTEN, leases, landed_ns + MS)
+
+    def fired(self, at_ns: int, blocks: int = 1) -> None:
+        self.trace.reported(Seen(Step.FIRED, at_ns, blocks))
+
+    @property
+    def rows(self) -> list[PutSeen]:
+        return list(self.timings.puts.values())
+
+
+def test_a_flag_reported_after_its_put_stays_in_its_row_though_the_trace_is_trimmed() -> None:
+    house = House()
+    house.kept(1_000 * MS)
+    house.fired(998 * MS)
+    for _ in range(2 * TRACE_STEPS_MAX):
+        house.trace.saw(Step.PREFETCHING)
+    assert house.rows[0].flag_ns == 998 * MS
+    assert house.timings.fired.count == 1
+
+
+def test_a_flag_reported_before_its_put_landed_waits_for_the_row() -> None:
+    house = House()
+    house.fired(998 * MS)
+    house.kept(1_000 * MS)
+    assert house.rows[0].flag_ns == 998 * MS
+
+
+def test_each_put_takes_as_many_blocks_flags_as_it_has_blocks() -> None:
+    house = House()
+    house.kept(1_000 * MS, blocks=3)
+    house.kept(1_500 * MS, blocks=2)
+    for at_ns in (996, 998, 999):
+        house.fired(at_ns * MS)
+    house.fired(1_499 * MS, blocks=2)
+    assert [row.flag_ns for row in house.rows] == [996 * MS, 1_499 * MS]
+
+
+def test_a_flag_of_another_put_is_none_of_this() -> None:
+    house = House()
+    house.fired(1_000 * MS)  # its put failed
+    house.kept((1_000 + RPC_TIMEOUT_MS) * MS)
+    house.fired((2_000 + RPC_TIMEOUT_MS) * MS)  # not landed yet
+    assert house.rows[0].flag_ns == 0
+
+
+def test_blocks_that_failed_have_a_row_with_the_reason() -> None:
+    house = House()
+    house.timings.lease_failed(ONE, house.lease(1_000 * MS), NoSpace("full"))
+    house.timings.lease_over(ONE, house.lease(0, leased_ns=2_000 * MS))
+    assert [(row.blocks, row.failed, row.failure) for row in house.rows] == [
+        (0, 1, "NoSpace"),
+        (0, 1, "LeaseExpired"),
+    ]
+
+
+def test_blocks_of_one_put_of_which_some_failed_are_one_row() -> None:
+    house = House()
+    house.kept(1_000 * MS, blocks=2)
+    house.timings.lease_failed(ONE, house.lease(1_000 * MS), NoSpace("full"))
+    assert [(row.blocks, row.failed) for row in house.rows] == [(2, 1)]

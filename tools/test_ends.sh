@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The wheel of dist/ with the oldest dependencies that it accepts, and with the newest, on each Python from 3.11 that is
+# here (on the PATH, or of pyenv). The oldest ones are installed for the oldest Python only: later ones have no wheels.
+#
+# What always holds: environments lie in .cache/ends and are kept; the tests run the installed wheel where the demo does,
+# and this tree's Python files, with the environment's dependencies, where pytest does. A Python that is not here is named.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+wheels=(dist/triggerkv-*manylinux*.whl)
+[[ -f ${wheels[0]} ]] || {
+  echo "There is no wheel in dist/; run make release." >&2
+  exit 1
+}
+tests=(tests/wire tests/test_testing.py tests/storage/test_index.py tests/client/test_sessions.py)
+mkdir -p .cache/ends
+
+oldest=.cache/ends/oldest.txt # the lower bounds, as constraints
+.venv/bin/python - >"$oldest" <<'PYTHON'
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+for one in project["dependencies"] + project["optional-dependencies"]["otel"]:
+    print(re.sub(r">=([\d.]+).*", r"==\1", one))
+PYTHON
+
+find_python() {
+  local one
+  for one in "python$1" "$HOME/.pyenv/versions/$1".*/bin/python; do
+    "$one" -c '' 2>/dev/null || continue
+    printf '%s\n' "$one"
+    return
+  done
+  return 1
+}
+
+check() { # version oldest|newest
+  local python home=.cache/ends/$1-$2 more=(--upgrade)
+  python=$(find_python "$1") || {
+    echo "Python $1: not here, not tested"
+    return
+  }
+  [[ $2 == newest ]] || more=(--constraint "$oldest")
+  [[ -x $home/bin/python ]] || "$python" -m venv "$home"
+  "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}[otel]" pytest pytest-timeout hypothesis crc32c
+  "$home/bin/pip" install --quiet --no-deps --force-reinstall "${wheels[0]}"
+  "$home/bin/pip" check
+  (cd / && "$OLDPWD/$home/bin/kvstore" demo >/dev/null)
+  "$home/bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}" --ignore tests/wire/test_proto.py
+  echo "Python $1 with the $2 dependencies: passed"
+}
+
+check 3.11 oldest
+for version in 3.11 3.12 3.13 3.14; do check "$version" newest; done
