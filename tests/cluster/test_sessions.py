@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -127,3 +129,11 @@ def test_a_node_that_was_alone_joins_with_the_sessions_of_users_whose_home_it_is
     assert theirs
     wait_until(lambda: keys(cluster.client, min(theirs)) == KEYS, "it orders them", WAIT_S)
     assert {user for user in users if keys(cluster.client, user) == KEYS} == theirs
+    moved, file = min({*users} - theirs), cluster.folder / "session"
+    for doing in ("export", "import"):
+        words = ["sessions", doing, "--node", joined.target, "--user", moved, "--session", "chat"]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore", *words, "--file", str(file)], timeout=60, check=False
+        )
+        assert done.returncode == 0
+    assert keys(cluster.client, moved) == KEYS, "on its home"
