@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_WEIGHT_MAX
-from kvstore.placement import Placement
+from kvstore.placement import Placement, lot_of
 from kvstore.reach import split_target
 
 if TYPE_CHECKING:
@@ -134,7 +134,11 @@ class Map:
 
         Those that are draining come last.
         """
-        order = self._placement.order(tenant, key)
+        return self.owners_of(lot_of(tenant, key))
+
+    def owners_of(self, lot: int) -> tuple[int, ...]:
+        """The same for a lot of the placement."""
+        order = self._placement.order_of(lot)
         return order if not self.draining else tuple(self._staying[at] for at in order) + self.draining
 
     def shares(self) -> list[float]:
