@@ -15,6 +15,7 @@
     │   └── LeaseExpired       the lease of a reserved slot is over
     ├── SessionFileError       a file that is not an exported session, is incomplete, or can't be written
     ├── NodeUnavailable        the node could not be reached, or went away
+    ├── WrongEpoch             the node may not order the user's sessions now; no caller of a client sees it
     ├── DeadlineExceeded       a call's own deadline passed
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
@@ -99,6 +100,7 @@ __all__ = [
     "TableFull",
     "TenantDenied",
     "UsageError",
+    "WrongEpoch",
     "WrongVersion",
 ]
 
@@ -167,6 +169,10 @@ class NodeUnavailable(KvError):
     """The node could not be reached, or went away during the call."""
 
     was_tried = True  # false: it was away a moment ago, and no call was made
+
+
+class WrongEpoch(KvError):
+    """The node may not order the sessions of this user now, and nothing was done: it is not their home, or not yet."""
 
 
 class DeadlineExceeded(KvError):

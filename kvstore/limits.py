@@ -81,6 +81,11 @@ DOOR_BARRED_MS = 10_000
 DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
 OPEN_CALLS_MAX = 16_384  # streams of a node, attached clients among them
 CLUSTER_LEASE_S = 5  # how long a member may say nothing
+CLUSTER_CONFIRM_MS = 1_000  # between two times that a node asks whether its list of members is the latest
+SESSIONS_KNOWN_MS = 4_000  # after it was the latest, a node orders sessions by it for so long
+SESSIONS_TAKING_MS = 5_000  # a node is a user's home for so long before it orders what another has ordered
+SESSIONS_LAST_TRY_MS = 500  # a client has so much of its time left, or doesn't ask again
+SESSIONS_RETRY_MS = 100  # until a client asks again a node that does not order a user's sessions yet
 CLUSTER_KEEP_MS = 1_500  # between two times it says something
 CLUSTER_RETRY_MS = 500  # until etcd is asked again after it was away
 CLUSTER_WEIGHT_MAX = 1 << 20  # of a member
@@ -363,6 +368,8 @@ assert BATCH_BLOCKS_MAX >= SLOTS_PER_CLIENT_MAX
 assert LANDING_BYTES_MAX >= BLOCK_BYTES_MAX + HEADER_BYTES
 assert CONNECT_TIMEOUT_MS < RPC_TIMEOUT_MS
 assert UPKEEP_OFFERED_BLOCKS * BLOCK_BYTES_MAX * 1000 // UPKEEP_BYTES_PER_S < UPKEEP_WAITED_MS
+assert CLUSTER_CONFIRM_MS + ETCD_CALL_MS < SESSIONS_KNOWN_MS
+assert SESSIONS_KNOWN_MS < 0.9 * SESSIONS_TAKING_MS  # clocks differ in speed
 assert max(LEASE_TIMEOUT_MS_MAX, REACH_TIMEOUT_MS_MAX) + ACK_GRACE_MS < CLUSTER_LEFT_MS
 assert UPKEEP_ASKED_BLOCKS <= BATCH_BLOCKS_MAX
 assert DOOR_HANDSHAKE_MS + DOOR_FIRST_MESSAGE_MS <= DOOR_TIMEOUT_MS

@@ -23,10 +23,11 @@ from zlib import crc32
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Placement", "lots_of"]
+__all__ = ["LOTS", "Placement", "lot_of", "lots_of"]
 
 _LOT_BITS: Final = 13
 _LOT_SHIFT: Final = 32 - _LOT_BITS
+LOTS: Final = 1 << _LOT_BITS
 _DRAWS: Final = struct.Struct(f"<{1 << _LOT_BITS}Q")
 _LOG_OF_ALL: Final = 64 * math.log(2)
 
@@ -57,7 +58,16 @@ class Placement:
 
     def order(self, tenant: bytes, name: bytes) -> tuple[int, ...]:
         """Give the drives for a name, its home first."""
-        return self._orders[crc32(tenant + name) >> _LOT_SHIFT]
+        return self.order_of(lot_of(tenant, name))
+
+    def order_of(self, lot: int) -> tuple[int, ...]:
+        """Give the drives for a lot."""
+        return self._orders[lot]
+
+
+def lot_of(tenant: bytes, name: bytes) -> int:
+    """Give the lot of a name."""
+    return crc32(tenant + name) >> _LOT_SHIFT
 
 
 def lots_of(uuid: bytes, weight: int) -> list[float]:

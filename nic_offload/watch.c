@@ -93,8 +93,11 @@ int poll_acks(struct tk_fabric *fabric)
 			busy = 1;
 			continue;
 		}
-		if (work->caller) /* before its own caller hears of it, who may want the place */
+		if (work->caller) { /* before its own caller hears of it, who may want the place */
 			code = caller_answered(fabric, work, code);
+			if (code >= work->ack.final_code)
+				shared_over(work);
+		}
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);
 		else

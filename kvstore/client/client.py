@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric, Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["Client"]
+__all__ = ["Client", "session_calls_of"]
 
 
 class Client(Handle):
@@ -540,3 +540,8 @@ class Client(Handle):
         >>> events.close()
         """
         return self._observing.watch(timeout_s=timeout_s)
+
+
+def session_calls_of(client: Client) -> SessionCalls:
+    """For `Nodes`, whose sessions follow a user's home: a client's calls, and by which map it makes them."""
+    return client._sessions  # noqa: SLF001 - of this module

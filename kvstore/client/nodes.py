@@ -22,8 +22,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client.client import Client
+from kvstore.client.client import Client, session_calls_of
 from kvstore.client.following import Following
+from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import Closed, ConfigError, RegionBusy
@@ -126,7 +127,12 @@ class Nodes(Handle):
             client = self._clients.get(target)
             if client is None:
                 client = self._clients[target] = Client(self.reach.at(target), **self._of_clients)
+                session_calls_of(client).home = _HomeOnMap(self, target)
             return client
+
+    def session(self, user: str, name: str) -> Session:
+        """A session, on whatever node is the user's home at each call."""
+        return Session(lambda: session_calls_of(self.of(user)), user, name)
 
     def register(self, memory: Buffer) -> Everywhere:
         """Register memory for puts to and gets from any node. Close it before the memory is freed."""
@@ -140,6 +146,19 @@ class Nodes(Handle):
         self._following.close()
         for client in clients.values():
             client.close()
+
+
+class _HomeOnMap(AnyHome):
+    """What a client goes by whose node was found on a map: that node may be the home, or not any more."""
+
+    def __init__(self, nodes: Nodes, target: str) -> None:
+        self._nodes, self._target = nodes, target
+
+    def revision(self) -> int:
+        return self._nodes.map.revision
+
+    def is_here(self, user: str) -> bool:
+        return self._nodes.home(user) == self._target
 
 
 class Everywhere(Handle):

@@ -12,6 +12,7 @@ What it doesn't do: keep the start of turns (it is the import's), protection, or
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,7 +61,13 @@ def export_session(client: Client, session: Session, file: BinaryIO, progress: P
 
 
 def import_session(
-    client: Client, file: BinaryIO, user: str, name: str, durability: Durability, progress: Progress | None
+    client: Client,
+    file: BinaryIO,
+    user: str,
+    name: str,
+    durability: Durability,
+    progress: Progress | None,
+    is_here: Callable[[str], bool],
 ) -> Session:
     """Read a session out of a file and keep it under this name, which has to be free.
 
@@ -82,7 +89,8 @@ def import_session(
             progress(number, count)
     reader.read_end()
     # Turns are appended one by one, under a hidden name, and then renamed in one step.
-    gathered = client.session(f"import {secrets.token_hex(16)}", "unfinished")
+    nobodies = (f"import {secrets.token_hex(16)}" for _ in itertools.count())
+    gathered = client.session(next(one for one in nobodies if is_here(one)), "unfinished")
     ends = [*(turn.first_block for turn in content.turns), len(content.keys)][1:]
     try:
         for turn, end in zip(content.turns, ends, strict=True):

@@ -8,9 +8,10 @@ What it doesn't do: put blocks, which comes before they are appended; know what 
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.lookups import as_request
@@ -28,10 +29,13 @@ from kvstore.errors import (
     NoSession,
     Overloaded,
     SessionRefused,
+    WrongEpoch,
 )
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
     SESSION_BLOCKS_MAX,
+    SESSIONS_LAST_TRY_MS,
+    SESSIONS_RETRY_MS,
 )
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -57,7 +61,10 @@ if TYPE_CHECKING:
     from nic_offload.counter import Counter
     from nic_offload.flags import FlagWord
 
-__all__ = ["ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
+_CLOCK = SystemClock()
+T = TypeVar("T")
+
+__all__ = ["AnyHome", "ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,42 @@ class ListedSession:
     expires_unix_ms: int = 0  # 0: it does not end by itself
 
 
+def _asked(
+    find: Callable[[], SessionCalls],
+    doing: str,
+    user: str,
+    ask: Callable[[float], T],
+    timeout_s: float | None = None,
+    *,
+    waits: bool = True,
+) -> T:
+    """Make a call; if the node doesn't order the user's sessions yet, again, for as long as it is their home."""
+    until_ns = _CLOCK.monotonic_ns() + int(1e9 * (find().timeout_s if timeout_s is None else timeout_s))
+    while True:
+        calls = find()
+        try:
+            with calls.calling(doing):
+                return ask(max(0.001, (until_ns - _CLOCK.monotonic_ns()) / 1e9))
+        except WrongEpoch as error:
+            is_late = _CLOCK.monotonic_ns() + SESSIONS_LAST_TRY_MS * 1_000_000 >= until_ns
+            if not waits or is_late or not find().home.is_here(user):
+                raise NodeUnavailable(f"{doing} was not done, and nothing has changed. {error}") from error
+        threading.Event().wait(SESSIONS_RETRY_MS / 1000)
+
+
+class AnyHome:
+    """What a client that was given one node goes by: it asks that node, whoever is on a map."""
+
+    def revision(self) -> int:
+        """Of the map that it goes by; 0: by none."""
+        return 0
+
+    def is_here(self, user: str) -> bool:
+        """Whether its node is the user's home."""
+        del user
+        return True
+
+
 class SessionCalls:
     """The calls of one client. Any thread."""
 
@@ -103,14 +146,20 @@ class SessionCalls:
         self.client, self.core, self.steps = client, core, steps
         self.calling, self.timeout_s = core.calling, core.reach.call_timeout_s
         self.stub = sessions_pb2_grpc.SessionsStub(core.channel)  # type: ignore[no-untyped-call]
+        self.home = AnyHome()
 
     def of_user(self, user: str) -> Iterator[ListedSession]:
         """As `Client.sessions`."""
         token = b""
         while True:
             request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
-            with self.calling("Listing sessions"):
-                page = self.stub.ListSessions(request, timeout=self.timeout_s)
+
+            def ask(timeout_s: float, request: pb.ListSessionsRequest = request) -> pb.ListSessionsResponse:
+                request.map_revision = self.home.revision()
+                page: pb.ListSessionsResponse = self.stub.ListSessions(request, timeout=timeout_s)
+                return page
+
+            page = _asked(lambda: self, "Listing sessions", user, ask)
             for one in page.sessions:
                 yield ListedSession(
                     one.session,
@@ -126,13 +175,13 @@ class SessionCalls:
 
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """As `Client.session`."""
-        return Session(self, user, name, follower)
+        return Session(lambda: self, user, name, follower)
 
     def import_one(
         self, file: BinaryIO, user: str, name: str, durability: Durability, progress: Progress | None
     ) -> Session:
         """As `Client.import_session`."""
-        return import_session(self.client, file, user, name, durability, progress)
+        return import_session(self.client, file, user, name, durability, progress, self.home.is_here)
 
 
 class Session:
@@ -142,13 +191,28 @@ class Session:
     the same blocks. Appends of one such object are made one after the other.
     """
 
-    def __init__(self, calls: SessionCalls, user: str, name: str, follower: Follower | None = None) -> None:
+    def __init__(
+        self, find: Callable[[], SessionCalls], user: str, name: str, follower: Follower | None = None
+    ) -> None:
+        """`find` gives the calls of the node that is asked, each time anew."""
         self.user = user
         self.notes = Notes(user, name, SystemClock(), follower)
         self.name = name
-        self._calls = calls
-        self._name = pb.SessionName(tenant=calls.client.tenant, user=user, session=name)
+        self._find = find
         self._blocks: int | None = None  # how many it has, as far as we know
+
+    @property
+    def _name(self) -> pb.SessionName:
+        revision = self._calls.home.revision()
+        tenant = self._calls.client.tenant
+        return pb.SessionName(tenant=tenant, user=self.user, session=self.name, map_revision=revision)
+
+    @property
+    def _calls(self) -> SessionCalls:
+        return self._find()
+
+    def _ask(self, doing: str, ask: Callable[[float], T]) -> T:
+        return _asked(self._find, doing, self.user, ask)
 
     def append(
         self,
@@ -176,17 +240,18 @@ class Session:
                 f" to be appended. Nothing was appended."
             )
         request = pb.AppendSessionRequest(
-            name=self._name,
             keys=keys,
             tokens=tokens,
             first_block=first,
             time_to_live_ms=time_to_live_ms,
             durability=durability_message(durability),
         )
-        with self._calls.calling("Appending to a session"):
-            self._calls.stub.AppendSession(
-                request, timeout=self._calls.timeout_s, metadata=self.notes.metadata()
-            )
+
+        def ask(timeout_s: float) -> None:
+            request.name.CopyFrom(self._name)
+            self._calls.stub.AppendSession(request, timeout=timeout_s, metadata=self.notes.metadata())
+
+        self._ask("Appending to a session", ask)
         self._blocks = first + len(keys)
         return self._blocks
 
@@ -211,18 +276,23 @@ class Session:
         """The keys of its blocks, in order."""
         return list(self._get(SESSION_BLOCKS_MAX).keys)
 
-    def _get(self, blocks: int, timeout_s: float | None = None) -> pb.GetSessionResponse:
-        request = pb.GetSessionRequest(name=self._name, blocks=blocks)
+    def _get(
+        self, blocks: int, timeout_s: float | None = None, *, waits: bool = True
+    ) -> pb.GetSessionResponse:
         call_s = self._calls.timeout_s
-        with (
-            self._calls.core.lookups.looking(Kind.SESSION, 0) as metadata,
-            self._calls.calling("Reading a session"),
-        ):
-            answer: pb.GetSessionResponse = self._calls.stub.GetSession(
-                request,
-                timeout=call_s if timeout_s is None else min(timeout_s, call_s),
-                metadata=(*metadata, *self.notes.metadata()),
-            )
+        if timeout_s is not None:
+            call_s = min(timeout_s, call_s)
+        with self._calls.core.lookups.looking(Kind.SESSION, 0) as metadata:
+
+            def ask(left_s: float) -> pb.GetSessionResponse:
+                answer: pb.GetSessionResponse = self._calls.stub.GetSession(
+                    pb.GetSessionRequest(name=self._name, blocks=blocks),
+                    timeout=left_s,
+                    metadata=(*metadata, *self.notes.metadata()),
+                )
+                return answer
+
+            answer = _asked(self._find, "Reading a session", self.user, ask, call_s, waits=waits)
         self._blocks = answer.blocks
         return answer
 
@@ -235,29 +305,46 @@ class Session:
         durability: Durability = Durability.WRITTEN,
     ) -> Session:
         """Create a session that shares this one's first blocks, or all. The two change independently."""
-        fork = Session(self._calls, self.user if user is None else user, name)
-        request = pb.ForkSessionRequest(
-            source=self._name, name=fork._name, blocks=blocks, durability=durability_message(durability)
-        )
-        with self._calls.calling("Forking a session"):
-            fork._blocks = self._calls.stub.ForkSession(request, timeout=self._calls.timeout_s).blocks
+        fork = Session(self._find, self.user if user is None else user, name)
+        if not self._calls.home.is_here(fork.user):
+            raise SessionRefused(
+                "The other user's sessions are on another node, and a fork stays on its own."
+            )
+        request = pb.ForkSessionRequest(blocks=blocks, durability=durability_message(durability))
+
+        def ask(timeout_s: float) -> int:
+            request.source.CopyFrom(self._name)
+            request.name.CopyFrom(fork._name)
+            return int(self._calls.stub.ForkSession(request, timeout=timeout_s).blocks)
+
+        fork._blocks = self._ask("Forking a session", ask)
         return fork
 
     def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
         """Keep only its first blocks. The others stay stored."""
-        request = pb.TruncateSessionRequest(
-            name=self._name, blocks=blocks, durability=durability_message(durability)
+        kept = durability_message(durability)
+        self._blocks = self._ask(
+            "Truncating a session",
+            lambda timeout_s: (
+                self._calls.stub.TruncateSession(
+                    pb.TruncateSessionRequest(name=self._name, blocks=blocks, durability=kept),
+                    timeout=timeout_s,
+                ).blocks
+            ),
         )
-        with self._calls.calling("Truncating a session"):
-            self._blocks = self._calls.stub.TruncateSession(request, timeout=self._calls.timeout_s).blocks
 
     def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
         """Remove the session and, on request, the blocks in no other session; returns how many blocks were deleted."""
         request = pb.RemoveSessionRequest(
-            name=self._name, delete_blocks=delete_blocks, durability=durability_message(durability)
+            delete_blocks=delete_blocks, durability=durability_message(durability)
         )
-        with self._calls.calling("Removing a session"):
-            answer = self._calls.stub.RemoveSession(request, timeout=self._calls.timeout_s)
+
+        def ask(timeout_s: float) -> pb.RemoveSessionResponse:
+            request.name.CopyFrom(self._name)
+            answer: pb.RemoveSessionResponse = self._calls.stub.RemoveSession(request, timeout=timeout_s)
+            return answer
+
+        answer = self._ask("Removing a session", ask)
         self._blocks = 0
         if delete_blocks and self.notes.follower is not None:
             self.notes.follower.forgotten(self.user)
@@ -269,10 +356,14 @@ class Session:
         It is then removed, with its protection. Its blocks stay, subject to eviction.
         """
         request = pb.LimitSessionRequest(
-            name=self._name, time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
+            time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
         )
-        with self._calls.calling("Limiting a session"):
-            return int(self._calls.stub.LimitSession(request, timeout=self._calls.timeout_s).expires_unix_ms)
+
+        def ask(timeout_s: float) -> int:
+            request.name.CopyFrom(self._name)
+            return int(self._calls.stub.LimitSession(request, timeout=timeout_s).expires_unix_ms)
+
+        return self._ask("Limiting a session", ask)
 
     def export(self, file: BinaryIO, *, progress: Progress | None = None) -> int:
         """Write it, with its blocks, into a file that any tenant's client can import; returns how many blocks.
@@ -287,28 +378,36 @@ class Session:
 
         The session's manifest records it, synced: it survives a restart of the node, a lost index and power loss.
         """
-        with self._calls.calling("Protecting a session"):
-            request = pb.ProtectSessionRequest(name=self._name, blocks=blocks)
-            self._calls.stub.ProtectSession(request, timeout=self._calls.timeout_s)
+        self._ask(
+            "Protecting a session",
+            lambda timeout_s: self._calls.stub.ProtectSession(
+                pb.ProtectSessionRequest(name=self._name, blocks=blocks), timeout=timeout_s
+            ),
+        )
 
     def unprotect(self) -> bool:
         """End the protection; returns whether there was one."""
-        with self._calls.calling("Ending a session's protection"):
-            request = pb.UnprotectSessionRequest(name=self._name)
-            return bool(
-                self._calls.stub.UnprotectSession(request, timeout=self._calls.timeout_s).was_protected
-            )
+        return self._ask(
+            "Ending a session's protection",
+            lambda timeout_s: bool(
+                self._calls.stub.UnprotectSession(
+                    pb.UnprotectSessionRequest(name=self._name), timeout=timeout_s
+                ).was_protected
+            ),
+        )
 
     def prefetch(self) -> int:
         """Have the node read its first blocks into its memory, without waiting; returns how many it will read."""
-        with self._calls.calling("Prefetching a session"):
-            request = pb.PrefetchSessionRequest(name=self._name)
-            metadata = self.notes.metadata()
-            return int(
+        return self._ask(
+            "Prefetching a session",
+            lambda timeout_s: int(
                 self._calls.stub.PrefetchSession(
-                    request, timeout=self._calls.timeout_s, metadata=metadata
+                    pb.PrefetchSessionRequest(name=self._name),
+                    timeout=timeout_s,
+                    metadata=self.notes.metadata(),
                 ).blocks
-            )
+            ),
+        )
 
     def resume(
         self,
@@ -354,7 +453,7 @@ class Session:
     def manifest(self, timeout_s: float | None = None) -> Manifest:
         """Its list of blocks, or a Miss with the reason why it is unknown."""
         try:
-            session = self._get(SESSION_BLOCKS_MAX, timeout_s)
+            session = self._get(SESSION_BLOCKS_MAX, timeout_s, waits=False)
         except NoSession as error:
             return Manifest((), (), Miss(MissReason.UNKNOWN, str(error)))
         except Overloaded as error:

@@ -7,7 +7,7 @@
         ...
 
 Why not a library: those for asyncio stay with the endpoint that they began with, and wait for one that hangs. This is
-nine calls of a documented interface, each with its deadline.
+twelve calls of a documented interface, each with its deadline.
 
 What always holds: a call is answered or raises `EtcdAway` within its time, whatever etcd does; the next one begins with
 another endpoint then. What was found of a list is whole at some revision, and each later one is of a higher revision.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import grpc
@@ -34,10 +35,15 @@ if TYPE_CHECKING:
 
     from kvstore.cluster.reach import EtcdReach
 
-__all__ = ["Etcd", "EtcdAway", "Listed"]
+__all__ = ["Etcd", "EtcdAway", "Found", "Listed"]
 
 _DELETED: Final = 1
 _CREATED: Final = 1
+_WRITTEN: Final = 2  # what is compared, or sorted by: when a key was written last
+_GREATER: Final = 1
+_LESS: Final = 2
+_SORT_WRITTEN: Final = 3
+_HIGHEST_FIRST: Final = 2
 _AUTHENTICATE: Final = "Auth/Authenticate"
 _CALL_S: Final = ETCD_CALL_MS / 1000
 _OPTIONS: Final = (
@@ -59,6 +65,15 @@ class Listed(NamedTuple):
 
     revision: int
     values: Mapping[bytes, tuple[bytes, int]]
+    top: int = 0  # the revision of the latest of these values
+    is_told: bool = False  # it is the one before it and one change; else others may have been in between
+
+
+class Found(NamedTuple):
+    """A value and the revision that wrote it; none and 0 if there is none."""
+
+    value: bytes
+    revision: int
 
 
 def _credentials(reach: EtcdReach) -> grpc.ChannelCredentials | None:
@@ -105,11 +120,19 @@ class Etcd:
         await self._call("Lease/LeaseRevoke", pb.EtcdLeaseRevokeRequest(id=lease), pb.EtcdLeaseRevokeResponse)
 
     async def put(
-        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        lease: int,
+        *,
+        only_new: bool = False,
+        lasting: bytes = b"",
+        unless: bytes = b"",
     ) -> int:
         """Write a record that goes with a lease; gives the revision that has it, 0 if there was one and it stays.
 
-        With it the same value is written under the key `lasting`, which goes with no lease.
+        With it the same value is written under the key `lasting`, which goes with no lease. Nothing is written, and 0
+        given, if there is a value under the key `unless`.
         """
         request = pb.EtcdTxnRequest()
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
@@ -117,33 +140,76 @@ class Etcd:
             request.success.add(request_put=pb.EtcdPutRequest(key=lasting, value=value))
         if only_new:
             request.compare.add(key=key, create_revision=0, target=_CREATED)
+        if unless:
+            request.compare.add(key=unless, create_revision=0, target=_CREATED)
         answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)
         return answer.header.revision if answer.succeeded else 0
 
-    async def remove(self, key: bytes, unless: bytes) -> bool:
-        """Remove a record; False, and it stays, if there is one under the other key."""
+    async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool:
+        """Remove a record, and write another; False, and nothing is done, if there is one under the third key."""
         request = pb.EtcdTxnRequest()
         request.compare.add(key=unless, create_revision=0, target=_CREATED)
         request.success.add(request_delete_range=pb.EtcdDeleteRangeRequest(key=key))
+        request.success.add(request_put=pb.EtcdPutRequest(key=by, value=value))
         return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def listed(self, prefix: bytes) -> Listed:
         """All that is below a prefix."""
+        return (await self._list(prefix))[0]
+
+    async def _list(self, prefix: bytes) -> tuple[Listed, dict[bytes, int]]:
+        """The same, and by key the revision that wrote it."""
         request = pb.EtcdRangeRequest(key=prefix, range_end=_end_of(prefix))
         found = await self._call("KV/Range", request, pb.EtcdRangeResponse)
-        return Listed(found.header.revision, {one.key: (one.value, one.lease) for one in found.kvs})
+        values = {one.key: (one.value, one.lease) for one in found.kvs}
+        written = {one.key: one.mod_revision for one in found.kvs}
+        return Listed(found.header.revision, values, max(written.values(), default=0)), written
+
+    async def latest(self, prefix: bytes) -> tuple[int, int]:
+        """The revision of the latest value below a prefix, and how many there are: equal, and the list is the same."""
+        request = pb.EtcdRangeRequest(
+            key=prefix,
+            range_end=_end_of(prefix),
+            limit=1,
+            sort_order=_HIGHEST_FIRST,
+            sort_target=_SORT_WRITTEN,
+            keys_only=True,
+        )
+        found = await self._call("KV/Range", request, pb.EtcdRangeResponse)
+        return max((one.mod_revision for one in found.kvs), default=0), found.count
+
+    async def value(self, key: bytes) -> Found:
+        """What a key has now."""
+        found = await self._call("KV/Range", pb.EtcdRangeRequest(key=key), pb.EtcdRangeResponse)
+        return Found(found.kvs[0].value, found.kvs[0].mod_revision) if found.kvs else Found(b"", 0)
+
+    async def claim(self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes) -> bool:
+        """Write a record of which `was` is the revision, if there is one.
+
+        False, and nothing is done, if it has another, a value below `within` is later than `top`, or `own` is gone.
+        """
+        request = pb.EtcdTxnRequest()
+        request.compare.add(key=key, mod_revision=was, target=_WRITTEN)
+        request.compare.add(
+            key=within, range_end=_end_of(within), mod_revision=top + 1, result=_LESS, target=_WRITTEN
+        )
+        request.compare.add(key=own, create_revision=0, result=_GREATER, target=_CREATED)
+        request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value))
+        return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]:
         """All that is below a prefix, again whenever it changes, and now and then: a watch may have died unseen."""
         while True:
-            now = await self.listed(prefix)
+            now, written = await self._list(prefix)
             yield now
-            async with aclosing(self._watched(prefix, now)) as lists:
+            async with aclosing(self._watched(prefix, now, written)) as lists:
                 async for later in lists:
                     yield later
 
-    async def _watched(self, prefix: bytes, now: Listed) -> AsyncGenerator[Listed, None]:
-        """What becomes of a list, for a while."""
+    async def _watched(
+        self, prefix: bytes, now: Listed, written: dict[bytes, int]
+    ) -> AsyncGenerator[Listed, None]:
+        """What becomes of a list, for a while, change by change."""
         loop, values = asyncio.get_running_loop(), dict(now.values)
         until_s = loop.time() + ETCD_RELIST_MS / 1000
         create = pb.EtcdWatchCreateRequest(
@@ -161,13 +227,16 @@ class Etcd:
                 told = await self._within(channel, reading)
                 if told is grpc.aio.EOF or told.canceled:
                     raise self._failed(channel, "it ended what it told of the list.")
-                for event in told.events:
-                    if event.type == _DELETED:
-                        values.pop(event.kv.key, None)
-                    else:
-                        values[event.kv.key] = (event.kv.value, event.kv.lease)
-                if told.events:
-                    yield Listed(told.header.revision, dict(values))
+                for revision, events in groupby(told.events, lambda event: event.kv.mod_revision):
+                    for event in events:
+                        if event.type == _DELETED:
+                            values.pop(event.kv.key, None)
+                            written.pop(event.kv.key, None)
+                        else:
+                            values[event.kv.key] = (event.kv.value, event.kv.lease)
+                            written[event.kv.key] = revision
+                    top = max(written.values(), default=0)
+                    yield Listed(revision, dict(values), top, is_told=True)
         finally:
             call.cancel()
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import Map, Member
+from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS, ETCD_CALL_MS
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from kvstore.clock import Clock
-    from kvstore.cluster.etcd import Listed
+    from kvstore.cluster.etcd import Found, Listed
     from kvstore.cluster.reach import EtcdReach
 
 __all__ = ["Membership", "digest_of"]
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 # After the last time that a lease was kept it may have been away for longer than since a call to it failed.
 _LONG_AWAY_MS = CLUSTER_LEASE_S * 1000 - CLUSTER_KEEP_MS - ETCD_CALL_MS
 _NODES, _KNOWN = b"nodes/", b"known/"  # members, under their leases; and all that have been members, for good
+_GONE = "its folder's node was drained or forgotten: start it with an empty folder"
 _REPLACED = "another process has taken its place: has its folder been copied?"
 
 
@@ -59,10 +61,22 @@ class _Etcd(Protocol):
     async def keep(self, lease: int) -> bool: ...
     async def revoke(self, lease: int) -> None: ...
     async def put(
-        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        lease: int,
+        *,
+        only_new: bool = False,
+        lasting: bytes = b"",
+        unless: bytes = b"",
     ) -> int: ...
-    async def remove(self, key: bytes, unless: bytes) -> bool: ...
+    async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
+    async def latest(self, prefix: bytes) -> tuple[int, int]: ...
+    async def value(self, key: bytes) -> Found: ...
+    async def claim(
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes
+    ) -> bool: ...
     async def close(self) -> None: ...
 
 
@@ -74,6 +88,7 @@ class Membership:
         self._folder = etcd.reach.folder
         self._member: Member | None = None
         self.map = Map(0)
+        self.primacy = Primacy(etcd, clock)  # by what is listed, held back or not
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
         self._away_since_ns: int | None = None
         self._lease = 0
@@ -118,6 +133,7 @@ class Membership:
     def start(self) -> None:
         """Follow the map."""
         self._tasks.append(asyncio.create_task(self._follow()))
+        self._tasks.append(asyncio.create_task(self.primacy.follow()))
 
     def join(self, member: Member) -> None:
         """Be a member from now on."""
@@ -135,7 +151,11 @@ class Membership:
         """Forget absent nodes of this address or name; the names of those that were. EtcdAway if etcd has not heard."""
         wanted = [one for one in self.map.absent if node in (one.node, one.name)]
         return [
-            one.name for one in wanted if await self._etcd.remove(self._known(one), unless=self._key(one))
+            one.name
+            for one in wanted
+            if await self._etcd.replace(
+                self._known(one), self._gone(one), one.encoded(), unless=self._key(one)
+            )
         ]
 
     async def close(self, *, for_good: bool = False) -> None:
@@ -146,7 +166,12 @@ class Membership:
         if self._lease:
             with suppress(EtcdAway):
                 if for_good and self._member is not None and self.lease:
-                    await self._etcd.put(self._known(self._member), self._member.encoded(), self.lease)
+                    await self._etcd.put(
+                        self._known(self._member),
+                        self._member.encoded(),
+                        self.lease,
+                        lasting=self._gone(self._member),
+                    )
                 await self._etcd.revoke(self._lease)
         await self._etcd.close()
 
@@ -166,13 +191,16 @@ class Membership:
     def _known(self, member: Member) -> bytes:
         return self._folder + _KNOWN + member.name.encode()
 
+    def _gone(self, member: Member) -> bytes:
+        return self._etcd.reach.gone + member.name.encode()
+
     async def _stay(self, member: Member) -> None:
         """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is.
 
         A lease is kept until etcd says that it has ended: an etcd that elects a leader may be silent for seconds.
         """
         lease = 0
-        while self.outside != _REPLACED:
+        while self.outside not in {_REPLACED, _GONE}:
             try:
                 if not lease:
                     self._lease = lease = await self._etcd.grant(CLUSTER_LEASE_S)
@@ -189,8 +217,12 @@ class Membership:
                         lease,
                         only_new=again,
                         lasting=self._known(member),
+                        unless=self._gone(member),
                     )
                     self._joined_at = self._joined_at or revision
+                    if not revision and (await self._etcd.value(self._gone(member))).value:
+                        self.outside = _GONE
+                        log.error("the node is no member of its cluster: %s", _GONE)
                 self._answered()
                 wait_ms = CLUSTER_KEEP_MS if self._found_lease == lease else CLUSTER_RETRY_MS
                 await asyncio.sleep(wait_ms / 1000)
@@ -219,6 +251,14 @@ class Membership:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
+            found = self._found_lease if self._found_lease in self.leases else 0
+            self.primacy.listed(
+                Map.of(listed.revision, members),
+                top=listed.top,
+                count=len(listed.values),
+                has_gap=not listed.is_told,
+                own=(self._member.name, found, self._key(self._member)),
+            )
         if listed.revision <= self.map.revision or self._is_held_back(members):
             return  # what is held back is listed again
         before, self.map = self.map, Map.of(listed.revision, members, absent=known)
@@ -262,7 +302,7 @@ class Membership:
             if self.outside != _REPLACED:
                 log.error("the node is no member of its cluster any more: %s", _REPLACED)
             self.outside = _REPLACED
-        elif self.outside != _REPLACED:
+        elif self.outside not in {_REPLACED, _GONE}:
             self.outside = "its record is not in etcd"
 
     # --- etcd away

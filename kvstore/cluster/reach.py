@@ -60,6 +60,16 @@ class EtcdReach:
         """Under which all of the cluster's records are."""
         return b"/triggerkv/%s/" % self.cluster.encode()
 
+    @property
+    def lots(self) -> bytes:
+        """Under which is who orders which sessions; it is not below `folder`, which every node follows."""
+        return b"/triggerkv/%s.sessions/" % self.cluster.encode()
+
+    @property
+    def gone(self) -> bytes:
+        """Under which are the nodes that have left for good, by their folders' names; not below `folder` either."""
+        return b"/triggerkv/%s.gone/" % self.cluster.encode()
+
     def pem(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
         """Who signed etcd's certificate, our key and our certificate; None without TLS."""
         if self.ca is None:

@@ -12,18 +12,19 @@ import grpc
 from kvcli.running import Status
 from kvstore.client.channel import open_channel
 from kvstore.client.following import map_of
-from kvstore.limits import CLUSTER_CALLS_AT_ONCE
+from kvstore.cluster.planning import Plan, with_change
+from kvstore.limits import CLUSTER_CALLS_AT_ONCE, UPKEEP_BYTES_PER_S
 from kvstore.wire import cluster_pb2 as pb
-from kvstore.wire import cluster_pb2_grpc, upkeep_pb2, upkeep_pb2_grpc
+from kvstore.wire import cluster_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, upkeep_pb2, upkeep_pb2_grpc
 from kvstore.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
 
-__all__ = ["drain", "forget", "show"]
+__all__ = ["drain", "forget", "plan", "show"]
 
 _LOOK_S = 0.5
 
@@ -112,10 +113,7 @@ def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | No
         (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version)
         for one, share in zip(now.members, now.shares(), strict=True)
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = [_table(rows)]
     lines += [
         f"absent: {one.node} ({one.name}); no deletion is acknowledged without it" for one in now.absent
     ]
@@ -125,6 +123,13 @@ def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | No
     if told.etcd_away_ms:
         lines.append(f"etcd has not answered it for {told.etcd_away_ms / 1000:.1f} s; the map is as it was.")
     return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
@@ -172,6 +177,53 @@ def drain(reach: Reach, node: str, *, undo: bool) -> int:
         f" it was away, for {told.full} there is no room."
     )
     return Status.NO
+
+
+def plan(reach: Reach, node: str, *, as_json: bool) -> int:
+    """Print what draining a member would move, or a new node at this address; 1 if the node asked is in no cluster."""
+    told = _ask_any(reach)
+    now = map_of(told)
+    if not told.clustered or not now.members:
+        print("The node is in no cluster.")  # noqa: T201
+        return Status.NO
+    after, replicas = with_change(now, node), max(1, told.upkeep.replicas)
+    with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
+        nodes = [one.node for one in now.members]
+        stored = dict(zip(nodes, threads.map(lambda one: _stored_bytes(reach, one), nodes), strict=True))
+    planned = Plan.of(now, after, stored, replicas)
+    users = {one.node: share for one, share in zip(now.members, now.shares(), strict=True)}
+    later = {one.node: share for one, share in zip(after.members, after.shares(), strict=True)}
+    if as_json:
+        each = {
+            one: {"users": users.get(one, 0.0), "users_after": later[one], "stored_bytes": stored.get(one, 0)}
+            | {"sends_bytes": planned.sends[one], "receives_bytes": planned.receives[one]}
+            for one in planned.sends
+        }
+        said = {"node": node, "joins": node not in stored, "seconds": planned.seconds, "nodes": each}
+        print(json.dumps(said, indent=2))  # noqa: T201
+        return Status.DONE
+    table: list[tuple[str, ...]] = [("node", "stored", "sends", "receives", "users", "users after")]
+    for one in planned.sends:
+        some = (rows.get(one, 0) for rows in (stored, planned.sends, planned.receives))
+        moved = (f"{size / (1 << 30):.2f} GiB" for size in some)
+        table.append((one, *moved, f"{users.get(one, 0.0):.1%}", f"{later[one]:.1%}"))
+    change = "is drained" if node in stored else "joins with the weight of a usual member"
+    print(f"If {node} {change}:\n{_table(table)}")  # noqa: T201
+    if told.HasField("upkeep"):
+        print(f"The copies take {planned.seconds} s or more, at {UPKEEP_BYTES_PER_S >> 20} MiB/s a node.")  # noqa: T201
+    else:
+        print("The nodes keep up no copies (--cluster-replicas), so nothing is copied.")  # noqa: T201
+    return Status.DONE
+
+
+def _stored_bytes(reach: Reach, node: str) -> int:
+    with open_channel(reach.at(node)) as channel:
+        stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            told = stub.Status(kvstore_pb2.StatusRequest(), timeout=reach.call_timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(f"To ask {node} what it stores", error) from error
+    return int(told.capacity_bytes - told.free_bytes)
 
 
 def forget(reach: Reach, node: str) -> int:

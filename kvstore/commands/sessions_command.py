@@ -1,7 +1,7 @@
 """`kvstore sessions`: a user's sessions on a node, as a table or as JSON; exported into a file, or imported.
 
-It asks the node that it is given, and changes nothing unless it imports. The node
-knows users by digests, so it has to be told which one.
+It asks the node that it is given, and changes nothing unless it imports; in a cluster it imports to the user's home.
+The node knows users by digests, so it has to be told which one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.progress import bars
-from kvstore.client import Client
+from kvstore.client import Client, Nodes
 from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
 from kvstore.config import printable
@@ -84,8 +84,8 @@ def import_one(asked: Asked, session: str, path: Path) -> int:
         with path.open("rb") as file:
             fingerprint = Reader(file).content.fingerprint
             file.seek(0)
-            with asked.client(KnownLayout(fingerprint)) as client, bars() as tell:
-                imported = client.import_session(
+            with Nodes(asked.reach, layout=KnownLayout(fingerprint)) as nodes, bars() as tell:
+                imported = nodes.of(asked.user).import_session(
                     file, asked.user, session, progress=lambda done, of: tell("importing blocks", done, of)
                 )
                 blocks = imported.info().blocks

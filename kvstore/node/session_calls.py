@@ -1,7 +1,8 @@
 """The service Sessions: what a user's conversation was made of, turn by turn.
 
 What always holds: a call sees the sessions of its caller's tenant and no others, since a session's name on the drive
-has the tenant's in it; steps of one session are done one after the other, each whole or not at all. Many blocks, or
+has the tenant's in it; steps of one session are done one after the other, each whole or not at all. A call that goes by
+a cluster's map is answered by the one node that orders the user's sessions (`kvstore.cluster.primacy`). Many blocks, or
 many sessions, are read in the tenant's turns of the node's thread, in steps with others' turns between them; the store
 changes a large session in slices. Of such reads and changes a tenant makes one at a time.
 What it doesn't do: move a block's bytes, or know what is in them.
@@ -13,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError
+from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError, WrongEpoch
 from kvstore.limits import (
     PROTECTED_SESSIONS_MAX,
     PROTECTED_SESSIONS_OF_TENANT_MAX,
@@ -78,7 +79,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 if request.HasField("time_to_live_ms")
                 else None,
             )
-            blocks = await self._changed(item, request.name)
+            async with self._ordered(tenant, request.name) as epoch:
+                blocks = await self._changed(item._replace(epoch=epoch), request.name)
             self._node.traces.of(item.name).saw(
                 Step.APPENDED,
                 len(request.keys),
@@ -96,8 +98,11 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             looking = self._node.lookups.begin(context, tenant.id, Kind.SESSION, 0, name)
             until = request.first_block + request.blocks
             try:
-                async with self._reading(name, request.blocks) as turn:
-                    manifest, keys = await self._read(turn, name, request.first_block, until)
+                async with (
+                    self._ordered(tenant, request.name) as epoch,
+                    self._reading(name, request.blocks) as turn,
+                ):
+                    manifest, keys = await self._read(turn, name, request.first_block, until, epoch)
                     answer = await _answer(turn, manifest, keys)
             except NoSession:
                 if (
@@ -125,7 +130,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             limit = min(request.page_size or SESSIONS_LISTED_MAX, SESSIONS_LISTED_MAX)
             user = user_name(tenant.id, request.user)
             found: list[Listed] = []
-            async with self._node.turns.of(tenant.id) as turn:
+            whose = pb.SessionName(user=request.user, map_revision=request.map_revision)
+            async with self._ordered(tenant, whose) as epoch, self._node.turns.of(tenant.id) as turn:
                 while len(found) <= limit:
                     behind = found[-1].session if found else request.page_token
                     step = min(limit + 1 - len(found), SESSIONS_LISTED_STEP)
@@ -145,7 +151,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                         expires_unix_ms=one.expires_ms,
                     )
                     for one in page
-                    if not 0 < one.expires_ms <= now_ms
+                    if not 0 < one.expires_ms <= now_ms and epoch in (None, one.epoch)
                 ],
                 next_page_token=page[-1].session if len(found) > limit else b"",
             )
@@ -163,11 +169,18 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 SessionStep.FORK,
                 kept_durability_of(request.durability),
                 0,
-                blocks=request.blocks if request.HasField("blocks") else self._stored(source).manifest.blocks,
                 source=source,
                 label=request.name.session.encode(),
             )
-            return pb.ForkSessionResponse(blocks=await self._changed(item, request.name))
+            async with (
+                self._ordered(tenant, request.source) as source_epoch,
+                self._ordered(tenant, request.name) as epoch,
+            ):
+                whole = self._stored(source, source_epoch).manifest.blocks
+                wanted = request.blocks if request.HasField("blocks") else whole
+                item = item._replace(blocks=wanted, epoch=epoch, source_epoch=source_epoch)
+                blocks = await self._changed(item, request.name)
+            return pb.ForkSessionResponse(blocks=blocks)
         raise AssertionError
 
     async def TruncateSession(  # noqa: N802
@@ -180,7 +193,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             item = SessionItem(
                 name, SessionStep.TRUNCATE, kept_durability_of(request.durability), 0, blocks=request.blocks
             )
-            left = await self._changed(item, request.name)
+            async with self._ordered(tenant, request.name) as epoch:
+                left = await self._changed(item._replace(epoch=epoch), request.name)
             names = [name.user + name.session]
             self._gate.audit.removed(
                 "truncate session", tenant=tenant.name, peer=context.peer(), names=names, blocks=left
@@ -202,7 +216,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 0,
                 delete_blocks=request.delete_blocks,
             )
-            done = await self._do(item)
+            async with self._ordered(tenant, request.name) as epoch:
+                done = await self._do(item._replace(epoch=epoch))
             self._node.traces.forget(name)
             self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
             self._gate.audit.removed(
@@ -220,10 +235,11 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     ) -> pb.LimitSessionResponse:
         """Let a session end by itself after a time."""
         async with refusals(context, self._node.counters):
-            name = _name(self._enter("limit session", context, request.name), request.name)
-            ends_ms = self._ends_ms(request.time_to_live_ms)
-            durability = kept_durability_of(request.durability)
-            await self._do(SessionItem(name, SessionStep.LIMIT, durability, 0, expires_ms=ends_ms))
+            tenant = self._enter("limit session", context, request.name)
+            name, ends_ms = _name(tenant, request.name), self._ends_ms(request.time_to_live_ms)
+            item = SessionItem(name, SessionStep.LIMIT, kept_durability_of(request.durability), 0)
+            async with self._ordered(tenant, request.name) as epoch:
+                await self._do(item._replace(expires_ms=ends_ms, epoch=epoch))
             return pb.LimitSessionResponse(expires_unix_ms=ends_ms)
         raise AssertionError
 
@@ -232,19 +248,22 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     ) -> pb.ProtectSessionResponse:
         """Keep a session's first blocks from being evicted."""
         async with refusals(context, self._node.counters):
-            name = _name(self._enter("protect session", context, request.name), request.name)
-            self._stored(name)
+            tenant = self._enter("protect session", context, request.name)
+            name = _name(tenant, request.name)
             blocks = request.blocks or SESSION_BLOCKS_MAX
             if blocks > SESSION_BLOCKS_MAX:
                 raise ProtocolError(
                     f"A session has 1 to {SESSION_BLOCKS_MAX} blocks to protect, not {blocks}."
                 )
-            self._refuse_to_protect(name)
-            self._protecting.add(name)
-            try:
-                await self._do(SessionItem(name, SessionStep.PROTECT, Durability.SYNCED, 0, blocks=blocks))
-            finally:
-                self._protecting.discard(name)
+            item = SessionItem(name, SessionStep.PROTECT, Durability.SYNCED, 0, blocks=blocks)
+            async with self._ordered(tenant, request.name) as epoch:
+                self._stored(name, epoch)
+                self._refuse_to_protect(name)
+                self._protecting.add(name)
+                try:
+                    await self._do(item._replace(epoch=epoch))
+                finally:
+                    self._protecting.discard(name)
             return pb.ProtectSessionResponse()
         raise AssertionError
 
@@ -253,10 +272,12 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     ) -> pb.UnprotectSessionResponse:
         """Let a session's blocks go again."""
         async with refusals(context, self._node.counters):
-            name = _name(self._enter("unprotect session", context, request.name), request.name)
-            was_protected = name in self._node.store.protected
-            if was_protected:
-                await self._do(SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0))
+            tenant = self._enter("unprotect session", context, request.name)
+            name = _name(tenant, request.name)
+            async with self._ordered(tenant, request.name) as epoch:
+                was_protected = name in self._node.store.protected
+                if was_protected:
+                    await self._do(SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0, epoch=epoch))
             return pb.UnprotectSessionResponse(was_protected=was_protected)
         raise AssertionError
 
@@ -265,9 +286,13 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     ) -> pb.PrefetchSessionResponse:
         """Begin to read a session's first blocks into memory."""
         async with refusals(context, self._node.counters):
-            name = _name(self._enter("prefetch session", context, request.name), request.name)
-            async with self._reading(name, SESSION_BLOCKS_MAX) as turn:
-                _, keys = await self._read(turn, name, 0, SESSION_BLOCKS_MAX)
+            tenant = self._enter("prefetch session", context, request.name)
+            name = _name(tenant, request.name)
+            async with (
+                self._ordered(tenant, request.name) as epoch,
+                self._reading(name, SESSION_BLOCKS_MAX) as turn,
+            ):
+                _, keys = await self._read(turn, name, 0, SESSION_BLOCKS_MAX, epoch)
             trace = self._node.traces.of(name)
             trace.saw(Step.PREFETCHING, len(keys))
             asked = self._node.prefetches.add(
@@ -285,6 +310,27 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         return tenant
 
     @asynccontextmanager
+    async def _ordered(self, tenant: Tenant, name: pb.SessionName) -> AsyncIterator[int | None]:
+        """Do something with a user's sessions in an epoch in which this node orders them; None: it was not asked for.
+
+        Whatever comes of it is told only if the node still orders them afterwards: DeadlineExceeded else.
+        """
+        if not name.map_revision:
+            yield None
+            return
+        check_text("user", name.user)
+        if (membership := self._node.membership) is None:
+            raise WrongEpoch("The node is in no cluster now.")
+        placed_as = self._gate.tenants.placed_as(tenant.name)
+        term = await membership.primacy.enter(placed_as, name.user)
+        try:
+            yield term.epoch
+        except KvError:
+            await membership.primacy.check(term, placed_as, name.user)
+            raise
+        await membership.primacy.check(term, placed_as, name.user)
+
+    @asynccontextmanager
     async def _reading(self, name: SessionName, blocks: int) -> AsyncIterator[Turn]:
         """Read so many blocks of a session in turns; a long reading is one of its tenant's at a time."""
         over = _nothing
@@ -297,11 +343,11 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             over()
 
     async def _read(
-        self, turn: Turn, name: SessionName, first: int, until: int
+        self, turn: Turn, name: SessionName, first: int, until: int, epoch: int | None
     ) -> tuple[Manifest, list[bytes]]:
         """A session, and some of its keys: those that it had at one time, though it may change meanwhile."""
         for last_try in (False, True):
-            manifest, keys = self._stored(name).manifest, list[bytes]()
+            manifest, keys = self._stored(name, epoch).manifest, list[bytes]()
             try:
                 for at in range(first, min(until, manifest.blocks), SESSION_STEP_BLOCKS):
                     if keys:
@@ -316,9 +362,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 return manifest, keys
         raise AssertionError
 
-    def _stored(self, name: SessionName) -> Stored:
+    def _stored(self, name: SessionName, epoch: int | None) -> Stored:
         stored = self._node.store.manifests.get(name)
-        if stored is None or stored.is_over(self._node.clock.wall_ms()):
+        if stored is None or stored.is_over(self._node.clock.wall_ms(), epoch):
             raise NoSession("There is no such session.")
         return stored
 

@@ -145,6 +145,8 @@ class SessionItem(NamedTuple):
     continues: bool = False
     label: bytes = b""  # what a new session is called
     expires_ms: int | None = None  # when it is to end by itself; 0: never; None: as it was
+    epoch: int | None = None  # a session of another epoch is none, and goes; None: of any
+    source_epoch: int | None = None  # the same of the fork's source
 
 
 class SessionDone(NamedTuple):

@@ -56,9 +56,9 @@ class Stored(NamedTuple):
     place: Place
     manifest: Manifest
 
-    def is_over(self, now_ms: int) -> bool:
-        """Tell whether its time is over. Then it is as good as gone, and will be soon."""
-        return 0 < self.manifest.expires_ms <= now_ms
+    def is_over(self, now_ms: int, epoch: int | None = None) -> bool:
+        """Tell whether its time, or its epoch, is over. Then it is as good as gone, and will be soon."""
+        return 0 < self.manifest.expires_ms <= now_ms or epoch not in (None, self.manifest.epoch)
 
 
 class Listed(NamedTuple):
@@ -71,6 +71,7 @@ class Listed(NamedTuple):
     tokens: int
     at_ms: int  # when its last turn began; 0: it has none
     expires_ms: int  # 0: it does not end by itself
+    epoch: int = 0
 
 
 class Changed(NamedTuple):
@@ -298,6 +299,7 @@ def _listed(session: bytes, manifest: Manifest) -> Listed:
         tokens,
         turns[-1].at_ms if turns else 0,
         manifest.expires_ms,
+        manifest.epoch,
     )
 
 

@@ -194,7 +194,11 @@ class Sessions:
             _refuse(step.item)
             if self._writes.stopped is not None:
                 raise self._writes.stopped_again()
-            over = self._is_over(self._manifests.get(step.item.name))
+            stored = self._manifests.get(step.item.name)
+            epoch = step.item.epoch
+            if stored is not None and epoch is not None and epoch < stored.manifest.epoch:
+                raise SessionRefused("The session has gone on in a later epoch of its cluster.")
+            over = self._is_over(stored, epoch)
             if step.item.step is SessionStep.REMOVE or (over and step.item.step is SessionStep.EXPIRE):
                 yield from self._remove(step)
             elif step.item.step is SessionStep.EXPIRE:
@@ -220,12 +224,15 @@ class Sessions:
         else:
             yield from self._write(step, (before._replace(expires_ms=expires_ms), []))
 
-    def _is_over(self, stored: Stored | None) -> bool:
-        return stored is not None and stored.is_over(self._clock.wall_ms())
+    def _is_over(self, stored: Stored | None, epoch: int | None = None) -> bool:
+        return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
 
     def _begin_anew(self, step: _Step) -> None:
-        """Do a step behind the removal of the session that had its name, and whose time is over."""
-        removal = _Step(SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0), _nobody)
+        """Do a step behind the removal of the session that had its name, and whose time, or epoch, is over."""
+        removal = _Step(
+            SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0, epoch=step.item.epoch),
+            _nobody,
+        )
         self.outbox.promised += 1
         self._steps[step.item.name].appendleft(removal)
         self._begin(removal)
@@ -246,7 +253,8 @@ class Sessions:
             return appended(stored.manifest if stored else _empty(item), item)
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
-        stored = None if self._is_over(stored) else stored
+        source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
+        stored = None if self._is_over(stored, source_epoch) else stored
         if item.step is SessionStep.LIMIT and stored is not None:
             return stored.manifest._replace(expires_ms=item.expires_ms or 0), []
         if item.step is SessionStep.PROTECT and stored is not None:
@@ -270,7 +278,8 @@ class Sessions:
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
         kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
         if item.step is SessionStep.FORK:  # it begins without end and without protection
-            return kept, []
+            return kept._replace(epoch=item.epoch or 0), []
+        kept = kept._replace(epoch=stored.manifest.epoch)
         return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), []
 
     def _refuse_to_protect(self, item: SessionItem) -> None:
@@ -287,7 +296,7 @@ class Sessions:
         """Fork what is on another drive: the chunks are written here as well."""
         for other in self._others if item.step is SessionStep.FORK else ():
             stored = other.manifests.get(source)
-            if stored is not None and not self._is_over(stored):
+            if stored is not None and not self._is_over(stored, item.source_epoch):
                 refuse_longer(item.blocks, stored.manifest.blocks)
                 keys = other.manifests.keys(source, 0, item.blocks) or []
                 copy, payloads = longer(_empty(item), keys)
@@ -548,7 +557,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _empty(item: SessionItem) -> Manifest:
-    return Manifest(item.name.user, item.name.session, (), (), (), item.label)
+    return Manifest(item.name.user, item.name.session, (), (), (), item.label, epoch=item.epoch or 0)
 
 
 def _refuse(item: SessionItem) -> None:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b eade6abd81c29ac2237ff56b32153cbe
+# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -28,20 +28,30 @@ class EtcdKeyValue(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class EtcdRangeRequest(_message.Message):
-    __slots__ = ("key", "range_end")
+    __slots__ = ("key", "range_end", "limit", "sort_order", "sort_target", "keys_only")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RANGE_END_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SORT_ORDER_FIELD_NUMBER: _ClassVar[int]
+    SORT_TARGET_FIELD_NUMBER: _ClassVar[int]
+    KEYS_ONLY_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     range_end: bytes
-    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ...) -> None: ...
+    limit: int
+    sort_order: int
+    sort_target: int
+    keys_only: bool
+    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., limit: _Optional[int] = ..., sort_order: _Optional[int] = ..., sort_target: _Optional[int] = ..., keys_only: bool = ...) -> None: ...
 
 class EtcdRangeResponse(_message.Message):
-    __slots__ = ("header", "kvs")
+    __slots__ = ("header", "kvs", "count")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KVS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     header: EtcdHeader
     kvs: _containers.RepeatedCompositeFieldContainer[EtcdKeyValue]
-    def __init__(self, header: _Optional[_Union[EtcdHeader, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[EtcdKeyValue, _Mapping]]] = ...) -> None: ...
+    count: int
+    def __init__(self, header: _Optional[_Union[EtcdHeader, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[EtcdKeyValue, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class EtcdPutRequest(_message.Message):
     __slots__ = ("key", "value", "lease")
@@ -54,16 +64,20 @@ class EtcdPutRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class EtcdCompare(_message.Message):
-    __slots__ = ("key", "create_revision", "result", "target")
+    __slots__ = ("key", "create_revision", "mod_revision", "range_end", "result", "target")
     KEY_FIELD_NUMBER: _ClassVar[int]
     CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
+    MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
+    RANGE_END_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     create_revision: int
+    mod_revision: int
+    range_end: bytes
     result: int
     target: int
-    def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., result: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., range_end: _Optional[bytes] = ..., result: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
 class EtcdDeleteRangeRequest(_message.Message):
     __slots__ = ("key",)

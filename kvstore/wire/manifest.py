@@ -45,6 +45,7 @@ _FIXED = struct.Struct("<16s16sIIII")
 _TURN = struct.Struct("<IIQ")
 _EXPIRES = struct.Struct("<Q")
 _PROTECTED = struct.Struct("<QI")  # when it expires, then how many blocks
+_ORDERED = struct.Struct("<QIQ")  # the same, then the epoch
 CHUNK_PAYLOAD_BYTES = SESSION_CHUNK_BLOCKS * KEY_BYTES
 
 assert struct.calcsize("<16s16s") == USER_BYTES + SESSION_BYTES
@@ -69,6 +70,7 @@ class Manifest(NamedTuple):
     label: bytes = b""
     expires_ms: int = 0  # 0: it does not end by itself
     protected: int = 0  # how many of its first blocks are protected from eviction
+    epoch: int = 0  # that of the cluster's node that ordered it
 
     @property
     def blocks(self) -> int:
@@ -110,7 +112,9 @@ def pack_manifest(manifest: Manifest) -> bytes:
     counts = map(len, (manifest.chunks, manifest.tail, manifest.turns, manifest.label))
     fixed = _FIXED.pack(manifest.user, manifest.session, *counts)
     turns = (_TURN.pack(*turn) for turn in manifest.turns)
-    if manifest.protected:
+    if manifest.epoch:
+        last = _ORDERED.pack(manifest.expires_ms, manifest.protected, manifest.epoch)
+    elif manifest.protected:
         last = _PROTECTED.pack(manifest.expires_ms, manifest.protected)
     else:
         last = _EXPIRES.pack(manifest.expires_ms) if manifest.expires_ms else b""
@@ -139,16 +143,19 @@ def parse_manifest(payload: bytes) -> Manifest | None:
     return manifest if _follow_each_other(read, manifest.blocks) else None
 
 
-def _parse_last(data: bytes) -> tuple[int, int] | None:
-    """Read what stands behind the label: when the session ends, and what of it is protected; None if it is neither."""
+def _parse_last(data: bytes) -> tuple[int, int, int] | None:
+    """Read what stands behind the label: when the session ends, what of it is protected, its epoch; None if invalid."""
     if not data:
-        return 0, 0
+        return 0, 0, 0
     if len(data) == _EXPIRES.size:
         (expires_ms,) = _EXPIRES.unpack(data)
-        return (expires_ms, 0) if expires_ms else None
+        return (expires_ms, 0, 0) if expires_ms else None
     if len(data) == _PROTECTED.size:
         expires_ms, protected = _PROTECTED.unpack(data)
-        return (expires_ms, protected) if 0 < protected <= SESSION_BLOCKS_MAX else None
+        return (expires_ms, protected, 0) if 0 < protected <= SESSION_BLOCKS_MAX else None
+    if len(data) == _ORDERED.size:
+        expires_ms, protected, epoch = _ORDERED.unpack(data)
+        return (expires_ms, protected, epoch) if epoch and protected <= SESSION_BLOCKS_MAX else None
     return None
 
 

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b eade6abd81c29ac2237ff56b32153cbe
+# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -9,14 +9,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionName(_message.Message):
-    __slots__ = ("tenant", "user", "session")
+    __slots__ = ("tenant", "user", "session", "map_revision")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_REVISION_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     user: str
     session: str
-    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+    map_revision: int
+    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ..., session: _Optional[str] = ..., map_revision: _Optional[int] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("first_block", "tokens", "began_unix_ms")
@@ -75,16 +77,18 @@ class GetSessionResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ..., keys: _Optional[_Iterable[bytes]] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
-    __slots__ = ("tenant", "user", "page_size", "page_token")
+    __slots__ = ("tenant", "user", "page_size", "page_token", "map_revision")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MAP_REVISION_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     user: str
     page_size: int
     page_token: bytes
-    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[bytes] = ...) -> None: ...
+    map_revision: int
+    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[bytes] = ..., map_revision: _Optional[int] = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "next_page_token")

@@ -52,6 +52,7 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.QuotaExceeded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.Expired, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NoSession, grpc.StatusCode.NOT_FOUND),
+    (errors.WrongEpoch, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SessionRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.KeyTaken, grpc.StatusCode.ALREADY_EXISTS),

@@ -7,7 +7,8 @@ is judged as a whole, when all is over:
 - **loss**: what was acknowledged and not deleted is not missed by a later get;
 - **deletion**: what was acknowledged as deleted is not got later, unless it was put again;
 - **order**: calls of a session are linearizable: some order of them, each at one moment between its beginning and its
-  end, gives just these answers.
+  end, gives just these answers. A session may be lost with its node, where the test says so: from then on it is empty,
+  and what it had never comes back.
 
 What always holds: a call whose end nobody knows may have happened at any time after it began, or never. Times are those
 of one clock for all processes of a machine, which no test changes (CLOCK_MONOTONIC).
@@ -42,6 +43,9 @@ class Kind(Enum):
     RESUME = "resume"  # all that was appended
 
 
+_CHANGES = {Kind.APPEND, Kind.DELETE}
+
+
 class End(Enum):
     DONE = "done"
     FAILED = "failed"  # a get that says nothing; of others: it has not happened, and never will
@@ -57,6 +61,7 @@ class Call:
     began_s: float
     ended_s: float
     end: End = End.DONE
+    first: int | None = None  # of an append: it is done only if the session has just so many values before
 
     @property
     def until_s(self) -> float:
@@ -70,7 +75,7 @@ class Call:
         )
 
 
-def faults(history: Iterable[Call]) -> list[str]:
+def faults(history: Iterable[Call], *, may_lose_sessions: bool = False) -> list[str]:
     """What can't have been so, a sentence each; none if all of it can."""
     by_key: dict[str, list[Call]] = defaultdict(list)
     for call in history:
@@ -80,7 +85,8 @@ def faults(history: Iterable[Call]) -> list[str]:
     found: list[str] = []
     for key, calls in by_key.items():
         if any(one.kind in {Kind.APPEND, Kind.RESUME} for one in calls):
-            found += [] if is_linearizable(calls) else [f"no order of its calls explains session {key}"]
+            if not is_linearizable(calls, may_lose=may_lose_sessions):
+                found.append(f"no order of its calls explains session {key}")
         else:
             found += _of_block(calls)
     return found
@@ -121,10 +127,10 @@ def _got(get: Call, puts: Sequence[Call], deletions: Sequence[Call]) -> list[str
     return []
 
 
-def is_linearizable(calls: Iterable[Call]) -> bool:
+def is_linearizable(calls: Iterable[Call], *, may_lose: bool = False) -> bool:
     """Whether some order of a session's calls gives their answers; ValueError if that takes too long to find out."""
     asked = sorted(
-        (one for one in calls if one.end is End.DONE or (one.kind is Kind.APPEND and one.end is End.UNKNOWN)),
+        (one for one in calls if one.end is End.DONE or (one.kind in _CHANGES and one.end is End.UNKNOWN)),
         key=lambda one: one.began_s,
     )
     done = sum(1 << at for at, one in enumerate(asked) if one.end is End.DONE)
@@ -141,6 +147,8 @@ def is_linearizable(calls: Iterable[Call]) -> bool:
             if call.began_s > first_end_s:
                 break  # another one was over before it began
             after = _stepped(call, state)
+            if after is None and may_lose:
+                after = _stepped(call, ())
             if after is None:
                 continue
             step = taken | 1 << at, after
@@ -155,7 +163,7 @@ def is_linearizable(calls: Iterable[Call]) -> bool:
 def _stepped(call: Call, state: tuple[str | None, ...]) -> tuple[str | None, ...] | None:
     """The state after a call; None if it can't have given its answer in this one."""
     if call.kind is Kind.APPEND:
-        return (*state, call.value)
+        return (*state, call.value) if call.first in {None, len(state)} else None
     if call.kind is Kind.DELETE:
         return ()
     return state if "/".join(one or "" for one in state) == (call.value or "") else None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
-from kvstore.cluster.etcd import EtcdAway, Listed
+from kvstore.cluster.etcd import EtcdAway, Found, Listed
 from kvstore.cluster.reach import EtcdReach
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ class FakeEtcd:
     def __init__(self) -> None:
         self.revision = 1
         self.values: dict[bytes, tuple[bytes, int]] = {}
+        self.written: dict[bytes, int] = {}  # the revisions of the values
+        self.lots: dict[bytes, Found] = {}
+        self.gone: dict[bytes, bytes] = {}
+        self.past: list[Listed] = []  # all lists that there ever were, one change each
         self.leases: dict[int, tuple[float, int]] = {}  # until when, and for how long it is kept
         self.joined: dict[bytes, int] = {}  # by whose lease, last
         self._ids = itertools.count(1)
@@ -91,29 +95,51 @@ class FakeEtcd:
         self.leases[lease] = (asyncio.get_running_loop().time() + ttl_s, ttl_s)
         return True
 
-    async def put(self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes) -> int:
+    async def put(
+        self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes, unless: bytes = b""
+    ) -> int:
         if lease not in self.leases:
             raise EtcdAway("etcd: requested lease not found")
-        if only_new and key in self.values:
+        if (only_new and key in self.values) or unless in self.gone:
             return 0
         if not only_new:
             self.joined[key] = lease
         self.revision += 1
-        self.values[key] = (value, lease)
-        if lasting:
-            self.values[lasting] = (value, 0)
+        self._write(key, value, lease)
+        if b".gone/" in lasting:
+            self.gone[lasting] = value
+        elif lasting:
+            self._write(lasting, value, 0)
         await self.tell()
         return self.revision
+
+    def _write(self, key: bytes, value: bytes, lease: int) -> None:
+        self.values[key], self.written[key] = (value, lease), self.revision
+
+    def latest(self) -> tuple[int, int]:
+        return max(self.written.values(), default=0), len(self.values)
+
+    def claim(self, key: bytes, value: bytes, was: int, top: int, own: bytes) -> bool:
+        if (
+            self.lots.get(key, Found(b"", 0)).revision != was
+            or self.latest()[0] > top
+            or own not in self.values
+        ):
+            return False
+        self.revision += 1
+        self.lots[key] = Found(value, self.revision)
+        return True
 
     async def drop(self, leases: list[int]) -> None:
         for lease in leases:
             self.leases.pop(lease, None)
             for key in [key for key, (_, of) in self.values.items() if of == lease]:
-                del self.values[key]
+                del self.values[key], self.written[key]
                 self.revision += 1
                 await self.tell()
 
     async def tell(self) -> None:
+        self.past.append(self.listed()._replace(is_told=True))
         async with self.changed:
             self.changed.notify_all()
 
@@ -124,12 +150,16 @@ class FakeEtcd:
             await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])
             await asyncio.sleep(0.1)
 
+    def left(self) -> set[str]:
+        """Names of nodes that have left for good."""
+        return {key.rpartition(b"/")[2].decode() for key in self.gone}
+
     def known(self) -> set[str]:
         """Names of nodes that have a record, be it of a member or of one that is absent."""
         return {key.rpartition(b"/")[2].decode() for key in self.values}
 
     def listed(self) -> Listed:
-        return Listed(self.revision, dict(self.values))
+        return Listed(self.revision, dict(self.values), self.latest()[0])
 
 
 class FakeClient:
@@ -140,6 +170,7 @@ class FakeClient:
     def __init__(self, etcd: FakeEtcd, rng: random.Random) -> None:
         self._etcd, self._rng = etcd, rng
         self.is_away = False
+        self.tells_no_latest = False
 
     async def _reach(self) -> None:
         await asyncio.sleep(self._rng.random() * 0.05)
@@ -164,18 +195,27 @@ class FakeClient:
         await self._etcd.drop([lease])
 
     async def put(
-        self, key: bytes, value: bytes, lease: int, *, only_new: bool = False, lasting: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        lease: int,
+        *,
+        only_new: bool = False,
+        lasting: bytes = b"",
+        unless: bytes = b"",
     ) -> int:
         await self._reach()
-        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting)
+        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting, unless=unless)
         await self._reach()
         return revision
 
-    async def remove(self, key: bytes, unless: bytes) -> bool:
+    async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool:
         await self._reach()
         if unless in self._etcd.values:
             return False
         if self._etcd.values.pop(key, None) is not None:
+            del self._etcd.written[key]
+            self._etcd.gone[by] = value
             self._etcd.revision += 1
             await self._etcd.tell()
         await self._reach()
@@ -184,11 +224,36 @@ class FakeClient:
     async def follow(self, _prefix: bytes) -> AsyncGenerator[Listed, None]:
         while True:
             await self._reach()
-            now = self._etcd.listed()
+            told, now = len(self._etcd.past), self._etcd.listed()
             yield now
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1), self._etcd.changed:
-                    await self._etcd.changed.wait_for(lambda: self._etcd.revision > now.revision)  # noqa: B023
+            for _ in range(self._rng.randrange(1, 6)):  # then it looks at the whole again
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1), self._etcd.changed:
+                        await self._etcd.changed.wait_for(lambda: len(self._etcd.past) > told)  # noqa: B023
+                await self._reach()
+                for told in range(told + 1, len(self._etcd.past) + 1):  # noqa: B020
+                    yield self._etcd.past[told - 1]
+
+    async def latest(self, _prefix: bytes) -> tuple[int, int]:
+        if self.tells_no_latest:
+            raise EtcdAway("etcd: no answer to this question")
+        await self._reach()
+        found = self._etcd.latest()
+        await self._reach()
+        return found
+
+    async def value(self, key: bytes) -> Found:
+        await self._reach()
+        found = self._etcd.lots.get(key, Found(self._etcd.gone.get(key, b""), 0))
+        await self._reach()
+        return found
+
+    async def claim(self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes) -> bool:
+        del within
+        await self._reach()
+        claimed = self._etcd.claim(key, value, was, top, own)
+        await self._reach()
+        return claimed
 
     async def close(self) -> None:
         pass

@@ -46,6 +46,12 @@ def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotte
             wait_until(lambda one=one: not told(one).absent, "it is forgotten", WAIT_S)  # type: ignore[misc]
         wait_until(lambda: not world.client.nodes.map.absent, "the client knows", WAIT_S)
         assert world.client.delete(theirs[5:10]) == [True] * 5
+        absent.start()
+        wait_until(
+            lambda: "drained or forgotten" in command("--node", absent.target).stdout, "it is told so", WAIT_S
+        )
+        assert command("--node", absent.target).returncode == 3
+        assert absent.target not in {one.node for one in told(node).members}
 
 
 def test_a_process_in_the_place_of_an_absent_node_answers_for_itself_only(

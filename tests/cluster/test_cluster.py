@@ -191,6 +191,6 @@ def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
     assert (shown.returncode, shown.stdout) == (3, "The node is in no cluster.\n")
 
 
-def command(node: NodeProcess) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "kvstore", "cluster", "--node", node.target]
+def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    asked = [sys.executable, "-m", "kvstore", "cluster", *words, "--node", node.target]
     return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)

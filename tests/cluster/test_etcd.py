@@ -68,19 +68,22 @@ def test_what_is_put_is_listed_and_followed_and_goes_with_its_lease(etcd: RealEt
     run(doing())
 
 
-def test_a_record_is_removed_unless_another_is_there(etcd: RealEtcd) -> None:
+def test_a_record_is_replaced_or_written_unless_another_is_there(etcd: RealEtcd) -> None:
     async def doing() -> None:
         ours = Etcd(EtcdReach(etcd.endpoints, "test"))
         lease = await ours.grant(30)
-        at, known = FOLDER + b"c", b"/triggerkv/test/known/c"
+        at, known, gone = FOLDER + b"c", b"/triggerkv/test/known/c", b"/triggerkv/test.gone/c"
         await ours.put(at, b"one", lease, lasting=known)
         assert (await ours.listed(b"/triggerkv/test/known/")).values == {known: (b"one", 0)}
-        assert not await ours.remove(known, unless=at)
+        assert not await ours.replace(known, gone, b"one", unless=at)
+        assert (await ours.value(gone)).value == b""
         await ours.revoke(lease)
         assert (await ours.listed(b"/triggerkv/test/")).values == {known: (b"one", 0)}
-        assert await ours.remove(known, unless=at)
+        assert await ours.replace(known, gone, b"one", unless=at)
         assert (await ours.listed(b"/triggerkv/test/")).values == {}
-        assert await ours.remove(known, unless=at), "it is not there"
+        assert (await ours.value(gone)).value == b"one"
+        assert await ours.put(at, b"two", await ours.grant(30), unless=gone) == 0
+        assert (await ours.listed(b"/triggerkv/test/")).values == {}
         await ours.close()
 
     run(doing())
@@ -154,3 +157,42 @@ def test_of_three_members_one_may_die_or_hang(tmp_path: Path, number: signal.Sig
 
     with RealEtcd(tmp_path / "etcd", members=3) as three:
         run(doing(three))
+
+
+def test_a_record_is_claimed_by_the_latest_list_or_not_at_all(etcd: RealEtcd) -> None:
+    async def doing() -> None:
+        ours, folder = Etcd(EtcdReach(etcd.endpoints, "claims")), b"/triggerkv/claims/"
+        lot, own = b"/triggerkv/claims.sessions/1", folder + b"nodes/a"
+        lease = await ours.grant(30)
+
+        async def claim(value: bytes, was: int, top: int) -> bool:
+            return await ours.claim(lot, value, was, within=folder, top=top, own=own)
+
+        assert await ours.latest(folder) == (0, 0)
+        assert not await claim(b"one", 0, 0), "its own record is not there"
+        top = await ours.put(own, b"a node", lease)
+        following = ours.follow(folder)
+        listed = await anext(following)
+        assert await ours.latest(folder) == (listed.top, len(listed.values)) == (top, 1)
+        assert not await claim(b"one", 0, top - 1), "the list is an older one"
+        assert await claim(b"one", 0, top)
+        found = await ours.value(lot)
+        assert found.value == b"one"
+        assert await ours.latest(folder) == (top, 1), "it is no part of the list"
+        assert not await claim(b"two", 0, top), "somebody has it"
+        assert await claim(b"two", found.revision, top)
+        later = await ours.put(folder + b"nodes/b", b"another", lease, lasting=folder + b"known/b")
+        told = await anext(following)
+        assert (told.top, told.is_told, len(told.values)) == (later, True, 3)
+        assert await ours.latest(folder) == (later, 3)
+        found = await ours.value(lot)
+        assert not await claim(b"three", found.revision, top)
+        await ours.revoke(lease)
+        gone = await anext(following)
+        assert (await ours.latest(folder))[1] == 1
+        assert not await claim(b"three", found.revision, gone.top)
+        assert await ours.value(b"/triggerkv/claims.sessions/none") == (b"", 0)
+        await following.aclose()
+        await ours.close()
+
+    run(doing())

@@ -62,6 +62,8 @@ class World:
         self._ports = 1000
 
     def begin(self, name: str) -> None:
+        while name in self.etcd.left():
+            name += "'"  # an empty folder
         if name in {one.member.name for one in self.processes}:
             self.copied.add(name)
         self._ports += 1
@@ -121,6 +123,13 @@ class World:
             name = one.member.name
             of_name = [other for other in one.told.members if other.name == name]
             assert len(of_name) <= 1
+            if name in self.etcd.left():
+                if (
+                    name not in self.copied
+                ):  # else one of the two may have been the member when the other left
+                    assert one.membership.outside
+                    assert not of_name, "it was drained or forgotten"
+                continue
             joined = self.etcd.joined[b"/triggerkv/test/nodes/" + name.encode()]
             came_last = joined in self.etcd.leases and joined in one.membership.leases
             if came_last or name not in self.copied:
@@ -286,6 +295,10 @@ def test_who_left_is_told_as_absent_until_it_is_back_or_forgotten_or_had_nothing
         await asyncio.sleep(1)
         assert one.told.names == {"a"}
         assert not one.told.absent
+        again = [Process(etcd, rng, name, port) for port, name in enumerate("bc", 20)]
+        await asyncio.sleep(5)
+        assert one.told.names == {"a"}
+        assert all("drained or forgotten" in gone.membership.outside for gone in again)
         leases.cancel()
 
     run(history())

@@ -121,11 +121,13 @@ class Chaos:
         self.dice, self.network, folder = random.Random(seed), network, network.folder
         self._spare = [self.network.host(name) for name in ("e1", "e2", "e3")]
         ours = [self.network.host(f"n{number}") for number in range(1, nodes + 1)]
+        self._one_more = self.network.host("n0")
+        self._joined: Node | None = None  # on that host
         theirs = [self.network.host(f"c{number}") for number in (1, 2)]
         made = ours[0].folder / "secrets"
-        make_secrets(made, ",".join(f"IP:{host.ipv4}" for host in ours))
+        make_secrets(made, ",".join(f"IP:{host.ipv4}" for host in (*ours, self._one_more)))
         (made / "secret").write_text("the nodes of this cluster know each other by this\n")
-        for host in (*ours[1:], *theirs):
+        for host in (*ours[1:], self._one_more, *theirs):
             shutil.copytree(made, host.folder / "secrets", dirs_exist_ok=True)
         for host in self.network.hosts.values():
             host.start(sys.executable, "-m", "tests.hosts.slow", "real", "eth0").wait()
@@ -134,6 +136,7 @@ class Chaos:
         run("gcc", "-shared", "-fPIC", "-O1", "-o", str(clock), str(folder / "clock.c"), "-ldl")
         self.etcd = [Etcd(host, self._spare) for host in self._spare]
         endpoints = ",".join(f"{host.ipv4}:2379" for host in self._spare)
+        self._endpoints, self._clock = endpoints, clock
         self.nodes = [Node(host, endpoints, clock) for host in ours]
         self.workers = [
             Worker(
@@ -185,13 +188,19 @@ class Chaos:
             assert worker.ask("pause") == "pause"
         for worker in self.workers:
             until("each get says something", SETTLED_S, lambda worker=worker: worker.ask("read_all") == 0)
+        for worker in self.workers:
+            until(
+                "each session has a node that orders it",
+                SETTLED_S,
+                lambda worker=worker: worker.ask("silent_sessions") == 0,
+            )
 
     def history(self) -> list[Call]:
         calls = []
         for worker in self.workers:
             for line in worker.history.read_text().splitlines():
-                client, kind, key, value, began_s, ended_s, end = json.loads(line)
-                calls.append(Call(client, Kind(kind), key, value, began_s, ended_s, End(end)))
+                client, kind, key, value, began_s, ended_s, end, first = json.loads(line)
+                calls.append(Call(client, Kind(kind), key, value, began_s, ended_s, End(end), first))
         return calls
 
     # --- harm, each for a while
@@ -309,6 +318,22 @@ class Chaos:
         else:
             assert self._told("join", node)
 
+    def _node_joined(self, while_s: float) -> None:
+        """One more comes, with an empty folder; the next time it is drained and leaves."""
+        if self._joined is None:
+            self._joined = Node(self._one_more, self._endpoints, self._clock)
+        elif self._joined not in self.nodes:
+            self._joined.start(fresh=True)
+        elif self._told("drain", self._joined):
+            self._joined.process.end()
+            self.nodes.remove(self._joined)
+            return
+        else:
+            assert self._told("join", self._joined)
+            return
+        self.nodes.append(self._joined)
+        time.sleep(while_s)
+
     def _told(self, word: str, node: Node) -> bool:
         words = ["kvstore", "cluster", word, node.target, "--node", node.target]
         words += ["--ca", f"{SECRETS}/ca.crt", "--token-file", f"{SECRETS}/secret"]
@@ -332,6 +357,7 @@ KINDS = (
     "node_without_etcd",
     "node_without_another",
     "node_replaced",
+    "node_joined",
     "client_without_node",
     "wire_slow",
     "clock_wrong",

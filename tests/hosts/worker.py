@@ -15,15 +15,19 @@ import select
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.client import ClusterBlock, ClusterClient, Hit
-from kvstore.errors import KvError
+from kvstore.errors import KvError, NoSession, SessionRefused
+from kvstore.limits import KEY_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from tests.cluster.history import End, Kind
 
-BYTES, BATCH, WAIT_S, VERSIONS = 4096, 4, 6.0, 3
+if TYPE_CHECKING:
+    from kvstore.client.sessions import Session
+
+BYTES, BATCH, WAIT_S, VERSIONS, USERS = 4096, 4, 6.0, 3, 4
 FILLER_BLOCKS = 140  # of 1 MiB, on a drive of 128 MiB
 SAYS_NOTHING = {MissReason.NODE_AWAY, MissReason.BUSY}
 
@@ -38,6 +42,13 @@ def value_of(name: str, data: bytes) -> str:
         if data == bytes_of(name, version):
             return str(version)
     return f"other bytes: {data[:8].hex()}..."
+
+
+def _keys_of(chat: Session) -> list[bytes]:
+    try:
+        return chat.keys()
+    except NoSession:
+        return []
 
 
 class Worker:
@@ -55,12 +66,15 @@ class Worker:
         )
         self._memory = mmap.mmap(-1, 2 * BATCH * BYTES)
         self._kv = self._client.register(self._memory)
-        self._next = 0
+        self._users = [f"{self._prefix}.user{number}" for number in range(USERS)]
+        self._next = self._appended = 0
         self._stored: dict[str, int] = {}  # by name: the version that is acknowledged
         self._deleted: dict[str, int] = {}
 
-    def _note(self, kind: Kind, name: str, value: str | None, began_s: float, end: End) -> None:
-        row = [self._number, kind.value, name, value, began_s, time.monotonic(), end.value]
+    def _note(
+        self, kind: Kind, name: str, value: str | None, began_s: float, end: End, first: int | None = None
+    ) -> None:
+        row = [self._number, kind.value, name, value, began_s, time.monotonic(), end.value, first]
         print(json.dumps(row), file=self._history, flush=True)
 
     def _name(self, number: int, worker: int | None = None) -> str:
@@ -71,6 +85,9 @@ class Worker:
 
     def step(self) -> None:
         """One call, of many blocks perhaps."""
+        if self._dice.random() < 0.15:
+            self._session_step(self._dice.choice(self._users))
+            return
         chosen = self._dice.random()
         if chosen < 0.3 or not self._stored:
             names = [self._name(self._next + at) for at in range(BATCH)]
@@ -89,6 +106,49 @@ class Worker:
                 for _ in range(BATCH)
             ]
             self._get(sorted(set(names)))
+
+    def _session_step(self, user: str) -> None:
+        """Append to a user's session, read or remove it: all workers do, at the same time."""
+        chat, began_s, first = self._client.nodes.session(user, "chat"), time.monotonic(), None
+        kind = self._dice.choice(
+            [Kind.APPEND, Kind.APPEND, Kind.APPEND, Kind.RESUME, Kind.RESUME, Kind.DELETE]
+        )
+        value, end = None, End.DONE
+        try:
+            if kind is Kind.RESUME:
+                value = "/".join(key.decode().rstrip(".") for key in _keys_of(chat))
+            elif kind is Kind.DELETE:
+                chat.remove()
+            else:
+                _keys_of(chat)
+                self._appended += 1
+                value = f"{self._number}.{self._appended}"
+                key = value.ljust(KEY_BYTES, ".").encode()
+                self._client.nodes.of(user).put_inline(key, b"a block of a session")
+                began_s, end = time.monotonic(), End.UNKNOWN
+                first = chat.append([key], tokens=16) - 1
+                end = End.DONE
+        except SessionRefused:
+            end = End.FAILED
+        except KvError:
+            is_asked = kind is Kind.DELETE or end is End.UNKNOWN  # what only reads has changed nothing
+            end = End.UNKNOWN if is_asked else End.FAILED
+        self._note(kind, user, value, began_s, end, first)
+
+    def silent_sessions(self) -> int:
+        """How many users there are of whose session nobody says what it is."""
+        silent = 0
+        for user in self._users:
+            began_s = time.monotonic()
+            try:
+                value = "/".join(
+                    key.decode().rstrip(".") for key in _keys_of(self._client.nodes.session(user, "chat"))
+                )
+            except KvError:
+                silent += 1
+            else:
+                self._note(Kind.RESUME, user, value, began_s, End.DONE)
+        return silent
 
     def _put(self, versions: dict[str, int]) -> None:
         began_s = time.monotonic()

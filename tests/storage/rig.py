@@ -222,6 +222,8 @@ class StoreRig:
         continues: bool = False,
         label: str = "",
         expires_ms: int | None = None,
+        epoch: int | None = None,
+        source_epoch: int | None = None,
     ) -> int:
         tag = self._take_tag()
         item = SessionItem(
@@ -239,6 +241,8 @@ class StoreRig:
             continues,
             label.encode(),
             expires_ms,
+            epoch,
+            source_epoch,
         )
         self.take_note()
         self.store.change_sessions([item], self._sessions_done)

@@ -1,0 +1,61 @@
+"""What a change of a cluster's members moves: how much each node sends and receives, and for how long. Pure.
+
+It is an estimate: it takes the blocks as spread over the lots in equal parts, as many as the nodes have now. The owners
+are those of the placement itself.
+
+What it doesn't do: ask the nodes, which `kvstore cluster plan` does; count what clients put meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvstore.cluster.map import DRAINING, Map, Member
+from kvstore.limits import UPKEEP_BYTES_PER_S
+from kvstore.placement import LOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Plan", "with_change"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What moves, in bytes by node."""
+
+    sends: Mapping[str, int]
+    receives: Mapping[str, int]
+
+    @property
+    def seconds(self) -> int:
+        """How long that takes at least, at the rate of the nodes that send."""
+        return -(-max(self.sends.values(), default=0) // UPKEEP_BYTES_PER_S)
+
+    @classmethod
+    def of(cls, before: Map, after: Map, stored: Mapping[str, int], replicas: int) -> Plan:
+        """From one map to the other, with so many bytes on each node now."""
+        copies = LOTS * min(replicas, len(before.members) - len(before.draining))
+        each = sum(stored.values()) / copies if copies else 0.0
+        sends = dict.fromkeys((one.node for one in after.members), 0.0)
+        receives = dict(sends)
+        for lot in range(LOTS):
+            had = [before.members[at].node for at in before.owners_of(lot)[:replicas]]
+            new = [after.members[at] for at in after.owners_of(lot)[:replicas]]
+            leaving = [one.node for one in after.members if one.state == DRAINING and one.node in had]
+            for one in new:
+                if one.node not in had:
+                    sends[(leaving or had)[0]] += each
+                    receives[one.node] += each
+        return cls(*({node: round(some) for node, some in rows.items()} for rows in (sends, receives)))
+
+
+def with_change(now: Map, node: str) -> Map:
+    """The map with a member drained; with one more of a usual weight, if there is none at this address."""
+    if any(one.node == node for one in now.members):
+        changed = [replace(one, state=DRAINING) if one.node == node else one for one in now.members]
+    else:
+        weights = sorted(one.weight for one in now.members) or [1]
+        changed = [*now.members, Member(f"planned {node}", node, weights[len(weights) // 2])]
+    return Map.of(now.revision, changed)

@@ -1,0 +1,196 @@
+"""Whether this node may order the sessions of a user now, and in which epoch: at most one node may, at any moment.
+
+Users fall into the 8,192 lots of the placement. For each lot that was ever used etcd has a record: the node that orders
+its sessions, and the lot's epoch, which is one higher with each change of that node. A session keeps the epoch in which
+it was written (`kvstore.wire.manifest`); one of another epoch is none, so a node that was away and is back never gives
+what it has as if nothing had happened since.
+
+A node orders the sessions of a lot while all of this is so:
+
+1. It is the home of the lot by the list of members, and it knows that the list is the latest: less than
+   SESSIONS_KNOWN_MS ago it began to ask etcd, which said so. The list has its own record, under its own lease.
+2. The record of the lot names it, under that lease, as of a look since the list has changed last.
+
+It takes a lot that another process has ordered only when it has been the lot's home for SESSIONS_TAKING_MS, without a
+gap in 1. Then no other process can still hold itself for the home: that one would have to have heard from etcd, less
+than SESSIONS_KNOWN_MS ago, that it is. And it takes it in one transaction that fails if a record of a member was
+written since, or its own is gone. Whoever becomes the home later finds that the lot was taken.
+
+What always holds: times are of a clock that goes on while a process is stopped; who may order is asked once before a
+step and once after it, so a step of a process that was stopped in between is not acknowledged.
+What it doesn't do: order anything while etcd has not answered for SESSIONS_KNOWN_MS; blocks are not affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvstore.cluster.etcd import EtcdAway
+from kvstore.errors import DeadlineExceeded, WrongEpoch
+from kvstore.limits import CLUSTER_CONFIRM_MS, SESSIONS_KNOWN_MS, SESSIONS_RETRY_MS, SESSIONS_TAKING_MS
+from kvstore.placement import lot_of
+
+if TYPE_CHECKING:
+    from kvstore.clock import Clock
+    from kvstore.cluster.etcd import Found
+    from kvstore.cluster.map import Map
+    from kvstore.cluster.reach import EtcdReach
+
+__all__ = ["Primacy", "Term"]
+
+_NEVER = -(1 << 62)
+
+
+class Term(NamedTuple):
+    """That the node may order a lot's sessions, and in which epoch."""
+
+    lot: int
+    epoch: int
+
+
+class _Record(NamedTuple):
+    """Of a lot, in etcd."""
+
+    node: str
+    lease: int
+    epoch: int
+
+
+class _Etcd(Protocol):
+    reach: EtcdReach
+
+    async def latest(self, prefix: bytes) -> tuple[int, int]: ...
+    async def value(self, key: bytes) -> Found: ...
+    async def claim(
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes
+    ) -> bool: ...
+
+
+class Primacy:
+    """Of one node, in its event loop."""
+
+    def __init__(self, etcd: _Etcd, clock: Clock) -> None:
+        self._etcd, self._clock = etcd, clock
+        self._name, self._lease, self._own = "", 0, b""
+        self._top = self._count = -1  # of the list: its latest change, and how many records it has
+        self._known_ns = self._asked_ns = (
+            _NEVER  # the list is known to be the latest until; and was asked for at
+        )
+        self._since_ns = _NEVER  # we are on the list under this lease, without a gap
+        self._views: deque[tuple[int, Map]] = deque()  # since when, within the time that counts
+        self._terms: dict[int, int] = {}  # epochs, by lot, as of this list
+
+    # --- what is heard of the members
+
+    def listed(self, now: Map, *, top: int, count: int, has_gap: bool, own: tuple[str, int, bytes]) -> None:
+        """Take a list: its latest change, how many records it has, whether one before it may have been missed."""
+        at_ns = self._clock.monotonic_ns()
+        is_new = (top, count) != (self._top, self._count)
+        if (is_new and has_gap) or own != (self._name, self._lease, self._own):
+            self._since_ns = at_ns
+        self._name, self._lease, self._own = own
+        if not is_new and self._views:
+            return
+        self._top, self._count = top, count
+        self._terms.clear()
+        self._views.append((at_ns, now))
+        while len(self._views) > 1 and self._views[1][0] < at_ns - 2 * SESSIONS_TAKING_MS * 1_000_000:
+            self._views.popleft()
+
+    async def follow(self) -> None:
+        """Ask again and again whether the list is the latest."""
+        while True:
+            asked_ns, pause_ms = self._clock.monotonic_ns(), CLUSTER_CONFIRM_MS
+            try:
+                latest = await self._etcd.latest(self._etcd.reach.folder)
+            except EtcdAway:
+                latest = None
+            if latest == (self._top, self._count):
+                if self._clock.monotonic_ns() > self._known_ns:
+                    self._since_ns = self._clock.monotonic_ns()
+                    self._terms.clear()
+                self._asked_ns, self._known_ns = asked_ns, asked_ns + SESSIONS_KNOWN_MS * 1_000_000
+            else:
+                pause_ms = SESSIONS_RETRY_MS
+            await asyncio.sleep(pause_ms / 1000)
+
+    # --- who may order
+
+    async def enter(self, tenant: str, user: str) -> Term:
+        """The term in which this node orders a user's sessions; WrongEpoch if it doesn't now."""
+        lot = lot_of(tenant.encode(), user.encode())
+        self._check_home(tenant, user)
+        if (epoch := self._terms.get(lot)) is None:
+            epoch = await self._take(lot, tenant, user)
+        return Term(lot, epoch)
+
+    async def check(self, term: Term, tenant: str, user: str) -> None:
+        """That a step which is done was done in its term; DeadlineExceeded if nobody can say so any more."""
+        try:
+            now = await self.enter(tenant, user)
+        except WrongEpoch:
+            now = None
+        if now != term:
+            raise DeadlineExceeded(
+                "The step was done too late: another node may order the user's sessions by now. It may count or not."
+            )
+
+    def _check_home(self, tenant: str, user: str) -> None:
+        now_ns = self._clock.monotonic_ns()
+        if now_ns >= self._known_ns or not self._views:
+            raise WrongEpoch("The node has not heard from etcd lately, and orders no sessions until it has.")
+        home = self._views[-1][1].home(tenant, user)
+        if not self._lease or home is None or home.name != self._name:
+            there = "no node" if home is None else home.node
+            raise WrongEpoch(f"The node is not the home of this user; {there} is.")
+
+    def _is_settled(self, tenant: str, user: str) -> bool:
+        """Whether it has been the user's home for long enough, as of when the list was asked for last."""
+        from_ns = self._asked_ns - SESSIONS_TAKING_MS * 1_000_000
+        if self._since_ns > from_ns:
+            return False
+        for at, (_, view) in enumerate(self._views):
+            until_ns = self._views[at + 1][0] if at + 1 < len(self._views) else self._asked_ns
+            home = view.home(tenant, user)
+            if until_ns > from_ns and (home is None or home.name != self._name):
+                return False
+        return True
+
+    async def _take(self, lot: int, tenant: str, user: str) -> int:
+        """Make sure that the lot's record names this node."""
+        list_now, top, lease = (self._top, self._count), self._top, self._lease
+        key = self._etcd.reach.lots + b"%04d" % lot
+        try:
+            found = await self._etcd.value(key)
+            was = _record(found.value)
+            if was is None or was[:2] != (self._name, lease):
+                if was is not None and not self._is_settled(tenant, user):
+                    raise WrongEpoch("The node takes this user's sessions over in a moment.")
+                epoch = 0 if was is None else was.epoch + (was.node != self._name)
+                record = json.dumps([self._name, lease, epoch], separators=(",", ":")).encode()
+                within, own = self._etcd.reach.folder, self._own
+                if not await self._etcd.claim(key, record, found.revision, within=within, top=top, own=own):
+                    raise WrongEpoch("The members of the cluster have changed.")
+            else:
+                epoch = was.epoch
+        except EtcdAway as error:
+            raise WrongEpoch(f"The node can't find out who orders this user's sessions: {error}") from error
+        if list_now != (self._top, self._count) or lease != self._lease:
+            raise WrongEpoch("The members of the cluster have changed.")
+        self._check_home(tenant, user)
+        self._terms[lot] = epoch
+        return epoch
+
+
+def _record(value: bytes) -> _Record | None:
+    """What a record says; one that can't be read is nobody's, in an epoch that was not before."""
+    if not value:
+        return None
+    try:
+        node, lease, epoch = json.loads(value)
+        return _Record(str(node), int(lease), int(epoch))
+    except (ValueError, TypeError) as error:
+        raise WrongEpoch("The record of who orders this user's sessions can't be read.") from error

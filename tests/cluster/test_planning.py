@@ -1,0 +1,53 @@
+"""What a change of members is said to move, against what the placement says of each lot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvstore.cluster.map import Map, Member
+from kvstore.cluster.planning import Plan, with_change
+from kvstore.limits import UPKEEP_BYTES_PER_S
+from tests.cluster.test_cluster import Cluster, cluster, command
+
+__all__ = ["cluster"]
+GIB = 1 << 30
+FOUR = Map.of(1, (Member(f"name {number}", f"10.0.0.{number}:1", 100) for number in range(1, 5)))
+STORED = {one.node: 100 * GIB for one in FOUR.members}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_node_that_is_drained_gives_all_that_it_has_and_the_others_share_it(replicas: int) -> None:
+    node = "10.0.0.2:1"
+    planned = Plan.of(FOUR, with_change(FOUR, node), STORED, replicas)
+    assert planned.sends[node] == sum(planned.sends.values()) == pytest.approx(100 * GIB, rel=0.1)
+    assert planned.receives[node] == 0
+    assert all(20 * GIB < some < 50 * GIB for at, some in planned.receives.items() if at != node)
+    assert planned.seconds == -(-planned.sends[node] // UPKEEP_BYTES_PER_S)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_node_that_joins_receives_its_share_from_all_and_nothing_else_moves(replicas: int) -> None:
+    planned = Plan.of(FOUR, with_change(FOUR, "10.0.0.9:1"), STORED, replicas)
+    assert (
+        planned.receives["10.0.0.9:1"] == sum(planned.receives.values()) == pytest.approx(80 * GIB, rel=0.1)
+    )
+    assert all(10 * GIB < planned.sends[node] < 32 * GIB for node in STORED)
+
+
+def test_of_nothing_that_is_stored_nothing_moves() -> None:
+    one = Map.of(1, [Member("a", "a:1")])
+    assert Plan.of(one, with_change(one, "b:1"), {"a:1": 0}, 2).seconds == 0
+    assert sum(Plan.of(one, with_change(one, "b:1"), {"a:1": GIB}, 2).receives.values()) == GIB
+
+
+def test_the_command_plans_a_drain_and_a_join(cluster: Cluster) -> None:
+    member = cluster.nodes[1].target
+    shown = command(cluster.nodes[0], "plan", member)
+    assert shown.returncode == 0
+    assert f"If {member} is drained:" in shown.stdout
+    assert "nothing is copied" in shown.stdout
+    told = json.loads(command(cluster.nodes[0], "plan", "127.0.0.1:1", "--json").stdout)
+    assert told["joins"]
+    assert 0.15 < told["nodes"]["127.0.0.1:1"]["users_after"] < 0.35

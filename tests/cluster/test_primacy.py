@@ -1,0 +1,286 @@
+"""Who orders a user's sessions, in simulated time: nodes that come, go and are cut off, and clients of all of them.
+
+Each node keeps sessions on a drive of its own, for all its lives. A client asks any node, whatever the map says, and
+each step takes its time: the node may be stopped in the middle of it. The history is judged as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.cluster.etcd import EtcdAway, Found
+from kvstore.cluster.map import DRAINING, Member
+from kvstore.cluster.membership import Membership
+from kvstore.errors import DeadlineExceeded, WrongEpoch
+from kvstore.limits import SESSIONS_KNOWN_MS, SESSIONS_TAKING_MS
+from tests.cluster.history import Call, End, Kind, faults
+from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
+
+if TYPE_CHECKING:
+    from kvstore.cluster.primacy import Primacy
+
+SEEDS = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "40"))
+STEPS, USERS, CLIENTS = 20, 3, 3
+FAILOVER_S = 5 + 15 + SESSIONS_TAKING_MS / 1000 + 10  # a lease, a map that is held back, a take-over, answers
+
+
+class Node:
+    """One node's process; its drive outlives it."""
+
+    def __init__(
+        self, etcd: FakeEtcd, rng: random.Random, name: str, drive: dict[str, tuple[int, list[str]]]
+    ) -> None:
+        self.way, self.drive, self.name, self.is_dead = FakeClient(etcd, rng), drive, name, False
+        self.membership = Membership(self.way, LoopClock())
+        self.membership.start()
+        self.membership.join(Member(name, f"10.0.0.1:{1000 + int(name[-1])}"))
+
+    @property
+    def primacy(self) -> Primacy:
+        return self.membership.primacy
+
+    async def end(self, *, kindly: bool) -> None:
+        self.is_dead = True
+        for task in () if kindly else self.membership._tasks:
+            task.cancel()
+        if kindly:
+            await self.membership.close()
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.etcd = FakeEtcd()
+        self.drives: dict[str, dict[str, tuple[int, list[str]]]] = {
+            f"node{number}": {} for number in range(4)
+        }
+        self.nodes: dict[str, Node] = {}
+        self.history: list[Call] = []
+        self.values = 0
+        self.is_over = False
+
+    def begin(self, name: str) -> None:
+        self.nodes[name] = Node(self.etcd, self.rng, name, self.drives[name])
+
+    async def harm(self) -> None:
+        rng = self.rng
+        name = rng.choice(sorted(self.drives))
+        node = self.nodes.get(name)
+        if node is None:
+            self.begin(name)
+        elif rng.random() < 0.3:
+            del self.nodes[name]
+            await node.end(kindly=rng.random() < 0.5)
+        elif rng.random() < 0.3:
+            with suppress(EtcdAway):
+                await node.membership.say("" if node.membership.state else DRAINING)
+        else:
+            node.way.is_away = not node.way.is_away
+        await asyncio.sleep(rng.random() * rng.choice((0.1, 3, 12)))
+
+    # --- clients
+
+    async def client(self, number: int) -> None:
+        rng = random.Random(f"{number} {self.rng.random()}")
+        while not self.is_over:
+            await asyncio.sleep(rng.random() * 1.5)
+            if self.nodes:
+                await self.call(
+                    rng, number, self.nodes[rng.choice(sorted(self.nodes))], f"user{rng.randrange(USERS)}"
+                )
+
+    async def call(self, rng: random.Random, number: int, node: Node, user: str) -> None:
+        loop = asyncio.get_running_loop()
+        began_s, kind = loop.time(), rng.choice((Kind.APPEND, Kind.RESUME, Kind.RESUME, Kind.DELETE))
+        value, first, end = None, None, End.UNKNOWN
+        try:
+            term = await node.primacy.enter("", user)
+            await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 8)))
+            if node.is_dead:
+                return  # it has ended before it did anything
+            epoch, values = node.drive.get(user, (0, []))
+            if epoch > term.epoch:
+                return  # refused, as by the store
+            values = values if epoch == term.epoch else []
+            if kind is Kind.RESUME:
+                value = "/".join(values)
+            else:
+                self.values += 1
+                value, first = (f"v{self.values}", len(values)) if kind is Kind.APPEND else (None, None)
+                node.drive[user] = (term.epoch, [*values, value] if value else [])
+            await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 8)))
+            await node.primacy.check(term, "", user)
+            if not node.is_dead:
+                end = End.DONE
+        except WrongEpoch:
+            return
+        except DeadlineExceeded:
+            pass
+        if kind is not Kind.RESUME or end is End.DONE:
+            self.history.append(Call(number, kind, user, value, began_s, loop.time(), end, first))
+
+    async def settle(self) -> None:
+        for node in self.nodes.values():
+            node.way.is_away = False
+        for name in sorted(self.drives.keys() - self.nodes.keys()):
+            self.begin(name)
+        await asyncio.sleep(FAILOVER_S)
+
+    async def check(self) -> None:
+        """Each user has one node that orders its sessions."""
+        for user in (f"user{number}" for number in range(USERS)):
+            orders = 0
+            for node in self.nodes.values():
+                try:
+                    await node.primacy.enter("", user)
+                except WrongEpoch:
+                    continue
+                orders += 1
+            assert orders == 1, user
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_whatever_happened_sessions_have_an_order_and_one_node_orders_them_a_moment_later(tenth: int) -> None:
+    async def history(seed: int) -> int:
+        world = World(seed)
+        leases = asyncio.create_task(world.etcd.run())
+        for name in sorted(world.drives)[:3]:
+            world.begin(name)
+        clients = [asyncio.create_task(world.client(number)) for number in range(CLIENTS)]
+        for _ in range(STEPS):
+            await world.harm()
+        await world.settle()
+        world.is_over = True
+        await asyncio.gather(*clients)
+        await world.check()
+        found = faults(world.history, may_lose_sessions=True)
+        assert not found, found
+        leases.cancel()
+        return sum(one.end is End.DONE for one in world.history)
+
+    done = 0
+
+    async def counted(seed: int) -> None:
+        nonlocal done
+        done += await history(seed)
+
+    for seed in range(tenth, SEEDS, 10):
+        try:
+            run(counted(seed))
+        except (AssertionError, ValueError) as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert done > 10 * SEEDS / 10
+
+
+def test_a_node_that_hears_no_more_of_etcd_stops_ordering_before_another_begins() -> None:
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        nodes = [Node(etcd, rng, name, {}) for name in ("node1", "node2")]
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        users = [f"user{number}" for number in range(20)]
+        (of_first, *_) = [user for user in users if await orders(nodes[0], user)]
+        assert not await orders(nodes[1], of_first)
+        nodes[0].way.is_away = True
+        cut_s, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+        term = await nodes[0].primacy.enter("", of_first)
+        while await orders(nodes[0], of_first):
+            assert not await orders(nodes[1], of_first)
+            await asyncio.sleep(0.1)
+        assert loop.time() - cut_s <= SESSIONS_KNOWN_MS / 1000 + 0.2
+        while not await orders(nodes[1], of_first):
+            assert loop.time() - cut_s < FAILOVER_S
+            await asyncio.sleep(0.1)
+        assert (await nodes[1].primacy.enter("", of_first)).epoch == 1
+        with pytest.raises(DeadlineExceeded, match="done too late"):
+            await nodes[0].primacy.check(term, "", of_first)
+        nodes[0].way.is_away = False
+        await asyncio.sleep(FAILOVER_S)
+        assert (await nodes[0].primacy.enter("", of_first)).epoch == 2, (
+            "what it had of the first is not what there is"
+        )
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_new_home_waits_until_the_old_one_must_have_heard() -> None:
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        nodes = [Node(etcd, rng, name, {}) for name in ("node1", "node2")]
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        of_first = [user for user in map(str, range(20)) if await orders(nodes[0], user)]
+        nodes[0].way.is_away = True
+        key = b"/triggerkv/test/nodes/node1"  # it drains, and can't hear of it; no lease ends
+        value, lease = etcd.values[key]
+        draining = replace(Member.decoded(value), state=DRAINING).encoded()
+        await etcd.put(key, draining, lease, only_new=False, lasting=b"")
+        for _ in range(200):
+            user = rng.choice(of_first)
+            both = [await orders(node, user) for node in reversed(nodes)]
+            assert not all(both)
+            await asyncio.sleep(0.05)
+        assert both == [True, False]
+
+    run(history())
+
+
+def test_a_node_that_is_started_again_goes_on_in_its_epoch_if_nobody_took_its_place() -> None:
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        node = Node(etcd, rng, "node1", {})
+        await asyncio.sleep(2)
+        assert (await node.primacy.enter("", "ada")).epoch == 0
+        await node.end(kindly=False)
+        await asyncio.sleep(60)
+        again = Node(etcd, rng, "node1", {})
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        assert (await again.primacy.enter("", "ada")).epoch == 0
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_node_that_was_cut_off_waits_as_one_that_has_just_come() -> None:
+    """Its lease is kept; another may have taken its place meanwhile, and may have left it again."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        node, loop = Node(etcd, rng, "node1", {}), asyncio.get_running_loop()
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        node.way.tells_no_latest = True
+        await asyncio.sleep(SESSIONS_KNOWN_MS / 1000 + 1)
+        assert not await orders(node, "ada")
+        etcd.lots.update(dict.fromkeys(lots(node), Found(b'["another",7,3]', 1)))
+        back_s, node.way.tells_no_latest = loop.time(), False
+        for _ in range(100):
+            if await orders(node, "ada"):
+                break
+            await asyncio.sleep(0.1)
+        assert SESSIONS_TAKING_MS / 1000 - 1 < loop.time() - back_s < SESSIONS_TAKING_MS / 1000 + 5
+        assert (await node.primacy.enter("", "ada")).epoch == 4
+        leases.cancel()
+
+    run(history())
+
+
+def lots(node: Node) -> list[bytes]:
+    return [node.way.reach.lots + b"%04d" % lot for lot in range(1 << 13)]
+
+
+async def orders(node: Node, user: str) -> bool:
+    try:
+        await node.primacy.enter("", user)
+    except WrongEpoch:
+        return False
+    return True

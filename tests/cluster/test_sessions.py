@@ -1,0 +1,139 @@
+"""Sessions on real nodes: one node orders those of a user, through its being stopped, replaced and back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Client, Nodes
+from kvstore.client.client import session_calls_of
+from kvstore.client.sessions import AnyHome
+from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
+from kvstore.miss import MissReason
+from kvstore.names import block_key
+from tests.cluster.test_cluster import Cluster, cluster
+from tests.conftest import small_node
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+
+__all__ = ["cluster"]
+WAIT_S = 60.0
+KEYS = [block_key(b"a session", bytes([number])) for number in range(4)]
+
+
+def put(nodes: Nodes, user: str) -> None:
+    for key in KEYS:
+        nodes.of(user).put_inline(key, key)
+
+
+def keys(nodes: Nodes, user: str) -> list[bytes] | None:
+    try:
+        return nodes.session(user, "chat").keys()
+    except NoSession:
+        return []
+    except KvError:
+        return None
+
+
+class OfAnOldMap(AnyHome):
+    """A client whose map says that its node is the home."""
+
+    def revision(self) -> int:
+        return 1
+
+    def is_here(self, user: str) -> bool:
+        del user
+        return False
+
+
+def home(cluster: Cluster, user: str) -> NodeProcess:
+    return next(node for node in cluster.nodes if node.target == cluster.client.home(user))
+
+
+def test_a_home_that_hangs_and_is_back_gives_nothing_of_what_it_had(cluster: Cluster) -> None:
+    nodes, user = cluster.client, "ada"
+    put(nodes, user)
+    chat = nodes.session(user, "chat")
+    chat.append(KEYS[:2], tokens=32)
+    chat.fork("another answer")
+    assert {one.session for one in nodes.of(user).sessions(user)} == {"another answer", "chat"}
+    first = home(cluster, user)
+    old = nodes.of(user).session(user, "chat")
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: keys(nodes, user) == [], "another node orders the user's sessions", WAIT_S)
+        assert home(cluster, user) is not first
+        with pytest.raises(SessionRefused):
+            chat.append(KEYS[2:], tokens=32)  # to two blocks that are no more
+        put(nodes, user)
+        anew = nodes.session(user, "chat")
+        anew.append(KEYS[3:], tokens=16)
+        assert keys(nodes, user) == KEYS[3:]
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    with Client(first.target) as direct:
+        session_calls_of(direct).home = OfAnOldMap()
+        with pytest.raises(NodeUnavailable, match="was not done, and nothing has changed"):
+            direct.session(user, "chat").append(KEYS[2:], tokens=32)
+    cluster.settled(cluster.nodes, WAIT_S)
+    wait_until(lambda: keys(nodes, user) == [], "the first has taken over, and has no session", WAIT_S)
+    assert home(cluster, user) is first
+    assert list(nodes.of(user).sessions(user)) == []
+    assert old.manifest().miss is not None
+    with Client(first.target) as direct:
+        assert direct.session(user, "chat").keys() == KEYS[:2], "who asks this very node gets what it has"
+    anew = nodes.session(user, "chat")
+    assert anew.append(KEYS[:1], tokens=16) == 1
+    assert keys(nodes, user) == KEYS[:1]
+
+
+def test_without_etcd_sessions_wait_and_a_node_that_was_started_again_has_them(cluster: Cluster) -> None:
+    nodes, user = cluster.client, "ada"
+    put(nodes, user)
+    nodes.session(user, "chat").append(KEYS, tokens=64)
+    first = home(cluster, user)
+    first.kill()
+    first.start()
+    wait_until(lambda: keys(nodes, user) == KEYS, "it goes on", WAIT_S)
+    (member,) = cluster.etcd.members
+    member.kill()
+    wait_until(lambda: nodes.of(user).session(user, "chat").manifest().miss is not None, "they wait", WAIT_S)
+    missed = nodes.of(user).session(user, "chat").manifest().miss
+    assert missed is not None
+    assert missed.reason is MissReason.NODE_AWAY
+    with pytest.raises(NodeUnavailable, match="has not heard from etcd"):
+        nodes.session(user, "chat").remove()
+    assert nodes.of(user).get_inline(KEYS[0], len(KEYS[0])) == KEYS[0], "blocks don't wait"
+    member.start(cluster.etcd.members)
+    wait_until(lambda: keys(nodes, user) == KEYS, "and go on", WAIT_S)
+
+
+def test_a_node_that_was_alone_joins_with_the_sessions_of_users_whose_home_it_is(cluster: Cluster) -> None:
+    users = [f"user {number}" for number in range(30)]
+    data = cluster.folder / "alone"
+    with small_node(data) as node, Client(node.target) as client:
+        for key in KEYS:
+            client.put_inline(key, key)
+        for user in users:
+            client.session(user, "chat").append(KEYS, tokens=64)
+    joined = cluster.add(data)
+    cluster.settled(cluster.nodes)
+    theirs = {user for user in users if cluster.client.home(user) == joined.target}
+    assert theirs
+    wait_until(lambda: keys(cluster.client, min(theirs)) == KEYS, "it orders them", WAIT_S)
+    assert {user for user in users if keys(cluster.client, user) == KEYS} == theirs
+    moved, file = min({*users} - theirs), cluster.folder / "session"
+    for doing in ("export", "import"):
+        words = ["sessions", doing, "--node", joined.target, "--user", moved, "--session", "chat"]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore", *words, "--file", str(file)], timeout=60, check=False
+        )
+        assert done.returncode == 0
+    assert keys(cluster.client, moved) == KEYS, "on its home"
