@@ -34,12 +34,14 @@ from kvstore.limits import (
     INLINE_TIMEOUT_MS,
 )
 from kvstore.node.calls import refusals
+from kvstore.node.entrance import Entrance
 from kvstore.node.fair import Places
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from kvstore.node.calls import Context
+    from kvstore.node.entrance import Begun
     from kvstore.node.gate import Gate
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
@@ -60,6 +62,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._counters = counters
         self._timings = timings
         self._wrapped: dict[str, Any] = {}
+        self._entrance = Entrance(gate.tenants.known)
         self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
 
     async def intercept_service(
@@ -90,10 +93,11 @@ class Door(grpc.aio.ServerInterceptor):
             async with self._noted(call, context):
                 async with refusals(context, self._counters):
                     if not is_public:
-                        who = self._gate.begins(_said(call), context)
+                        who, begun = await self._enter(_said(call), context)
                         self._refuse_more_answers(who, 1)
                     request = await _only(_InTime(requests))
-                answer = await behaviour(request, context)
+                made = behaviour(request, context)
+                answer = await (made if is_public else begun.of(made))
                 answer = answer if encode is None else encode(answer)
                 if is_public:  # its connection lasts for a moment, and nobody may use up what others ask
                     return answer
@@ -107,11 +111,13 @@ class Door(grpc.aio.ServerInterceptor):
 
         async def staying(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
+                async with refusals(context, self._counters):
+                    _, begun = await self._enter(_said(call), context)
                 if handler.response_streaming:
                     # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
                     await context.send_initial_metadata(())
                 async with self._staying(_said(call), context):
-                    return await behaviour(await takes(_InTime(requests)), context)
+                    return await begun.of(behaviour(await takes(_InTime(requests)), context))
 
         # One request is taken as a stream of one: gRPC would wait for it before it asked anybody here.
         make = (
@@ -122,6 +128,17 @@ class Door(grpc.aio.ServerInterceptor):
         if any(sides):
             return make(staying, handler.request_deserializer, encode)
         return make(answering, handler.request_deserializer, None)
+
+    async def _enter(self, what: str, context: Context) -> tuple[str | None, Begun]:
+        """Authenticate the caller, and wait until their call may begin; say whose it is."""
+        who = self._gate.begins(what, context)
+        try:
+            begun = await self._entrance.enter(who)
+        except (Overloaded, asyncio.CancelledError):  # told to come later, or gone before their turn came
+            self._gate.presses(context.peer())
+            raise
+        context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # whatever takes a context, in truth
+        return who, begun
 
     def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
         if size_bytes > self._answers.left(who) and self._answers.held(who):

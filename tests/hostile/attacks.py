@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import socket
 import sys
 import threading
 import time
 from collections import deque
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -325,6 +326,53 @@ def unread(told: Told, until: float, source: str) -> Told:
     return {"asked": asked}
 
 
+def burn(told: Told, until: float, source: str) -> Told:
+    """As many small calls as the node answers: each connection has 200 of them waiting at any time."""
+    path, ask = {
+        "Status": ("/kvstore.v1.KvStore/Status", pb.StatusRequest()),
+        "Get": (
+            "/kvstore.v1.KvStore/Get",
+            pb.GetRequest(name=pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=4096)),
+        ),
+        "Exists": (
+            "/kvstore.v1.Blocks/Exists",
+            blocks.ExistsRequest(blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=4096)]),
+        ),
+    }[told["call"]]
+    message, more = ask.SerializeToString(), _bearer(told)
+    links: dict[socket.socket, tuple[h2.Answers, Iterator[int]]] = {}
+    done = begun = 0
+
+    def call(streams: Iterator[int], calls: int) -> bytes:
+        return b"".join(
+            h2.headers(one, path, *more) + h2.data(one, message, ends=True) for one in islice(streams, calls)
+        )
+
+    while time.monotonic() < until:
+        while len(links) < told["connections"]:
+            try:
+                link = h2.connected("127.0.0.1", told["port"], source, 1.0)
+                answers, streams = h2.Answers(link), iter(range(1, 1 << 31, 2))
+                link.setblocking(True)
+                link.sendall(call(streams, _STREAMS))
+                link.setblocking(False)
+            except OSError:
+                time.sleep(0.1)
+                break
+            links[link] = answers, streams
+            begun += 1
+        for link in select.select(list(links), [], [], 0.1)[0]:
+            answers, streams = links[link]
+            try:
+                ended = answers.ended()
+                link.sendall(call(streams, ended))
+                done += ended
+            except OSError:
+                del links[link]
+                link.close()
+    return {"done": done, "begun": begun, "held": len(links)}
+
+
 def lists(told: Told, until: float, _: str) -> Told:
     """Four loops that list sessions of a thousand turns and sixty thousand blocks."""
     stub = sessions_pb2_grpc.SessionsStub(_channel(told))  # type: ignore[no-untyped-call]
@@ -475,6 +523,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         landing,
         heavy,
         unread,
+        burn,
         lists,
         forks,
         stored,

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 __all__ = [
     "PREFACE",
+    "Answers",
     "answer_pings",
     "connected",
     "data",
@@ -24,6 +25,7 @@ __all__ = [
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
 _END_STREAM, _END_HEADERS = 1, 4
+_WINDOW_MAX = (1 << 31) - 1 - 65_535
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -83,6 +85,40 @@ def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float 
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.sendall(PREFACE)
     return link
+
+
+class Answers:
+    """What comes over one connection, as far as it takes to know which calls have ended; nothing waits for it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._said = b""
+        link.setblocking(False)
+        link.sendall(window(0, _WINDOW_MAX))
+
+    def ended(self) -> int:
+        """How many calls have ended since it was last asked; OSError once the other side has hung up."""
+        with suppress(BlockingIOError):
+            came = self._link.recv(1 << 16)
+            if not came:
+                raise ConnectionResetError
+            self._said += came
+        calls, at = 0, 0
+        while len(self._said) - at >= 9:
+            kind, flags, over = (
+                self._said[at + 3],
+                self._said[at + 4],
+                at + 9 + int.from_bytes(self._said[at : at + 3]),
+            )
+            if over > len(self._said):
+                break
+            if kind in (_SETTINGS, _PING) and not flags & 1:
+                payload = self._said[at + 9 : over] if kind == _PING else b""
+                self._link.sendall(_frame(kind, 1, 0, payload))
+            calls += kind == _RESET or (kind == _HEADERS and flags & _END_STREAM != 0)
+            at = over
+        self._said = self._said[at:]
+        return calls
 
 
 def goes_away(link: socket.socket, within_s: float) -> bool:

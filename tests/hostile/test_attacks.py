@@ -109,6 +109,13 @@ def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     check_speed(alone, under)
 
 
+@pytest.mark.parametrize("call", ["Status", "Exists", "Get"])
+def test_small_calls_without_end(beside: Beside, call: str) -> None:
+    alone, under, did = beside.endure("burn", token="evil", call=call, connections=20)
+    assert did["done"] > 0
+    check_speed(alone, under)
+
+
 def test_who_floods_the_drive_and_the_memory_of_blocks_leaves_others_theirs(beside: Beside) -> None:
     """More connections write and read than the hot memory has room for."""
     alone, under, did = beside.endure("flood", token="evil", connections=12)
