@@ -283,6 +283,8 @@ CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
 MESSAGE_BYTES_MAX = (8 << 20) + (
     64 << 10
 )  # what gRPC takes: a chunk that is too large is refused in our words
+MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by halves
+MESSAGE_AHEAD_BYTES = 64 << 10  # of a message that it does not wait for yet
 HTTP_CONNECTIONS_MAX = 256  # at a time
 HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so

@@ -26,6 +26,7 @@ from kvstore.limits import (
     DOOR_HANDSHAKE_MS,
     DOOR_STREAMS_MAX,
     KEEPALIVE_MS,
+    MESSAGE_AHEAD_BYTES,
     MESSAGE_BYTES_MAX,
     READINESS_RETRY_MS,
     STOP_GRACE_MS,
@@ -93,6 +94,9 @@ _GRPC_OPTIONS = (
     *keepalive_options(),
     ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
     ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection leaves the others their turns
+    # Of a message that is not awaited yet so much comes, and no sender can talk the node into more.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", MESSAGE_AHEAD_BYTES),
     # Beyond these gRPC ends calls by lot, and so somebody else's.
     ("grpc.server.max_pending_requests", CALLS_PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", CALLS_PENDING_MAX),

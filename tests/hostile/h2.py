@@ -16,7 +16,9 @@ __all__ = [
     "connected",
     "data",
     "goes_away",
+    "half",
     "headers",
+    "more",
     "no_windows",
     "reset",
     "window",
@@ -56,6 +58,16 @@ def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
     return _frame(_DATA, _END_STREAM if ends else 0, stream, body)
 
 
+def half(length: int) -> bytes:
+    """The beginning of a message of gRPC, which has more bytes to come."""
+    return b"\x00" + struct.pack(">I", length)
+
+
+def more(stream: int, some: bytes) -> bytes:
+    """Bytes of a call."""
+    return _frame(_DATA, 0, stream, some)
+
+
 def window(stream: int, size: int) -> bytes:
     """Room for more bytes of a call; for those of all calls, with the number 0."""
     return _frame(_WINDOW, 0, stream, struct.pack(">I", size))
@@ -88,36 +100,38 @@ def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float 
 
 
 class Answers:
-    """What comes over one connection, as far as it takes to know which calls have ended; nothing waits for it."""
+    """What comes over one connection: calls that have ended, and how much more may be sent; nothing waits for it."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._said = b""
+        self.window = 65_535
+        self.windows: dict[
+            int, int
+        ] = {}  # how much more of each call has been asked for than its first window
         link.setblocking(False)
         link.sendall(window(0, _WINDOW_MAX))
 
-    def ended(self) -> int:
-        """How many calls have ended since it was last asked; OSError once the other side has hung up."""
+    def ended(self) -> list[int]:
+        """Which calls have ended since it was last asked; OSError once the other side has hung up."""
         with suppress(BlockingIOError):
             came = self._link.recv(1 << 16)
             if not came:
                 raise ConnectionResetError
             self._said += came
-        calls, at = 0, 0
-        while len(self._said) - at >= 9:
-            kind, flags, over = (
-                self._said[at + 3],
-                self._said[at + 4],
-                at + 9 + int.from_bytes(self._said[at : at + 3]),
-            )
-            if over > len(self._said):
-                break
+        calls: list[int] = []
+        while len(self._said) >= 9 and len(self._said) >= 9 + int.from_bytes(self._said[:3]):
+            over = 9 + int.from_bytes(self._said[:3])
+            kind, flags, stream = self._said[3], self._said[4], int.from_bytes(self._said[5:9])
+            payload, self._said = self._said[9:over], self._said[over:]
             if kind in (_SETTINGS, _PING) and not flags & 1:
-                payload = self._said[at + 9 : over] if kind == _PING else b""
-                self._link.sendall(_frame(kind, 1, 0, payload))
-            calls += kind == _RESET or (kind == _HEADERS and flags & _END_STREAM != 0)
-            at = over
-        self._said = self._said[at:]
+                self._link.sendall(_frame(kind, 1, 0, payload if kind == _PING else b""))
+            elif kind == _WINDOW and stream:
+                self.windows[stream] = self.windows.get(stream, 0) + int.from_bytes(payload)
+            elif kind == _WINDOW:
+                self.window += int.from_bytes(payload)
+            elif kind == _RESET or (kind == _HEADERS and flags & _END_STREAM != 0):
+                calls.append(stream)
         return calls
 
 
