@@ -198,7 +198,9 @@ def test_a_new_process_and_a_restarted_node(
 ) -> None:
     all_but_the_last = sum(len(prompt) - 64 for prompt in chats.last)
     deadline = time.monotonic() + 120
-    while True:  # what was damaged before is stored again, and the engine counts that only when it has more to do
+    while (
+        True
+    ):  # what was damaged before is stored again, and the engine counts that only when it has more to do
         engine.drop_pool()
         if chats.check(engine, range(3, 4)) >= all_but_the_last:
             break
