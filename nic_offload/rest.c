@@ -39,7 +39,9 @@
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 2000000u
-#define SLEEP_NS_MAX 20000000u /* with sockets that wake us */
+#define SLEEP_NS_MIN 20000000u /* the longest with sockets that wake us, at first */
+#define SLEEP_NS_MAX 200000000u
+#define SLEEP_SHARE 16	       /* of the idleness before it, between the two */
 #define LOOK_EVERY_NS 5000000u
 #define LOOK_FOR_NS 1000000000u
 #define EVENTS_A_TIME 16
@@ -181,7 +183,11 @@ static int is_working(const struct tk_fabric *fabric)
 
 static uint64_t sleep_ns(const struct tk_fabric *fabric, uint64_t idle_ns, int working)
 {
-	uint64_t longest_ns = SLEEP_NS_MAX, now_ns = fabric->now_ns;
+	uint64_t now_ns = fabric->now_ns, longest_ns = idle_ns / SLEEP_SHARE;
+	if (longest_ns < SLEEP_NS_MIN)
+		longest_ns = SLEEP_NS_MIN;
+	if (longest_ns > SLEEP_NS_MAX)
+		longest_ns = SLEEP_NS_MAX;
 	if (!fabric->sockets) {
 		longest_ns = working || idle_ns < NAP_NS_MIN * NAP_SHARE ? NAP_NS_MIN : idle_ns / NAP_SHARE;
 		if (longest_ns > NAP_NS_MAX)

@@ -272,6 +272,11 @@ class Granted:
         self.feed_hungry()
         self._node.fetches.pump()
 
+    @property
+    def is_hungry(self) -> bool:
+        """Whether a client waits for memory."""
+        return bool(self._hungry)
+
     def feed_hungry(self) -> None:
         """Memory may have come free."""
         for area in list(self._hungry):

@@ -30,7 +30,6 @@ from kvstore.limits import (
     LEASE_TIMEOUT_MS_MAX,
     QUARANTINE_TIMEOUT_MS,
     SLOTS_PER_CLIENT_MAX,
-    TIMER_TICK_MS,
 )
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
@@ -50,6 +49,7 @@ from kvstore.node.readiness import Readiness
 from kvstore.node.session_traces import Traces
 from kvstore.node.span_notes import End
 from kvstore.node.statistics import Counters
+from kvstore.node.ticks import Ticks
 from kvstore.node.timings import Timings
 from kvstore.node.turns import Turns
 from kvstore.node.watching import Watchers
@@ -163,7 +163,7 @@ class Node:
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), self._fabric_events)
         self._loop.add_reader(store.fileno(), self._drive_events)
-        self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
+        self.ticks = Ticks(self, self._tick)
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -187,7 +187,6 @@ class Node:
 
     def _tick(self) -> None:
         """Do what only time brings about."""
-        self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._tick)
         self.ticked_ns = self.clock.monotonic_ns()
         self.take_note()
         self.hot.pages.look_again()
@@ -433,10 +432,12 @@ class Node:
         return len(released), over
 
     def _drive_events(self) -> None:
+        self.ticks.stir()
         self.store.poll()
         self.granted.store_gathered()
 
     def _fabric_events(self) -> None:
+        self.ticks.stir()
         landed: list[tuple[Connection, Lease, Event]] = []
         calls: list[Event] = []
         while events := self.fabric.reap():
@@ -593,7 +594,7 @@ class Node:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
         self._filler.shutdown(wait=False, cancel_futures=True)
-        self._timer.cancel()
+        self.ticks.cancel()
         self.lookups.close()
         self._loop.remove_reader(self.fabric.fileno())
         self._loop.remove_reader(self.store.fileno())

@@ -3,9 +3,8 @@
 The store calls `put` and `get`, watches `fileno()` for reading and calls `poll()` when it is readable. Callbacks
 are called from `poll` (and from `close`, which polls) and from nowhere else; they may call the store again.
 
-Always holds: what is reported as kept is kept as the durability says; what is handed out has a checked
-header and a CRC to check (see `GetDone`); memory of a slot is not touched after its report; everything
-accepted is reported.
+Always holds: what is reported as kept is kept as the durability says; what is handed out has a checked header and a CRC
+to check (see `GetDone`); memory of a slot is not touched after its report; everything accepted is reported.
 
 Room is made by eviction (`kvstore.storage.room`), in steps of `poll`, which is called every `TIMER_TICK_MS` as well.
 
@@ -576,6 +575,11 @@ class Drive(Handle):
         if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
             return True
         return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0
+
+    @property
+    def has_timers(self) -> bool:
+        """Tell whether anything is under way, or is to expire."""
+        return bool(self.is_busy or self.deadlines or self.keeping.core.has_timers)
 
     def _check(self, items: Sequence[object]) -> None:
         if self._closed:

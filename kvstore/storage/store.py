@@ -355,6 +355,11 @@ class Store(Handle):
             ):  # a callback raised, and others have not been called
                 os.eventfd_write(self.drives[0].fileno(), 1)
 
+    @property
+    def has_timers(self) -> bool:
+        """Tell whether anything is under way, or is to expire."""
+        return any(drive.has_timers for drive in self.drives)
+
     def fileno(self) -> int:
         """Give the descriptor that is readable when `poll` has something to do."""
         return self._only.fileno() if self._only is not None else self._ready.fileno()

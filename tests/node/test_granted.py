@@ -49,7 +49,7 @@ class HeldWrites:
             self.put.append(len(items))
             put(items, done)
 
-        node._timer.cancel()
+        node.ticks.cancel()
         node._loop.remove_reader(node.store.fileno())
         vars(node.store)["put"] = noted
 

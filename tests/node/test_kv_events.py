@@ -211,7 +211,7 @@ def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch
         )
         with pytest.raises(ConfigError, match="can't be published"):
             asyncio.run(server._serve(told, lambda: told))
-    assert made[0]._timer.cancelled()
+    assert made[0].ticks._timer.cancelled()
 
 
 def test_a_node_with_tenants_publishes_none() -> None:

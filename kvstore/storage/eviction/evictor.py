@@ -95,6 +95,11 @@ class Evictor:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def has_timers(self) -> bool:
+        """Whether any block is to expire."""
+        return len(self._wheel) > 0
+
     def __contains__(self, generation: int) -> bool:
         return self._rows.find(generation) >= 0
 
