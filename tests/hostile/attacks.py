@@ -33,6 +33,7 @@ from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from nic_offload.trigger import TriggeredPut, arm
 from tests.hostile import h2
+from tests.hostile.memory import MEMORY_ATTACKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -584,7 +585,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         unknown,
         forge,
     )
-}
+} | MEMORY_ATTACKS
 
 if __name__ == "__main__":
     os.nice(5)
