@@ -76,9 +76,21 @@ DOOR_KNOCKS_OF_SOURCE_MAX = (
 )
 DOOR_UNPROVED_BYTES_MAX = 256 << 10  # that may come over such a connection,
 DOOR_UNPROVED_BYTES_MS = 1_000  # and for how long there may be more, as a busy node lets calls in late
+DOOR_PRESSES_MAX = 32  # calls of a connection, in that time, that could not wait their turn
+DOOR_PRESSES_KEPT_MAX = 4_096  # between two looks
+DOOR_KNOCKS_OF_PRESSING = 20  # that such a connection counts for
 DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
 DOOR_BARRED_MS = 10_000
 DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
+CALLS_BEGUN_MAX = 4  # at a time, of a node with one tenant; of several tenants, one call of each
+CALLS_WAIT_MS = (
+    1  # between two looks at a begun call: one that waits for the same thing at both is not counted any more
+)
+CALLS_BEGUN_LOOKS_MAX = 100  # after which it is not counted in any case
+CALLS_PENDING_MAX = 1 << 18  # in gRPC, which the node has not taken on yet
+CALLS_LINE_LONG = 128  # calls of a tenant that wait; one with more
+CALLS_REST_MS = 2  # leaves so much to others between two of its calls, while they call
+CALLS_OUTSIDE_MAX = 8_192  # calls that wait to be begun
 OPEN_CALLS_MAX = 16_384  # streams of a node, attached clients among them
 CLUSTER_LEASE_S = 5  # how long a member may say nothing
 CLUSTER_CONFIRM_MS = 1_000  # between two times that a node asks whether its list of members is the latest
@@ -273,6 +285,8 @@ CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
 MESSAGE_BYTES_MAX = (8 << 20) + (
     64 << 10
 )  # what gRPC takes: a chunk that is too large is refused in our words
+MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by halves
+MESSAGE_AHEAD_BYTES = 64 << 10  # of a message that it does not wait for yet
 HTTP_CONNECTIONS_MAX = 256  # at a time
 HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so

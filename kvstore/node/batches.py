@@ -72,15 +72,19 @@ class BatchesService:
             tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
             answering = asyncio.create_task(puts.answer())
+            # The next message is on its way while one is worked on: gRPC lets little of it come before it is awaited.
+            coming = asyncio.create_task(_next(request_iterator))
             try:
                 await puts.take(first)
-                while (coming := await _next(request_iterator)) is not None and not answering.done():
-                    message = parse_put(coming)
+                while (came := await coming) is not None and not answering.done():
+                    coming = asyncio.create_task(_next(request_iterator))
+                    message = parse_put(came)
                     tenant.rate.take(message.named)
                     await puts.take(message)
                 puts.end()
                 await answering
             finally:
+                coming.cancel()
                 puts.drop()
                 await puts.stop(answering)
                 if spans is not None and parent is not None:

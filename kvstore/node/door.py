@@ -1,10 +1,10 @@
 """The door: the caller is authenticated before anything is read or made for the call, and again while it goes on.
 
 It stands around all services of a server, as an interceptor. A call whose token is nobody's is refused before its
-message is awaited, so that nothing is kept for it; a call's first message comes within its time, and can be read; a
-call's only answer is taken in time, or its caller's connection ends; whatever stays open ends as soon as what let it in
-is no longer in the file of tenants; every refusal is in the audit log. It also counts each call, how long it took and
-how it ended.
+message is awaited, so that nothing is kept for it; each message of a call comes within its time, and can be read, and
+of a tenant no more are awaited at a time than its share; a call's only answer is taken in time, or its caller's
+connection ends; whatever stays open ends as soon as what let it in is no longer in the file of tenants; every refusal
+is in the audit log. It also counts each call, how long it took and how it ended.
 
 What always holds: health's `Check` alone passes without credentials; a stream that is ended by its credentials ends
 like one that its client left, with what it had sent whole kept, and counts as open until its status has been sent; the
@@ -34,12 +34,15 @@ from kvstore.limits import (
     INLINE_TIMEOUT_MS,
 )
 from kvstore.node.calls import refusals
+from kvstore.node.entrance import Entrance
 from kvstore.node.fair import Places
+from kvstore.node.messages import Messages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from kvstore.node.calls import Context
+    from kvstore.node.entrance import Begun
     from kvstore.node.gate import Gate
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Door"]
 
 _PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
+_NOBODY: Final = ""  # no tenant's name
 _OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
 # What the gate refuses it has written down itself; an error of the node's own is no refusal.
 _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
@@ -60,6 +64,8 @@ class Door(grpc.aio.ServerInterceptor):
         self._counters = counters
         self._timings = timings
         self._wrapped: dict[str, Any] = {}
+        self._entrance = Entrance(gate.tenants.known)
+        self._messages = Messages(gate.tenants.known)
         self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
 
     async def intercept_service(
@@ -88,12 +94,14 @@ class Door(grpc.aio.ServerInterceptor):
 
         async def answering(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
+                who: str | None = _NOBODY
                 async with refusals(context, self._counters):
                     if not is_public:
-                        who = self._gate.begins(_said(call), context)
+                        who, begun = await self._enter(_said(call), context)
                         self._refuse_more_answers(who, 1)
-                    request = await _only(_InTime(requests))
-                answer = await behaviour(request, context)
+                    request = await _only(_InTime(requests, self._messages, who))
+                made = behaviour(request, context)
+                answer = await (made if is_public else begun.of(made))
                 answer = answer if encode is None else encode(answer)
                 if is_public:  # its connection lasts for a moment, and nobody may use up what others ask
                     return answer
@@ -107,11 +115,14 @@ class Door(grpc.aio.ServerInterceptor):
 
         async def staying(requests: Any, context: Any) -> Any:
             async with self._noted(call, context):
+                async with refusals(context, self._counters):
+                    who, begun = await self._enter(_said(call), context)
                 if handler.response_streaming:
                     # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
                     await context.send_initial_metadata(())
                 async with self._staying(_said(call), context):
-                    return await behaviour(await takes(_InTime(requests)), context)
+                    coming = _InTime(requests, self._messages, who)
+                    return await begun.of(behaviour(await takes(coming), context))
 
         # One request is taken as a stream of one: gRPC would wait for it before it asked anybody here.
         make = (
@@ -122,6 +133,17 @@ class Door(grpc.aio.ServerInterceptor):
         if any(sides):
             return make(staying, handler.request_deserializer, encode)
         return make(answering, handler.request_deserializer, None)
+
+    async def _enter(self, what: str, context: Context) -> tuple[str | None, Begun]:
+        """Authenticate the caller, and wait until their call may begin; say whose it is."""
+        who = self._gate.begins(what, context)
+        try:
+            begun = await self._entrance.enter(who)
+        except (Overloaded, asyncio.CancelledError):  # told to come later, or gone before their turn came
+            self._gate.presses(context.peer())
+            raise
+        context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # whatever takes a context, in truth
+        return who, begun
 
     def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
         if size_bytes > self._answers.left(who) and self._answers.held(who):
@@ -194,27 +216,30 @@ def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
 
 
 class _InTime:
-    """A call's messages, of which the first must come within its time."""
+    """A call's messages, each of which must come within its time once it is awaited."""
 
-    def __init__(self, messages: AsyncIterator[Any]) -> None:
+    def __init__(self, messages: AsyncIterator[Any], all_messages: Messages, who: str | None) -> None:
         self._messages = messages
+        self._all = all_messages
+        self._who = who
         self._began = False
 
     def __aiter__(self) -> _InTime:
         return self
 
     async def __anext__(self) -> Any:
-        timeout_s = None if self._began else DOOR_FIRST_MESSAGE_MS / 1000
-        self._began = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await anext(self._messages)
-        except DecodeError:
-            raise ProtocolError("A message of the call can't be read.") from None
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"A call's first message did not arrive within {DOOR_FIRST_MESSAGE_MS} ms."
-            ) from None
+        timeout_ms = INLINE_TIMEOUT_MS if self._began else DOOR_FIRST_MESSAGE_MS
+        which, self._began = "next" if self._began else "first", True
+        async with self._all.coming(self._who):
+            try:
+                async with asyncio.timeout(timeout_ms / 1000):
+                    return await anext(self._messages)
+            except DecodeError:
+                raise ProtocolError("A message of the call can't be read.") from None
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"A call's {which} message did not arrive within {timeout_ms} ms."
+                ) from None
 
 
 async def _as_it_is(requests: _InTime) -> _InTime:

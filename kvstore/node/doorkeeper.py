@@ -1,17 +1,18 @@
 """Connections to the node's ports: this process's own sockets, looked at beside the libraries that accept them.
 
 gRPC and libfabric accept whoever connects, from wherever, and keep them for as long as they like. The doorkeeper lists
-the process's sockets ten times a second while there is something to see, and closes those that should not stay:
-a connection to the port for calls over which nothing was let in within its time, or within a moment of many bytes,
-or whose owner does not take an answer, more of one source than it may have, and at an endpoint of the fabric anybody
-but the client it is for. A source that goes on knocking is barred for a time: a filter on the listening socket, which
-the kernel runs on each packet, has its connections come to nothing. While nobody has come it reads one counter of the
-kernel's twice a second, which costs an idle node nothing. It also has the heap give back what a crowd has left in it.
+the process's sockets ten times a second while there is something to see, and closes those that should not stay: a
+connection to the port for calls over which nothing was let in within its time, or within a moment of many bytes, or
+whose owner does not take an answer, or goes on calling when told to wait, more of one source than it may have, and at
+an endpoint of the fabric anybody but the client it is for. A source that goes on knocking is barred for a time: a
+filter on the listening socket, which the kernel runs on each packet, has its connections come to nothing. While nobody
+has come it reads one counter of the kernel's twice a second, which costs an idle node nothing. It also has the heap
+give back what a crowd has left in it.
 
 What always holds: a connection over which a call was let in is hung up on only when its source has more than it may, or
-when it stands still with an answer; a socket is ended by `shutdown` on a copy of its descriptor that was found to be
-the same socket, so its library sees an end and closes it as ever; a source is one IPv4 address, or the /64 of an IPv6
-one; nobody is barred for ever.
+when it stands still with an answer, or goes on calling; a socket is ended by `shutdown` on a copy of its descriptor
+that was found to be the same socket, so its library sees an end and closes it as ever; a source is one IPv4 address, or
+the /64 of an IPv6 one; nobody is barred for ever.
 What it doesn't do: look at what is sent, but for how much, or know one host behind an address of many from another.
 """
 
@@ -36,9 +37,12 @@ from kvstore.limits import (
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
     DOOR_GLANCE_MS,
     DOOR_KNOCKS_OF_LOUD,
+    DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
     DOOR_LOOK_IDLE_MS,
     DOOR_LOOK_MS,
+    DOOR_PRESSES_KEPT_MAX,
+    DOOR_PRESSES_MAX,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_BYTES_MS,
@@ -152,6 +156,8 @@ class Doorkeeper:
         self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
         self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers that take no answer
+        self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
+        self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
         self._opened: int | None = None  # connections that came to the machine, when that was last read
         self._much_since: dict[
@@ -189,6 +195,10 @@ class Doorkeeper:
         """Note that this peer has not taken an answer in its time: at the next look it is hung up on."""
         self._still.append(peer)
 
+    def presses(self, peer: str) -> None:
+        """Note that a call of this peer could not wait its turn; one that goes on is hung up on."""
+        self._pressing.append(peer)
+
     def expects(self, port: int, client: Ip) -> None:
         """Let nobody but this client stay at an endpoint's port, until it is closed."""
         self._fabric[port] = client
@@ -225,7 +235,8 @@ class Doorkeeper:
         before, self._opened = self._opened, _connections_opened()
         if self._opened is None or self._opened != before:
             return True
-        return bool(self._unproved or self._refused or self._still or self._barred or self._expects_more)
+        heard = self._refused or self._still or self._pressing
+        return bool(self._unproved or heard or self._barred or self._expects_more)
 
     def look(self) -> None:
         """Look at all sockets once, and hang up on those that are not to stay."""
@@ -242,6 +253,7 @@ class Doorkeeper:
         while self._refused:
             ip = ip_of_peer(self._refused.popleft())
             knocked += [] if ip is None else [source_of(ip)]
+        self._end_pressing(now_ns)
         self._bar(knocked, now_ns)
         self._end_still()
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
@@ -263,6 +275,22 @@ class Doorkeeper:
         for source, links in ends if still else ():
             self._hang_up(links)
             self._turned_away(source, "connections whose client did not read an answer in time", len(links))
+
+    def _end_pressing(self, now_ns: int) -> None:
+        while self._pressing:
+            self._pressed.setdefault(self._pressing.popleft(), []).append(now_ns)
+        loud = set()
+        for peer, times in list(self._pressed.items()):
+            times[:] = [one for one in times if now_ns - one < DOOR_WINDOW_MS * _MS]
+            if len(times) > DOOR_PRESSES_MAX:
+                loud.add(_ip_and_port(peer))
+            if not times or len(times) > DOOR_PRESSES_MAX:
+                del self._pressed[peer]
+        ends = self._grouped(lambda link: (link.ip, link.port) in loud, lambda one: one.source)
+        for source, links in ends if loud else ():
+            self._hang_up(links)
+            self._knocks(source, len(links) * DOOR_KNOCKS_OF_PRESSING, now_ns)
+            self._turned_away(source, "connections that went on calling when told to wait", len(links))
 
     def _grouped(
         self, which: Callable[[_Link], bool], by: Callable[[_Link], T]

@@ -46,6 +46,9 @@ class Gate:
         self.stands_still: Callable[[str], object] = lambda _: (
             None
         )  # and of each that does not take its answer
+        self.presses: Callable[[str], object] = lambda _: (
+            None
+        )  # and of each whose call could not wait its turn
         self.heard: Callable[[bytes], object] = lambda _: None  # and the tenant that it is for
         self.tenants = tenants
         self.audit = audit

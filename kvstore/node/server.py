@@ -22,9 +22,11 @@ from kvstore.cluster.map import Member
 from kvstore.config import show_size
 from kvstore.errors import ConfigError, KvError
 from kvstore.limits import (
+    CALLS_PENDING_MAX,
     DOOR_HANDSHAKE_MS,
     DOOR_STREAMS_MAX,
     KEEPALIVE_MS,
+    MESSAGE_AHEAD_BYTES,
     MESSAGE_BYTES_MAX,
     READINESS_RETRY_MS,
     STOP_GRACE_MS,
@@ -92,6 +94,12 @@ _GRPC_OPTIONS = (
     *keepalive_options(),
     ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
     ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection leaves the others their turns
+    # Of a message that is not awaited yet so much comes, and no sender can talk the node into more.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", MESSAGE_AHEAD_BYTES),
+    # Beyond these gRPC ends calls by lot, and so somebody else's.
+    ("grpc.server.max_pending_requests", CALLS_PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", CALLS_PENDING_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.server_handshake_timeout_ms", DOOR_HANDSHAKE_MS),
     (
@@ -214,6 +222,7 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
+    gate.presses = keeper.presses
     node.at_endpoint = keeper.expects
     keeper.start()
     return keeper

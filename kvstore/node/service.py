@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from kvcli.version import package_version
 from kvstore.errors import Expired, ProtocolError
@@ -20,7 +19,7 @@ from kvstore.wire.seal import Seal
 from kvstore.wire.status import code_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator
 
     from kvstore.node.calls import Context
     from kvstore.node.connection import Connection
@@ -110,7 +109,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     if shared is not None:
                         answer.shared.CopyFrom(shared)
                 yield answer
-                await _either(_exhausted(request_iterator), connection.ended.wait())
+                await (
+                    connection.ended.wait()
+                )  # or until the call ends; nothing more is read that it may bring
             finally:
                 try:  # to close an endpoint takes milliseconds, and a thousand clients may leave at once
                     async with self._node.turns.of(tenant.id, rest=3):
@@ -306,17 +307,3 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 drives=map(_drive_message, self._node.store.drive_states()),
             )
         raise AssertionError
-
-
-async def _exhausted(requests: AsyncIterator[pb.AttachRequest]) -> None:
-    async for _ in requests:
-        pass
-
-
-async def _either(first: Coroutine[Any, Any, object], second: Coroutine[Any, Any, object]) -> None:
-    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

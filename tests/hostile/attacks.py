@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import socket
 import sys
 import threading
 import time
 from collections import deque
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -325,6 +326,105 @@ def unread(told: Told, until: float, source: str) -> Told:
     return {"asked": asked}
 
 
+def burn(told: Told, until: float, source: str) -> Told:
+    """As many small calls as the node answers: each connection has 200 of them waiting at any time."""
+    path, ask = {
+        "Status": ("/kvstore.v1.KvStore/Status", pb.StatusRequest()),
+        "Get": (
+            "/kvstore.v1.KvStore/Get",
+            pb.GetRequest(name=pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=4096)),
+        ),
+        "Exists": (
+            "/kvstore.v1.Blocks/Exists",
+            blocks.ExistsRequest(blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=4096)]),
+        ),
+    }[told["call"]]
+    message, more = ask.SerializeToString(), _bearer(told)
+    links: dict[socket.socket, tuple[h2.Answers, Iterator[int]]] = {}
+    done = begun = 0
+
+    def call(streams: Iterator[int], calls: int) -> bytes:
+        return b"".join(
+            h2.headers(one, path, *more) + h2.data(one, message, ends=True) for one in islice(streams, calls)
+        )
+
+    while time.monotonic() < until:
+        while len(links) < told["connections"]:
+            try:
+                link = h2.connected("127.0.0.1", told["port"], source, 1.0)
+                answers, streams = h2.Answers(link), iter(range(1, 1 << 31, 2))
+                link.setblocking(True)
+                link.sendall(call(streams, _STREAMS))
+                link.setblocking(False)
+            except OSError:
+                time.sleep(0.1)
+                break
+            links[link] = answers, streams
+            begun += 1
+        for link in select.select(list(links), [], [], 0.1)[0]:
+            answers, streams = links[link]
+            try:
+                ended = len(answers.ended())
+                link.sendall(call(streams, ended))
+                done += ended
+            except OSError:
+                del links[link]
+                link.close()
+    return {"done": done, "begun": begun, "held": len(links)}
+
+
+_HALF = 8 << 20  # bytes of a message whose last one never comes
+
+
+def half_sent(told: Told, until: float, source: str) -> Told:
+    """Messages of megabytes of which the last byte never comes: as much of each as the node lets in."""
+    begun = sent = 0
+    links: dict[socket.socket, tuple[h2.Answers, dict[int, int]]] = {}
+    while time.monotonic() < until:
+        if len(links) < told["connections"]:
+            with suppress(OSError):
+                link, answers, calls = _halves(told, source)
+                links[link] = answers, calls
+                begun += len(calls)
+        for link, (answers, calls) in list(links.items()):
+            try:
+                sent += _send_more(link, answers, calls)
+            except OSError:
+                del links[link]
+                link.close()
+        time.sleep(0.005)
+    return {"begun": begun, "sent": sent}
+
+
+def _halves(told: Told, source: str) -> tuple[socket.socket, h2.Answers, dict[int, int]]:
+    """A connection that is let in, and how much was sent of each of its calls."""
+    link, first = h2.connected("127.0.0.1", told["port"], source, 1.0), h2.half(_HALF)
+    link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", *_bearer(told)) + h2.data(1, b"", ends=True))
+    calls = {stream: len(first) for stream in range(3, _STREAMS, 2)}
+    for stream in calls:
+        link.sendall(h2.headers(stream, told["path"], *_bearer(told)) + h2.more(stream, first))
+    answers = h2.Answers(link)
+    answers.window -= len(first) * len(calls) + 5
+    return link, answers, calls
+
+
+def _send_more(link: socket.socket, answers: h2.Answers, calls: dict[int, int]) -> int:
+    for stream in answers.ended():
+        calls.pop(stream, None)
+    link.settimeout(0.2)
+    sent = 0
+    for stream, had in calls.items():
+        room = 65_535 + answers.windows.get(stream, 0) - had
+        some = min(room, answers.window, 1 << 14, _HALF - had)
+        if some > 0:
+            link.sendall(h2.more(stream, bytes(some)))
+            calls[stream] += some
+            answers.window -= some
+            sent += some
+    link.setblocking(False)
+    return sent
+
+
 def lists(told: Told, until: float, _: str) -> Told:
     """Four loops that list sessions of a thousand turns and sixty thousand blocks."""
     stub = sessions_pb2_grpc.SessionsStub(_channel(told))  # type: ignore[no-untyped-call]
@@ -475,6 +575,8 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
         landing,
         heavy,
         unread,
+        burn,
+        half_sent,
         lists,
         forks,
         stored,

@@ -11,11 +11,14 @@ from contextlib import suppress
 
 __all__ = [
     "PREFACE",
+    "Answers",
     "answer_pings",
     "connected",
     "data",
     "goes_away",
+    "half",
     "headers",
+    "more",
     "no_windows",
     "reset",
     "window",
@@ -24,6 +27,7 @@ __all__ = [
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
 _END_STREAM, _END_HEADERS = 1, 4
+_WINDOW_MAX = (1 << 31) - 1 - 65_535
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -52,6 +56,16 @@ def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
     """One message of gRPC."""
     body = b"\x00" + struct.pack(">I", len(message)) + message
     return _frame(_DATA, _END_STREAM if ends else 0, stream, body)
+
+
+def half(length: int) -> bytes:
+    """The beginning of a message of gRPC, which has more bytes to come."""
+    return b"\x00" + struct.pack(">I", length)
+
+
+def more(stream: int, some: bytes) -> bytes:
+    """Bytes of a call."""
+    return _frame(_DATA, 0, stream, some)
 
 
 def window(stream: int, size: int) -> bytes:
@@ -83,6 +97,42 @@ def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float 
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.sendall(PREFACE)
     return link
+
+
+class Answers:
+    """What comes over one connection: calls that have ended, and how much more may be sent; nothing waits for it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._said = b""
+        self.window = 65_535
+        self.windows: dict[
+            int, int
+        ] = {}  # how much more of each call has been asked for than its first window
+        link.setblocking(False)
+        link.sendall(window(0, _WINDOW_MAX))
+
+    def ended(self) -> list[int]:
+        """Which calls have ended since it was last asked; OSError once the other side has hung up."""
+        with suppress(BlockingIOError):
+            came = self._link.recv(1 << 16)
+            if not came:
+                raise ConnectionResetError
+            self._said += came
+        calls: list[int] = []
+        while len(self._said) >= 9 and len(self._said) >= 9 + int.from_bytes(self._said[:3]):
+            over = 9 + int.from_bytes(self._said[:3])
+            kind, flags, stream = self._said[3], self._said[4], int.from_bytes(self._said[5:9])
+            payload, self._said = self._said[9:over], self._said[over:]
+            if kind in (_SETTINGS, _PING) and not flags & 1:
+                self._link.sendall(_frame(kind, 1, 0, payload if kind == _PING else b""))
+            elif kind == _WINDOW and stream:
+                self.windows[stream] = self.windows.get(stream, 0) + int.from_bytes(payload)
+            elif kind == _WINDOW:
+                self.window += int.from_bytes(payload)
+            elif kind == _RESET or (kind == _HEADERS and flags & _END_STREAM != 0):
+                calls.append(stream)
+        return calls
 
 
 def goes_away(link: socket.socket, within_s: float) -> bool:

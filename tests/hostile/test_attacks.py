@@ -16,7 +16,14 @@ import pytest
 
 from kvstore.client import Block
 from kvstore.errors import KvError
-from kvstore.limits import DOOR_ANSWERS_BYTES_MAX, INLINE_TIMEOUT_MS, LANDING_BYTES_MAX
+from kvstore.limits import (
+    DOOR_ANSWERS_BYTES_MAX,
+    INLINE_TIMEOUT_MS,
+    LANDING_BYTES_MAX,
+    MESSAGE_AHEAD_BYTES,
+    MESSAGE_BYTES_MAX,
+    MESSAGES_COMING_MAX,
+)
 from kvstore.names import block_key
 from kvstore.wire import batches_pb2 as batches
 from kvstore.wire import kvstore_pb2 as pb
@@ -106,6 +113,38 @@ def test_forks_and_reads_of_a_large_session(beside: Beside, name: str, slower_ma
 def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
     alone, under, did = beside.endure("heavy", token="evil", call=call, blocks=1024)
     assert did["OK"] > 0
+    check_speed(alone, under)
+
+
+@pytest.mark.parametrize("call", ["Status", "Exists", "Get"])
+def test_small_calls_without_end(beside: Beside, call: str) -> None:
+    alone, under, did = beside.endure("burn", token="evil", call=call, connections=20)
+    assert did["done"] > 0
+    check_speed(alone, under)
+
+
+@pytest.mark.parametrize("path", ["KvStore/Status", "KvStore/Put", "Batches/PutBatch", "KvStore/Attach"])
+def test_messages_that_are_sent_by_halves(beside: Beside, path: str) -> None:
+    """What the node holds of them is what a tenant may have on its way, and of each other call a little."""
+    before, most, stop = beside.memory_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.05):
+            most.append(beside.memory_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        alone, under, did = beside.endure(
+            "half_sent", token="evil", path=f"/kvstore.v1.{path}", connections=8
+        )
+    finally:
+        stop.set()
+        watching.join()
+    print(f"{path}: memory grew by {(max(most) - before) >> 20} MiB")  # noqa: T201 - as in beside
+    assert did["begun"] > 0
+    whole = MESSAGES_COMING_MAX // 2 * MESSAGE_BYTES_MAX
+    assert max(most) - before < MEMORY_MAX + whole + did["begun"] * MESSAGE_AHEAD_BYTES
     check_speed(alone, under)
 
 

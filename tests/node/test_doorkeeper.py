@@ -14,11 +14,14 @@ from kvstore.clock import SystemClock
 from kvstore.limits import (
     DOOR_BARRED_MS,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
+    DOOR_PRESSES_MAX,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_BYTES_MS,
     DOOR_UNPROVED_OF_SOURCE_MAX,
+    DOOR_WINDOW_MS,
 )
 from kvstore.node import doorkeeper
 from kvstore.node.doorkeeper import Doorkeeper, packet_filter, source_of
@@ -105,6 +108,34 @@ def test_who_takes_no_answer_is_hung_up_on_at_the_next_look_though_it_was_let_in
     door.look()
     assert (stays(still), stays(honest)) == (False, True)
     assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+
+
+def test_who_goes_on_calling_when_told_to_wait_is_hung_up_on_and_a_source_that_does_it_again_is_barred(
+    door: Door,
+) -> None:
+    presses, waits = door.come(), door.come()
+    for link in (presses, waits):
+        door.keeper.proved(peer(link))
+        door.keeper.presses(peer(link))
+    door.look()
+    for _ in range(DOOR_PRESSES_MAX):
+        door.keeper.presses(peer(presses))
+    assert door.keeper.must_look()
+    door.look(1)
+    assert (stays(presses), stays(waits)) == (False, True)
+    for _ in range(DOOR_PRESSES_MAX):  # in a time in which it may
+        door.look(DOOR_WINDOW_MS // 4)
+        door.keeper.presses(peer(waits))
+    door.look()
+    assert stays(waits)
+    again = [door.come(THERE) for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX // DOOR_KNOCKS_OF_PRESSING + 1)]
+    for link in again:
+        door.keeper.proved(peer(link))
+        for _ in range(DOOR_PRESSES_MAX + 1):
+            door.keeper.presses(peer(link))
+    door.look()
+    assert not any(map(stays, again))
+    assert door.keeper.barred() == [THERE]
 
 
 def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Door) -> None:

@@ -1,0 +1,64 @@
+"""Messages of calls on their way: how many the node waits for at a time, for each tenant.
+
+gRPC makes room for a message as soon as it is awaited, of up to `MESSAGE_BYTES_MAX`, and keeps what has come of one
+that never ends. So no more than `MESSAGES_COMING_MAX` are awaited at a time, and of these a tenant has its share; of
+all others gRPC holds `MESSAGE_AHEAD_BYTES` at most.
+
+What always holds: a tenant's messages are awaited in the order in which its calls asked for them; who waits holds up
+nobody but its own tenant. What it doesn't do: end a message that does not come; its caller has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.limits import MESSAGES_COMING_MAX
+from kvstore.node.fair import Places
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+__all__ = ["Messages"]
+
+
+class Messages:
+    """Of one node."""
+
+    def __init__(self, tenants: Callable[[], int]) -> None:
+        """`tenants` tells of how many the node knows."""
+        self._places = Places(MESSAGES_COMING_MAX, tenants)
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def coming(self, who: str | None) -> AsyncIterator[None]:
+        """Wait for a message under this, once this tenant may wait for one more."""
+        if who in self._waiting or not self._places.left(who):
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(who, deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if mine.done() and not mine.cancelled():
+                    self._over(who)  # it had come to be its turn
+                raise
+        else:
+            self._places.take(who)
+        try:
+            yield
+        finally:
+            self._over(who)
+
+    def _over(self, who: str | None) -> None:
+        self._places.give_back(who)
+        for one in list(self._waiting):
+            line = self._waiting[one]
+            while line and (line[0].done() or self._places.left(one)):
+                mine = line.popleft()
+                if not mine.done():
+                    self._places.take(one)
+                    mine.set_result(None)
+            if not line:
+                del self._waiting[one]
