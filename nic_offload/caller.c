@@ -281,7 +281,7 @@ static int has_room(const struct tk_caller *caller, const struct called *called)
 }
 
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
-		   size_t rows_bytes, const uint64_t *locals)
+		   size_t rows_bytes, const struct tk_wanted *wanted)
 {
 	struct tk_fabric *fabric = caller->fabric;
 	int status = fabric_refusal(fabric);
@@ -293,12 +293,12 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes + TK_TAG_BYTES > TK_CALL_BYTES)
 		return -EMSGSIZE;
 	struct shared_fetch *fetch = NULL;
-	int shares = is_fetch && locals && __atomic_load_n(&caller->shares, __ATOMIC_ACQUIRE);
+	int shares = is_fetch && wanted && __atomic_load_n(&caller->shares, __ATOMIC_ACQUIRE);
 	if (shares) /* without memory for that it is an ordinary one */
-		fetch = shared_fetch(caller, &caller->shared, call->blocks, rows, call_row_bytes(call->kind), locals);
+		fetch = shared_fetch(caller, &caller->shared, call->blocks, rows, call_row_bytes(call->kind), wanted);
 	struct called *called = write_call(caller, call, metadata, rows, rows_bytes);
 	if (!called) {
-		free(fetch);
+		shared_fetch_free(fetch);
 		return -ENOMEM;
 	}
 	if (fetch)
@@ -321,7 +321,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 	}
 	pthread_mutex_unlock(&caller->lock);
 	if (status) {
-		free(fetch);
+		shared_fetch_free(fetch);
 		free(called);
 	} else {
 		fabric_wake(fabric);

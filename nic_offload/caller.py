@@ -86,17 +86,25 @@ class Caller:
         self._handle: Any = out[0]
 
     def share(
-        self, memory: mmap.mmap, served_code: int, corrupt_code: int, late_code: int, rows: int = 0
+        self,
+        memory: mmap.mmap,
+        served_code: int,
+        scattered_code: int,
+        corrupt_code: int,
+        late_code: int,
+        rows: int = 0,
     ) -> None:
         """The node's memory is mapped here until this is closed: blocks may be read from it.
 
         `rows`: the address of those in which the node says of a single block where it is; 0: there are none.
-        The codes are what a group's row says of a block that was; that was not what it should be; that came too late.
+        The codes are what a group's row says of a block that was; that is in its pieces as well; that was not what it
+        should be; that came too late.
         """
         shared = ffi.new("struct tk_shared *")
         shared.address, shared.length, shared.hold_ns = address_of(memory), len(memory), lib.TK_HELD_NS
         shared.rows = rows
-        shared.served_code, shared.corrupt_code, shared.late_code = served_code, corrupt_code, late_code
+        shared.served_code, shared.scattered_code = served_code, scattered_code
+        shared.corrupt_code, shared.late_code = corrupt_code, late_code
         lib.tk_caller_share(self._handle, shared)
 
     @property
@@ -104,10 +112,11 @@ class Caller:
         """How many blocks were read from the node's memory."""
         return int(lib.tk_caller_shared(self._handle))
 
-    def call(self, call: Call, metadata: bytes, rows: bytes, locals_: Sequence[int] | None = None) -> int:
+    def call(self, call: Call, metadata: bytes, rows: bytes, wanted: Sequence[int] | None = None) -> int:
         """Make a call, now or when a place is free; a negative code where it can't be made this way.
 
-        `locals_`: where each block of a fetch is wanted in our own memory, so that it may be read from the node's.
+        `wanted`: of each block of a fetch the address where it is wanted in our own memory, and the pointer of the
+        pieces into which it is copied if it can be read from the node's (0: none).
         """
         packed = _CALL.pack(
             call.tag,
@@ -126,8 +135,9 @@ class Caller:
             call.fingerprint,
         )
         whole = ffi.from_buffer("struct tk_call[]", packed)
-        wanted = ffi.NULL if locals_ is None else ffi.new("uint64_t[]", locals_)
-        return int(lib.tk_caller_call(self._handle, whole, metadata, rows, len(rows), wanted))
+        numbers = ffi.NULL if wanted is None else ffi.new("uint64_t[]", wanted)
+        table = ffi.cast("struct tk_wanted *", numbers)
+        return int(lib.tk_caller_call(self._handle, whole, metadata, rows, len(rows), table))
 
     @property
     def free_places(self) -> int:

@@ -423,7 +423,12 @@ struct tk_shared {
 	uint64_t address, length;
 	uint64_t hold_ns; /* so long after a call the node keeps what it names */
 	uint64_t rows; /* a row for each word, where the node says of a single block where it is; 0: it doesn't */
-	uint32_t served_code, corrupt_code, late_code, zero;
+	uint32_t served_code, scattered_code, corrupt_code, late_code;
+};
+/* Where a block of a fetch is wanted in our own memory. */
+struct tk_wanted {
+	uint64_t address;
+	uint64_t pieces; /* a struct tk_pieces: it is copied there instead, if it is read from the node's memory; 0: there are none */
 };
 struct tk_call {
 	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
@@ -437,11 +442,11 @@ struct tk_call {
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
-/* `locals`: where each block of a fetch is wanted in our own memory, which may be read from the node's then; or NULL.
+/* `wanted`: for each block of a fetch, which may be read from the node's memory then; or NULL.
  * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
  * with -ETIMEDOUT is told, before anything is of its blocks. */
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
-		   size_t rows_bytes, const uint64_t *locals);
+		   size_t rows_bytes, const struct tk_wanted *wanted);
 void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared); /* before the first call */
 uint64_t tk_caller_shared(const struct tk_caller *caller); /* blocks that were read from the node's memory */
 int tk_caller_free(struct tk_caller *caller); /* how many calls would go out at once */

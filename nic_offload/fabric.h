@@ -49,6 +49,11 @@ enum work_state {
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
 
+/* How far pieces are used, in their order. */
+struct pieces_end {
+	uint32_t piece, done; /* bytes of that piece */
+};
+
 struct work {
 	struct fi_context2 context; /* first: libfabric gives its address back */
 	struct work *next;	    /* in the inbox, the free list or a queue */
@@ -63,7 +68,7 @@ struct work {
 	int failed;  /* how it ended; 0: well, or not yet */
 	uint32_t crc, summed;
 	struct shared_row *shared; /* of one that the peer reads itself */
-	uint32_t piece, piece_done; /* how far a put of pieces has been gathered */
+	struct pieces_end gathered; /* of a put of pieces, how far */
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last one that came */
 	uint64_t flag_word; /* what is put for `flag_value` */

@@ -146,7 +146,8 @@ void caller_shared(struct tk_caller *caller, int is_good); /* a block was read f
 
 /* shared.c: blocks that are read from the node's memory, the client's side */
 struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
-				  const void *rows, size_t row_bytes, const uint64_t *locals); /* any thread */
+				  const void *rows, size_t row_bytes, const struct tk_wanted *wanted); /* any thread */
+void shared_fetch_free(struct shared_fetch *fetch); /* any thread; nothing watches for it */
 void shared_watches(struct shared_fetch *fetch, struct work *watch, uint32_t row); /* any thread */
 void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
@@ -165,9 +166,10 @@ int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint
 void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 void ring_doorbells(struct tk_fabric *fabric);
 
-/* pieces.c; the first two any thread */
+/* pieces.c; all but the last any thread */
 void pieces_use(struct tk_pieces *pieces);
 void pieces_let_go(struct tk_pieces *pieces);
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc);
 uint32_t gather_some(struct work *work, uint32_t bytes_max);
 
 /* receiver.c: the node's side */

@@ -96,32 +96,45 @@ void pieces_let_go(struct tk_pieces *pieces)
 /* The next bytes of a put, copied to where it goes out from, and summed as they were copied. Returns how many. */
 uint32_t gather_some(struct work *work, uint32_t bytes_max)
 {
-	const struct placed *piece = &work->op.pieces->pieces[work->piece];
-	uint32_t bytes = piece->length - work->piece_done;
+	const struct placed *piece = &work->op.pieces->pieces[work->gathered.piece];
+	uint32_t bytes = piece->length - work->gathered.done;
 	if (bytes > bytes_max)
 		bytes = bytes_max;
 	if (bytes > GATHERED_AT_ONCE)
 		bytes = GATHERED_AT_ONCE;
 	char *target = (char *)work->op.local + work->summed;
-	memcpy(target, piece->address + work->piece_done, bytes);
+	memcpy(target, piece->address + work->gathered.done, bytes);
 	work->crc = tk_crc32c(target, bytes, work->crc);
 	work->summed += bytes;
-	work->piece_done += bytes;
-	if (work->piece_done == piece->length) {
-		work->piece++;
-		work->piece_done = 0;
+	work->gathered.done += bytes;
+	if (work->gathered.done == piece->length) {
+		work->gathered.piece++;
+		work->gathered.done = 0;
 	}
 	return bytes;
+}
+
+/* The next bytes of a block that is scattered, no more than are left of it; `crc`, if there is one, goes on with the copy. */
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc)
+{
+	while (bytes) {
+		const struct placed *piece = &pieces->pieces[end->piece];
+		uint64_t left = piece->length - end->done, some = left < bytes ? left : bytes;
+		char *to = (char *)piece->address + end->done;
+		memcpy(to, from, some);
+		if (crc)
+			*crc = tk_crc32c(to, some, *crc);
+		from += some;
+		bytes -= some;
+		end->done = some == left ? 0 : end->done + (uint32_t)some;
+		end->piece += some == left;
+	}
 }
 
 void tk_scatter(const struct tk_scattered *blocks, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++) {
-		const struct tk_pieces *pieces = blocks[i].pieces;
-		const char *source = (const char *)blocks[i].source;
-		for (uint32_t j = 0; j < pieces->count; j++) {
-			memcpy((char *)pieces->pieces[j].address, source, pieces->pieces[j].length);
-			source += pieces->pieces[j].length;
-		}
+		struct pieces_end end = {0};
+		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, NULL);
 	}
 }

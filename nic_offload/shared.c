@@ -30,6 +30,8 @@ struct shared_block {
 	uint64_t until_ns;	 /* then its bytes stay so long */
 	struct work *watch; /* for the word that ends it another way; NULL: it is over */
 	uint64_t from, to;
+	struct tk_pieces *pieces; /* it goes there, and not to `to`; NULL: there are none */
+	struct pieces_end end;
 	uint32_t length, skip, part; /* a `part` of 0: all */
 	uint32_t crc32c;
 };
@@ -45,7 +47,7 @@ struct shared_fetch {
 };
 
 struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
-				  const void *rows, size_t row_bytes, const uint64_t *locals)
+				  const void *rows, size_t row_bytes, const struct tk_wanted *wanted)
 {
 	struct shared_fetch *fetch = calloc(1, sizeof *fetch + blocks * sizeof *fetch->block);
 	if (!fetch)
@@ -56,10 +58,28 @@ struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shar
 	for (uint32_t i = 0; i < blocks; i++) {
 		struct call_part_row row = {.part = 0};
 		memcpy(&row, (const char *)rows + i * row_bytes, row_bytes);
+		struct tk_pieces *pieces = (struct tk_pieces *)(uintptr_t)wanted[i].pieces;
+		if (pieces && tk_pieces_bytes(pieces) != (row.part ? row.part : row.row.length))
+			pieces = NULL;
+		if (pieces)
+			pieces_use(pieces);
 		fetch->block[i] = (struct shared_block){
-			.to = locals[i], .length = row.row.length, .skip = row.skip, .part = row.part};
+			.to = wanted[i].address,
+			.pieces = pieces,
+			.length = row.row.length,
+			.skip = row.skip,
+			.part = row.part,
+		};
 	}
 	return fetch;
+}
+
+void shared_fetch_free(struct shared_fetch *fetch)
+{
+	for (uint32_t i = 0; fetch && i < fetch->blocks; i++)
+		if (fetch->block[i].pieces)
+			pieces_let_go(fetch->block[i].pieces);
+	free(fetch);
 }
 
 void shared_watches(struct shared_fetch *fetch, struct work *watch, uint32_t row)
@@ -103,7 +123,7 @@ void shared_over(struct work *watch)
 		return;
 	if (fetch->is_answered)
 		caller_read(fetch->caller, fetch->place);
-	free(fetch);
+	shared_fetch_free(fetch);
 }
 
 static int has_place(const struct shared_fetch *fetch, const struct shared_block *block, uint64_t offset)
@@ -200,19 +220,28 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 }
 
 /* All of a block's bytes go through the checksum; of one of which a part is wanted the others go no further. */
-static void copy_piece(const struct shared_block *block, struct work *work, uint32_t piece)
+static void copy_step(struct shared_block *block, struct work *work, uint32_t bytes)
 {
-	char step[BYTES_A_STEP], *to = (char *)(uintptr_t)block->to + work->summed;
+	char step[BYTES_A_STEP], *to = (char *)(uintptr_t)block->to;
 	const char *from = (const char *)(uintptr_t)block->from + work->summed;
-	if (block->part)
-		to = step;
-	memcpy(to, from, piece);
-	work->crc = tk_crc32c(to, piece, work->crc);
+	if (block->pieces && !block->part) {
+		pieces_fill(block->pieces, &block->end, from, bytes, &work->crc);
+		work->summed += bytes;
+		return;
+	}
+	char *copy = block->part ? step : to + work->summed;
+	memcpy(copy, from, bytes);
+	work->crc = tk_crc32c(copy, bytes, work->crc);
 	uint32_t first = work->summed < block->skip ? block->skip : work->summed;
-	uint32_t end = block->skip + block->part < work->summed + piece ? block->skip + block->part : work->summed + piece;
-	if (block->part && first < end)
-		memcpy((char *)(uintptr_t)block->to + (first - block->skip), step + (first - work->summed), end - first);
-	work->summed += piece;
+	uint32_t end = block->skip + block->part < work->summed + bytes ? block->skip + block->part : work->summed + bytes;
+	if (block->part && first < end) {
+		const char *wanted = step + (first - work->summed);
+		if (block->pieces)
+			pieces_fill(block->pieces, &block->end, wanted, end - first, NULL);
+		else
+			memcpy(to + (first - block->skip), wanted, end - first);
+	}
+	work->summed += bytes;
 }
 
 static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *block, const struct work *work)
@@ -223,7 +252,9 @@ static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *b
 		return shared->late_code;
 	int is_good = work->crc == block->crc32c;
 	caller_shared(fetch->caller, is_good);
-	return is_good ? shared->served_code : shared->corrupt_code;
+	if (!is_good)
+		return shared->corrupt_code;
+	return block->pieces ? shared->scattered_code : shared->served_code;
 }
 
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max)
@@ -233,7 +264,7 @@ uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes
 	uint32_t before = work->summed;
 	while (work->summed < block->length && work->summed - before < bytes_max) {
 		uint32_t left = block->length - work->summed;
-		copy_piece(block, work, left < BYTES_A_STEP ? left : BYTES_A_STEP);
+		copy_step(block, work, left < BYTES_A_STEP ? left : BYTES_A_STEP);
 	}
 	uint32_t copied = work->summed - before;
 	if (work->summed < block->length)

@@ -93,11 +93,10 @@ int poll_acks(struct tk_fabric *fabric)
 			busy = 1;
 			continue;
 		}
-		if (work->caller) { /* before its own caller hears of it, who may want the place */
+		if (work->caller)
 			code = caller_answered(fabric, work, code);
-			if (code >= work->ack.final_code)
-				shared_over(work);
-		}
+		if (code >= work->ack.final_code) /* before its caller hears of it, who may want the place, or the memory */
+			shared_over(work);
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);
 		else

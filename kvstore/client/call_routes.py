@@ -213,7 +213,7 @@ class Asking:
                     good_code=AnswerCode.DONE,
                     blocks_deadline_ns=deadline_ns,
                     tells=watch is not None,
-                    wanted_at=None if link.mapped.hot is None else get.wanted_at(),
+                    wanted=None if link.mapped.hot is None else get.wanted(),
                 )
             )
             if call is not None:

@@ -93,11 +93,11 @@ class FabricCalls:
         durability: int = 0,
         lease_ms: int = 0,
         expires_unix_ms: int = 0,
-        wanted_at: Sequence[int] | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> FabricCall | None:
         """Make a call, now or when a place is free. Its end is a row's; None if it can't be made this way.
 
-        `wanted_at`: where a fetch's blocks are wanted in our own memory.
+        `wanted`: where a fetch's blocks are wanted in our own memory; see `Caller.call`.
 
         `failed`, with the client's lock held, hears an answer beyond `good_code`, or that there will be none. Of the
         tags from `tag` on two for each block are a fetch's blocks', and the two behind them the call's own.
@@ -117,7 +117,7 @@ class FabricCalls:
             good_code,
             fingerprint,
         )
-        if self.caller.call(call, header_bytes(metadata), rows, wanted_at) < 0:
+        if self.caller.call(call, header_bytes(metadata), rows, wanted) < 0:
             return None
         return FabricCall(self, tag, group, row, failed)
 

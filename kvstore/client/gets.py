@@ -42,6 +42,7 @@ Lost: TypeAlias = "Callable[[Sequence[Hit | Miss | None], KvError], object]"
 
 _ANY_CODE = 0xFF
 _SERVED = int(AckCode.SERVED)
+_SCATTERED = int(AckCode.SCATTERED)
 _SLICE_S = 3600.0
 
 
@@ -52,6 +53,10 @@ class NoGet:
         self._outcomes: list[Hit | Miss] = [miss] * blocks
         if ended is not None:
             ended(self._outcomes)
+
+    def scattered(self) -> list[bool]:
+        """As of a `Get`."""
+        return [False] * len(self._outcomes)
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """The misses of the first `count` blocks, or of all."""
@@ -164,9 +169,20 @@ class Get:
             ]
         )
 
-    def wanted_at(self) -> list[int]:
-        """Where each block is wanted in our own memory."""
-        return [block.region.address + block.offset for block in self._blocks]
+    def wanted(self) -> list[int]:
+        """Of each block the address where it is wanted in our own memory, and its pieces' pointer, or 0."""
+        return [
+            number
+            for block in self._blocks
+            for number in (
+                block.region.address + block.offset,
+                0 if block.pieces is None else block.pieces.pointer,
+            )
+        ]
+
+    def scattered(self) -> list[bool]:
+        """Of each block whether it is in its pieces, after `wait`; the others that are hits are in their region."""
+        return [code == _SCATTERED for code in self.group.codes(len(self._blocks))]
 
     def _named(self) -> Iterable[tuple[Block, Region]]:
         """The blocks, and what the node's side calls their memory."""
@@ -301,7 +317,7 @@ class Get:
 
     def _told(self, first: int) -> list[Hit | Miss]:
         codes = self.group.codes(first)
-        if not self._misses and codes.count(_SERVED) == first:
+        if not self._misses and codes.count(_SERVED) + codes.count(_SCATTERED) == first:
             return [Hit(block.key) for block in self._blocks[:first]]
         return [self._outcome(i, code) for i, code in enumerate(codes)]
 

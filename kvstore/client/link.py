@@ -226,7 +226,9 @@ class Link:
                 corrupt, late = code_of_miss(MissReason.CORRUPT), code_of_miss(MissReason.NODE_AWAY)
                 mapped = self.mapped.slots
                 rows = 0 if mapped is None else address_of(mapped.memory) + mapped.rows_offset
-                self.calls.caller.share(self.mapped.hot, AckCode.SERVED, corrupt, late, rows)
+                self.calls.caller.share(
+                    self.mapped.hot, AckCode.SERVED, AckCode.SCATTERED, corrupt, late, rows
+                )
         if answer.HasField("puts") and self.mapped.is_sure:
             self.sender = self._open_sender(answer.puts)
 

@@ -2,10 +2,11 @@
 
 The blocks are asked for some at a time, and the next before the first have come. Those of pieces come into a slab of
 the client's, each in one run, and are scattered from there: a message for each page costs more than a page's copy does
-(docs/performance.md). While one window is scattered the others come in.
+(docs/performance.md). While one window is scattered the others come in. What the C core reads from the memory of a node
+on the same machine it copies into the pieces itself, and the slab stays as it is.
 
-What always holds: the caller's memory is written to by the calling thread alone, with blocks that have come whole, and
-not after the call has returned; bytes that come late land in a slab, which is not reused before that get is over.
+What always holds: the caller's memory is not written to after the call has returned, and what is a miss may have been
+written in part; bytes that come late land in a slab, which is not reused before that get is over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.client.blocks import Block, Hit, regions_of
@@ -83,14 +85,21 @@ class _Window:
                 runs.append(block)
                 continue
             self._at.append((number, block.pieces, region.address + offset))
-            runs.append(Block(block.key, region, offset, block.length, whole=block.whole, skip=block.skip))
+            runs.append(replace(block, region=region, offset=offset))
             offset += block.length
         return runs
 
     def finish(self) -> list[Hit | Miss]:
         """Wait for it, and have what has come where it belongs."""
         outcomes = self._get.wait()
-        scatter([(pieces, at) for number, pieces, at in self._at if isinstance(outcomes[number], Hit)])
+        done = self._get.scattered()
+        scatter(
+            [
+                (pieces, at)
+                for number, pieces, at in self._at
+                if isinstance(outcomes[number], Hit) and not done[number]
+            ]
+        )
         self._give_back()
         return outcomes
 

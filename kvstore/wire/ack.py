@@ -49,6 +49,7 @@ class AckCode(enum.IntEnum):
     KEY_TAKEN = 0x45
     EXPIRED = 0x46
     DIFFERS = 0x47
+    SCATTERED = 0x7D  # no node says so: a client's core has copied the block into its pieces
     CANCELLED = 0x7E  # nothing of it will be written any more
     SERVED = 0x7F
 
@@ -113,7 +114,7 @@ def code_of_miss(reason: MissReason) -> int:
 
 def miss_of_code(code: int) -> Miss | None:
     """What a fetch's code means; None: the bytes are in the client's memory."""
-    if code == AckCode.SERVED:
+    if code in (AckCode.SERVED, AckCode.SCATTERED):
         return None
     if code == AckCode.CANCELLED:
         return Miss(MissReason.NODE_AWAY, "it did not arrive by the deadline, and was cancelled")

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Sequence
 
+    from nic_offload.pieces import Pieces
+
 SHARES, WHERE, KIND_WHERE = 2, 3, 3
-SERVED, CORRUPT, LATE, CANCELLED = 0x7F, 0x82, 0x87, 0x7E
+SERVED, SCATTERED, CORRUPT, LATE, CANCELLED = 0x7F, 0x7D, 0x82, 0x87, 0x7E
 NODE_BYTES = 8 << 20
 TARGETS = -(-LENGTH // PAGE) * PAGE  # behind what the calls use
 TARGET_BYTES = 4 << 20
@@ -68,11 +70,29 @@ class Client:
         self.node: mmap.mmap
         self.node, self._fd = allocate_shared(NODE_BYTES)
         self.node[:] = os.urandom(NODE_BYTES)
-        self.caller.share(self.node, SERVED, CORRUPT, LATE, rows)
+        self.caller.share(self.node, SERVED, SCATTERED, CORRUPT, LATE, rows)
         self.tags = itertools.count(1)
         self.calls = [GENERATION] * PLACES
 
-    def get(self, blocks: Sequence[Wanted], *, tag: int = TAG, blocks_ms: float = 60_000) -> Group:
+    def get(
+        self,
+        blocks: Sequence[Wanted],
+        *,
+        tag: int = TAG,
+        blocks_ms: float = 60_000,
+        pieces: Sequence[Pieces | None] = (),
+    ) -> Group:
+        group, code = self._get(blocks, tag, blocks_ms, pieces)
+        assert code == 0
+        return group
+
+    def get_code(self, blocks: Sequence[Wanted], *, pieces: Sequence[Pieces | None] = ()) -> int:
+        """Ask for blocks that nobody waits for; 0, or why not."""
+        return self._get(blocks, TAG, 60_000, pieces)[1]
+
+    def _get(
+        self, blocks: Sequence[Wanted], tag: int, blocks_ms: float, pieces: Sequence[Pieces | None]
+    ) -> tuple[Group, int]:
         group = Group(self.pair.near.fabric, tag, len(blocks) + 1)
         is_part = any(block.part for block in blocks)
         rows = [
@@ -95,9 +115,18 @@ class Client:
             fingerprint=FINGERPRINT,
         )
         packed = wire.rows_of_parts(rows) if is_part else wire.rows_of_fetch(rows)
-        wanted_at = [self.pair.near.region.address + at for at in self.targets(blocks)]
-        assert self.caller.call(call, b"", packed, wanted_at) == 0
-        return group
+        first = self.pair.near.region.address
+        given = itertools.chain(pieces, itertools.repeat(None))
+        wanted = [
+            number
+            for at, some in zip(self.targets(blocks), given, strict=False)
+            for number in (first + at, 0 if some is None else some.pointer)
+        ]
+        return group, self.caller.call(call, b"", packed, wanted)
+
+    def say_served(self, block: int) -> None:
+        """What the node says of a block that it has sent."""
+        say(self.pair, block, 100 + block, SERVED)
 
     def targets(self, blocks: Sequence[Wanted]) -> list[int]:
         return [TARGETS + sum(one.got_bytes for one in blocks[:i]) for i in range(len(blocks))]
