@@ -87,7 +87,7 @@ CALLS_WAIT_MS = (
     1  # between two looks at a begun call: one that waits for the same thing at both is not counted any more
 )
 CALLS_BEGUN_LOOKS_MAX = 100  # after which it is not counted in any case
-CALLS_PENDING_MAX = 1 << 18  # in gRPC, which the node has not taken on yet
+CALLS_PENDING_MAX = 8_192  # in gRPC, which the node has not taken on yet; calls that were reset lie there too
 CALLS_LINE_LONG = 128  # calls of a tenant that wait; one with more
 CALLS_REST_MS = 2  # leaves so much to others between two of its calls, while they call
 CALLS_OUTSIDE_MAX = 8_192  # calls that wait to be begun
