@@ -85,6 +85,31 @@ def rewrite(told: Told, until: float, _: str) -> Told:
     return did
 
 
+def fetches(told: Told, until: float, _: str) -> Told:
+    """Calls over the fabric, from many connections at a time: each asks for as many blocks as it may, which are not."""
+    done = {"calls": 0, "errors": 0}
+
+    def work() -> None:
+        with Client(
+            f"127.0.0.1:{told['port']}", token=told["token"], slots=16, block_bytes_max=1 << 20
+        ) as client:
+            region = client.register(allocate(told["blocks"] * 4096))
+            asked = [Block(os.urandom(32), region, at * 4096, 4096) for at in range(told["blocks"])]
+            while time.monotonic() < until:
+                try:
+                    client.get(asked, timeout_s=10)
+                    done["calls"] += 1
+                except KvError:
+                    done["errors"] += 1
+
+    working = [threading.Thread(target=work) for _one in range(told["connections"])]
+    for one in working:
+        one.start()
+    for one in working:
+        one.join()
+    return done
+
+
 def map_and_keep(kept: list[tuple[mmap.mmap, int]]) -> None:
     """Keep a mapping of one's own, and a doorbell, of all slots that this process's clients map from now on."""
     of_link = vars(links)["map_shared"]
@@ -199,5 +224,5 @@ def passes(told: Told, until: float, _: str) -> Told:
 
 
 MEMORY_ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
-    one.__name__: one for one in (rewrite, scribble, ring, passes)
+    one.__name__: one for one in (rewrite, fetches, scribble, ring, passes)
 }
