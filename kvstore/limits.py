@@ -58,6 +58,7 @@ SHARE_CALL_MS = 1_000  # to show a pass for the hot memory, and to be given it
 SHARE_CALLERS_MAX = 64  # who are listened to for that at a time
 SHARE_PASS_BYTES = 16
 SHARE_PASS_MS = 10_000  # a pass that was not shown by then is void
+SHARE_REST_MS = 200  # without a descriptor for a caller, until it is asked for one again
 SHARE_SLOTS_MAX = 256  # connections whose clients have their slots mapped, or may: three descriptors each
 DOOR_GLANCE_MS = 500  # between two checks for new connections, while all known ones are authenticated
 DOOR_LOOK_IDLE_MS = 2_000  # between two looks meanwhile: a library may be late to accept

@@ -362,7 +362,7 @@ class Fabric(Handle):
             raise FabricError.from_code("Hearing a doorbell", code)
 
     def ignore(self, doorbell: int) -> None:
-        """The opposite of `hear`."""
+        """The opposite of `hear`. When this returns, nothing reads from the doorbell, which may be closed."""
         lib.tk_fabric_ignore(self.handle, doorbell)
 
     def fileno(self) -> int:

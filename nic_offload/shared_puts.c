@@ -24,9 +24,16 @@ int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe)
 	return is_pipe ? rest_hear(fabric, doorbell) : rest_hear_writes(fabric, doorbell);
 }
 
+static int ignore(struct tk_fabric *fabric, void *doorbell)
+{
+	return rest_ignore(fabric, *(const int *)doorbell);
+}
+
+/* On the thread, which may have been told of a ring and be about to read it: when this returns, it is past that, and the
+ * descriptor can be closed. Otherwise it might read from whatever is opened next under the same number. */
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell)
 {
-	return rest_ignore(fabric, doorbell);
+	return on_the_thread(fabric, ignore, &doorbell, sizeof doorbell);
 }
 
 void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint)

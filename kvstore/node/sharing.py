@@ -19,11 +19,17 @@ import asyncio
 import logging
 import secrets
 import socket
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError
-from kvstore.limits import SHARE_CALL_MS, SHARE_CALLERS_MAX, SHARE_PASS_BYTES, SHARE_PASS_MS, SHARE_SLOTS_MAX
+from kvstore.limits import (
+    SHARE_CALL_MS,
+    SHARE_CALLERS_MAX,
+    SHARE_PASS_BYTES,
+    SHARE_PASS_MS,
+    SHARE_REST_MS,
+    SHARE_SLOTS_MAX,
+)
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED
 
@@ -65,7 +71,8 @@ class Sharing:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
         self._listener.listen(SHARE_CALLERS_MAX)
-        self._loop.add_reader(self._listener, self._accept)
+        self._listens_again: asyncio.TimerHandle | None = None
+        self._listen()
 
     def __len__(self) -> int:
         """How many connections have memory of the node mapped."""
@@ -110,15 +117,23 @@ class Sharing:
         self._mapped.discard(connection)
         self._slots.discard(connection)
 
+    def _listen(self) -> None:
+        self._listens_again = None
+        self._loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
-        with suppress(OSError):  # it has left, or we have no descriptor for it
+        try:
             caller, _ = self._listener.accept()
-            if len(self._callers) >= SHARE_CALLERS_MAX:
-                caller.close()
-                return
-            caller.setblocking(False)
-            self._callers[caller] = self._loop.call_later(SHARE_CALL_MS / 1000, self._end, caller)
-            self._loop.add_reader(caller, self._hear, caller)
+        except OSError:  # it has left, or we have no descriptor for it, and would be told of it without end
+            self._loop.remove_reader(self._listener)
+            self._listens_again = self._loop.call_later(SHARE_REST_MS / 1000, self._listen)
+            return
+        if len(self._callers) >= SHARE_CALLERS_MAX:
+            caller.close()
+            return
+        caller.setblocking(False)
+        self._callers[caller] = self._loop.call_later(SHARE_CALL_MS / 1000, self._end, caller)
+        self._loop.add_reader(caller, self._hear, caller)
 
     def _hear(self, caller: socket.socket) -> None:
         """It shows its pass."""
@@ -169,6 +184,8 @@ class Sharing:
 
     def close(self) -> None:
         """Nobody maps it any more; those that do keep it until they close it."""
+        if self._listens_again is not None:
+            self._listens_again.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for caller in list(self._callers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -22,7 +23,7 @@ from kvstore.client import link as links
 from kvstore.client.shared import MappedMemory, map_shared
 from kvstore.durability import Durability
 from kvstore.errors import Corrupt, FabricError, KvError
-from kvstore.limits import GRANTED_PUTS, GRANTED_SLOTS, PAGE_BYTES
+from kvstore.limits import GRANTED_PUTS, GRANTED_SLOTS, PAGE_BYTES, SHARE_REST_MS
 from kvstore.node import sharing
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import ack_word
@@ -366,6 +367,37 @@ def test_so_many_connections_share_and_others_go_over_the_fabric(
         rigs.append(stack.enter_context(rig_of(inner)))
         assert put(rigs[-1], rigs[-1].block(9)) is None
         assert shared_puts(rigs[-1]) == 1
+
+
+def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(
+    inner: NodeInProcess, offer: tuple[pb.SharedMemory, Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that can't be accepted stays where it is, and the loop would be told of it over and over."""
+    told, _ = offer
+    tries = []
+
+    class Full:
+        def __init__(self, listener: socket.socket) -> None:
+            self.fileno = listener.fileno
+
+        def accept(self) -> None:
+            tries.append(time.monotonic())
+            raise OSError(errno.EMFILE, "no descriptor")
+
+    def swap(node: Any) -> socket.socket:
+        listener: socket.socket = node.sharing._listener
+        monkeypatch.setattr(node.sharing, "_listener", Full(listener))
+        return listener
+
+    listener = inner.call(swap)
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(WAIT_S)
+        caller.connect(f"\0{told.socket}")
+        wait_until(lambda: len(tries) >= 3, "it tries again", WAIT_S)
+        assert tries[2] - tries[0] > 1.5 * SHARE_REST_MS / 1000
+        inner.call(lambda node: monkeypatch.setattr(node.sharing, "_listener", listener))
+        caller.sendall(bytes(len(told.pass_once)))
+        assert caller.recv(1) == b"", "it is heard, and has no pass"
 
 
 def test_nothing_is_left_of_connections_that_come_and_go(inner: NodeInProcess) -> None:

@@ -12,6 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,6 +123,29 @@ def test_a_call_that_gets_no_answer_ends_and_later_ones_end_at_once() -> None:
         assert time.monotonic() - began < ANSWER_MS / 1000
         go_on()
         wait_until(lambda: _gone(thread), "a thread that was given up ends when it can")
+
+
+def test_a_doorbell_is_its_owners_again_once_the_thread_is_past_it() -> None:
+    """It may have been told of a ring, and be about to read: by then the number could be that of another file."""
+    before = _threads()
+    with Fabric("net", address="127.0.0.1") as fabric:
+        (thread,) = _threads() - before
+        heard, rung = os.pipe2(os.O_NONBLOCK)
+        fabric.hear(heard, is_pipe=True)
+        ignores = threading.Thread(target=fabric.ignore, args=(heard,))
+        with hanging(thread) as go_on:
+            ignores.start()
+            ignores.join(0.1)
+            assert ignores.is_alive()
+            go_on()
+            ignores.join(WAIT_S)
+            assert not ignores.is_alive()
+        os.write(rung, b"x")
+        sleeps = fabric.statistics().sleeps
+        wait_until(lambda: fabric.statistics().sleeps >= sleeps + 3, "it rests")
+        assert os.read(heard, 2) == b"x"
+        os.close(heard)
+        os.close(rung)
 
 
 def test_nothing_is_armed_where_nobody_answers() -> None:
