@@ -121,6 +121,7 @@ def test_many_armed_on_one_flag_go_through_eight_slots(inside: Rig) -> None:
 
 
 @pytest.mark.timed
+@pytest.mark.timed
 def test_an_idle_end_is_woken(inside: Rig) -> None:
     """Without the doorbells each put would wait for the end of a sleep, 20 ms at the node."""
     took = []
@@ -129,7 +130,7 @@ def test_an_idle_end_is_woken(inside: Rig) -> None:
         began = time.monotonic()
         assert put(inside, inside.block(number, 4096), Durability.LANDED) is None
         took.append(time.monotonic() - began)
-    assert statistics.median(took) < 0.005
+    assert statistics.median(took) < 0.01
 
 
 def test_what_is_written_over_while_it_is_put_is_whole_or_refused(inside: Rig) -> None:
