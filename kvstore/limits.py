@@ -87,7 +87,7 @@ CALLS_WAIT_MS = (
     1  # between two looks at a begun call: one that waits for the same thing at both is not counted any more
 )
 CALLS_BEGUN_LOOKS_MAX = 100  # after which it is not counted in any case
-CALLS_PENDING_MAX = 1 << 18  # in gRPC, which the node has not taken on yet
+CALLS_PENDING_MAX = 8_192  # in gRPC, which the node has not taken on yet; calls that were reset lie there too
 CALLS_LINE_LONG = 128  # calls of a tenant that wait; one with more
 CALLS_REST_MS = 2  # leaves so much to others between two of its calls, while they call
 CALLS_OUTSIDE_MAX = 8_192  # calls that wait to be begun
@@ -178,6 +178,8 @@ DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file without a given size
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
 DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+FETCHES_A_ROUND = 128  # are begun, and then others have the thread
+FABRIC_CALLS_MS = 1  # of them in one round of the thread: each tenant's turn is one call
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered

@@ -7,7 +7,6 @@ What always holds: numbers are those of `kvstore/v1/lookups.proto` and never cha
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,8 +73,6 @@ _OF_MISS = {
 
 assert set(_OF_MISS) == set(MissReason)
 
-_ALIKE = re.compile(rb"(.)\1*", re.DOTALL)
-
 
 class Run(NamedTuple):
     """Blocks one behind the other that fared alike; of what has gone, when the first of them did."""
@@ -116,10 +113,14 @@ def outcome_of_miss(reason: MissReason) -> Outcome:
 def runs_of(outcomes: bytes | bytearray) -> list[Run]:
     """The runs of outcomes, one byte a block; what is beyond the bound on runs is one of various outcomes."""
     runs: list[Run] = []
-    for found in _ALIKE.finditer(outcomes):
-        begin, end = found.span()
-        runs.append(Run(end - begin, Outcome(outcomes[begin])))
-    return bounded(runs)
+    rest = bytes(outcomes)
+    while rest and len(runs) < LOOKUP_RUNS_MAX:
+        first, length = rest[:1], len(rest)
+        rest = rest.lstrip(first)  # a long session has tens of thousands, which others would wait for
+        runs.append(Run(length - len(rest), Outcome(first[0])))
+    if rest:
+        runs[-1] = Run(runs[-1].blocks + len(rest), Outcome.UNSPECIFIED)
+    return runs
 
 
 def bounded(runs: Iterable[Run]) -> list[Run]:

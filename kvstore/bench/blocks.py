@@ -1,7 +1,8 @@
 """Blocks put to a running node and got back, timed from the store to the flag word.
 
-What always holds: every put has fresh names, so nothing is answered with "already have it"; a get asks for blocks
-that were put and never read, so the drive answers and not the hot memory; what does not come back is an error.
+What always holds: every put has fresh names, so nothing is answered with "already have it". A put leaves its blocks in
+the node's hot memory: `cold_ns` gets blocks that were never read, and behind which more was put than that memory
+holds, so they come from the drive. What does not come back is an error.
 """
 
 from __future__ import annotations
@@ -9,20 +10,26 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvstore.client import Block, Hit
 from kvstore.errors import KvError
+from kvstore.limits import HOT_BYTES_DEFAULT
 from kvstore.names import block_key
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.client import Client
     from nic_offload.flags import FlagWords
 
 __all__ = ["PathBlocks", "PutTimes"]
 
 _WAIT_S = 60.0
+_PUSHED_OUT = 1.25  # times the hot memory's size were put since
+_KEPT = 4  # times its size were put since, and the drive still has the block
 
 
 class PutTimes(NamedTuple):
@@ -35,13 +42,27 @@ class PutTimes(NamedTuple):
 class PathBlocks:
     """A client of a node with registered memory for `count` blocks."""
 
-    def __init__(self, client: Client, flags: FlagWords, block_bytes: int, count: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        flags: FlagWords,
+        block_bytes: int,
+        count: int,
+        *,
+        hot_bytes: int = HOT_BYTES_DEFAULT,
+    ) -> None:
+        """`hot_bytes`: the size of the node's hot memory; its drive is at least eight times as large."""
         self.block_bytes, self.count = block_bytes, count
         self._client, self._flag = client, flags[0]
         self._name, self._runs = secrets.token_bytes(8), itertools.count()
         self._source = client.register(allocate(count * block_bytes))
         self._target = client.register(allocate(count * block_bytes))
+        self._hot_bytes = hot_bytes
         self._last: list[Block] = []
+        self._put_bytes = 0
+        self._unread: dict[
+            int, deque[tuple[int, list[Block]]]
+        ] = {}  # by their count; and what was put by then
 
     def _fresh(self, count: int) -> list[Block]:
         run = next(self._runs).to_bytes(4)
@@ -67,14 +88,37 @@ class PathBlocks:
             if result.error is not None:
                 raise result.error
         self._last = blocks
+        self._put_bytes += count * self.block_bytes
+        self._unread.setdefault(count, deque()).append((self._put_bytes, blocks))
         return PutTimes(
             max(result.landed_ns for result in results) - start_ns,
             max(result.durable_ns for result in results) - start_ns,
         )
 
-    def get_ns(self) -> int:
-        """Get the blocks that were put last; nanoseconds until all are there."""
-        wanted = [Block(block.key, self._target, block.offset, block.length) for block in self._last]
+    def hot_ns(self) -> int:
+        """Get the blocks that were put last; nanoseconds until all are there.
+
+        The second time they come from the node's memory, if that has room for them.
+        """
+        unread = self._unread[len(self._last)]
+        if unread and unread[-1][1] is self._last:
+            unread.pop()
+        return self._get_ns(self._last)
+
+    def cold_ns(self, count: int) -> int:
+        """Get so many blocks from the node's drive; nanoseconds until all are there."""
+        unread = self._unread.setdefault(count, deque())
+        while unread and self._put_bytes - unread[0][0] > _KEPT * self._hot_bytes:
+            unread.popleft()  # it may have been evicted
+        if not unread:
+            self.put(count)
+        put_bytes, blocks = unread.popleft()
+        while self._put_bytes - put_bytes < _PUSHED_OUT * self._hot_bytes:
+            self.put(self.count)
+        return self._get_ns(blocks)
+
+    def _get_ns(self, blocks: Sequence[Block]) -> int:
+        wanted = [Block(block.key, self._target, block.offset, block.length) for block in blocks]
         start_ns = time.monotonic_ns()
         outcomes = self._client.get(wanted, timeout_s=_WAIT_S)
         took_ns = time.monotonic_ns() - start_ns

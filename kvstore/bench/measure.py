@@ -5,9 +5,9 @@ slows down slows all of it; a sample is the median of its runs, with the fastest
 was written is removed.
 
 `memory` is a copy by the CPU; `link` is armed puts into another process, from the flag's store to the last
-acknowledgement; `drive` is io_uring over a filled file; `node` and `path` are puts to a running node and gets from it,
-at some sizes and at others, so that what is fitted at the first can be held against the second; both have the bare link
-and drive measured in turns with them.
+acknowledgement; `drive` is io_uring over a filled file; `node` and `path` are puts to a running node and gets from its
+drive, at some sizes and at others, so that what is fitted at the first can be held against the second; both have the
+bare link and drive measured in turns with them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvstore.bench.bare import BareDrive, BareFabric
 from kvstore.bench.blocks import PathBlocks
 from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
+from kvstore.limits import HOT_BYTES_DEFAULT
 from kvstore.storage.disk import DiskOpKind
 from nic_offload.flags import FlagWords
 from nic_offload.library import load
@@ -45,6 +46,7 @@ _SINGLES = 15  # runs in a row of what is over at once
 _TOTAL = 64 * _MIB
 _BLOCKS_MAX = 512
 _CAPACITY = "2GiB"  # the largest drive file that is filled when it is made
+_HOT_BYTES = HOT_BYTES_DEFAULT  # of the node
 _MEMORY_SIZES = tuple(64 * _KIB << shift for shift in range(0, 11, 2))  # to 64 MiB
 _LINK_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))  # to 16 MiB
 _DRIVE_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))
@@ -154,7 +156,7 @@ def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sa
         NodeProcess(home / "node", capacity=_CAPACITY) as node,
         Client(node.target, slots=many, block_bytes_max=size_bytes) as client,
         FlagWords.create(1) as flags,
-        PathBlocks(client, flags, size_bytes, many) as path,
+        PathBlocks(client, flags, size_bytes, many, hot_bytes=_HOT_BYTES) as path,
         BareFabric(client.fabric.provider, size_bytes, 1) as single,
         BareFabric(client.fabric.provider, size_bytes, many) as train,
         BareDrive(home, _BESIDE_BYTES) as drive,
@@ -170,7 +172,7 @@ def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sa
 
             jobs.add(part, "landed", size_bytes, count, put)
             jobs.add(part, "written", size_bytes, count, written.pop)
-            jobs.add(part, "get", size_bytes, count, path.get_ns)
+            jobs.add(part, "get", size_bytes, count, _often(partial(path.cold_ns, count), repeats))
             jobs.add(part, "bare link", size_bytes, count, _often(bare.nanoseconds, repeats))
         for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
             for depth in _BESIDE_DEPTHS:

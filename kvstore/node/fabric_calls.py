@@ -14,19 +14,21 @@ used again before the fabric is done with them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
-from kvstore.limits import SHARES
+from kvstore.limits import FABRIC_CALLS_MS, SHARES, TURN_BYTES
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
 from kvstore.node.connection_calls import fetch, lease_told, reserve
+from kvstore.node.fair import FairQueue
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
@@ -160,6 +162,15 @@ class CallArea:
         self._answers.close()
 
 
+class _Due(NamedTuple):
+    """A call that waits for its tenant's turn."""
+
+    event: Event
+    tenant: bytes
+    flow: Connection
+    size_bytes: int = TURN_BYTES  # a turn is worth one
+
+
 class FabricCalls:
     """All of a node."""
 
@@ -168,6 +179,8 @@ class FabricCalls:
         self._tags = tags
         self._areas: dict[Connection, CallArea] = {}
         self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
+        self._due: FairQueue[_Due] = FairQueue()  # calls that have come: four of a connection at most
+        self._goes_on = False  # in the next round of the loop
         self._answering: dict[int, tuple[CallArea, int]] = {}  # by tag: with which of its places for answers
 
     def open(self, connection: Connection, answers_base: int) -> CallArea:
@@ -245,8 +258,34 @@ class FabricCalls:
         area.free.append(number)
         return True
 
-    def landed(self, event: Event) -> None:
-        """Do a call."""
+    def landed(self, events: Sequence[Event]) -> None:
+        """Do calls, one of each tenant in turn; of many the rest a round of the loop later."""
+        if len(events) == 1 and not self._due:
+            self._do(events[0])
+        elif events:
+            due = ((self._watched.get(event.tag), event) for event in events)
+            self._due.add(
+                _Due(event, one[0].connection.tenant, one[0].connection)
+                for one, event in due
+                if one is not None
+            )
+            self._go_on()
+
+    def _go_on(self) -> None:
+        until_ns = self._node.clock.monotonic_ns() + FABRIC_CALLS_MS * 1_000_000
+        while (due := self._due.take(lambda _: True)) is not None:
+            self._do(due.event)
+            if self._node.clock.monotonic_ns() >= until_ns:
+                break
+        if self._due and not self._goes_on:
+            self._goes_on = True
+            asyncio.get_running_loop().call_soon(self._go_on_later)
+
+    def _go_on_later(self) -> None:
+        self._goes_on = False
+        self._go_on()
+
+    def _do(self, event: Event) -> None:
         area, place = self._watched.pop(event.tag, (None, 0))
         if area is None:
             return  # its connection was closed by one before it

@@ -60,24 +60,36 @@ class _Line(Generic[T]):
 class FairQueue(Generic[T]):
     """All that waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None) -> None:
+        """`places` are taken by what waits, for who asks `left` before."""
         self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # whose turn it is stands first
         self._count = 0
+        self._places = places
 
     def __len__(self) -> int:
         return self._count
+
+    def left(self, tenant: Hashable) -> int:
+        """How many more of a tenant may wait."""
+        assert self._places is not None
+        return self._places.left(tenant)
 
     def add(self, things: Iterable[T]) -> None:
         """Let things wait, behind those of their connection."""
         for thing in things:
             self._flow(thing).append(thing)
-            self._count += 1
+            self._counted(thing.tenant, 1)
+
+    def _counted(self, tenant: Hashable, more: int) -> None:
+        self._count += more
+        if self._places is not None:
+            self._places.take(tenant, more)
 
     def put_back(self, thing: T) -> None:
         """Let a thing that was taken wait again, before those of its connection, and give its turn back."""
         self._flow(thing).appendleft(thing)
         self._lines[thing.tenant].credit_bytes += thing.size_bytes
-        self._count += 1
+        self._counted(thing.tenant, 1)
 
     def take(self, may: Callable[[T], bool]) -> T | None:
         """Take what is next, of those connections whose first may be taken; None if there is no such."""
@@ -109,7 +121,7 @@ class FairQueue(Generic[T]):
         """Forget what a connection waits for."""
         line = self._lines.get(tenant)
         if line is not None and flow in line.flows:
-            self._count -= len(line.flows.pop(flow))
+            self._counted(tenant, -len(line.flows.pop(flow)))
             if not line.flows:
                 del self._lines[tenant]
 
@@ -121,7 +133,7 @@ class FairQueue(Generic[T]):
             return []
         gone = [thing for thing in things if which(thing)]
         kept = deque(thing for thing in things if not which(thing))
-        self._count -= len(gone)
+        self._counted(tenant, -len(gone))
         if kept:
             line.flows[flow] = kept
         else:
@@ -145,7 +157,7 @@ class FairQueue(Generic[T]):
     def _pop(self, tenant: Hashable, line: _Line[T], flow: Hashable) -> T:
         things = line.flows[flow]
         thing = things.popleft()
-        self._count -= 1
+        self._counted(tenant, -1)
         line.credit_bytes -= thing.size_bytes
         if things:
             line.flows.move_to_end(flow)

@@ -20,6 +20,7 @@ ahead of a newcomer is bounded.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 from collections import defaultdict
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError, Overloaded
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
+    FETCHES_A_ROUND,
     FETCHES_QUEUED_MAX,
     HEADER_BYTES,
     READ_AHEAD_BYTES,
@@ -35,7 +36,7 @@ from kvstore.limits import (
 from kvstore.lookups import Outcome
 from kvstore.miss import MissReason
 from kvstore.node.cancelling import Noted
-from kvstore.node.fair import FairQueue
+from kvstore.node.fair import FairQueue, Places
 from kvstore.node.fetch import Fetch
 from kvstore.node.readers import Readers
 from kvstore.storage.gets import mismatch
@@ -45,7 +46,7 @@ from nic_offload.fabric import EventKind
 from nic_offload.trigger import TriggeredPut, arm, put_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
@@ -80,6 +81,7 @@ class Fetches:
         clock: Clock,
         counters: Counters,
         timings: Timings,
+        tenants: Callable[[], int],
         *,
         traced: bool,
     ) -> None:
@@ -94,7 +96,8 @@ class Fetches:
         self._granted = granted
         self._tags = tags
         self._clock = clock
-        self._queued: FairQueue[Fetch] = FairQueue()
+        self._queued: FairQueue[Fetch] = FairQueue(Places(FETCHES_QUEUED_MAX, tenants))
+        self._goes_on = False  # in the next round of the loop
         self._under_way: dict[int, Fetch] = {}
         self._lookings: dict[Looking, Connection] = {}  # of which a block is waiting or under way
         self._reading_bytes = 0
@@ -115,8 +118,8 @@ class Fetches:
         self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking, *, called: bool
     ) -> None:
         """Queue the fetches, all or none, and start what can be started. `called`: they have come by gRPC."""
-        if len(self._queued) + len(requests) > FETCHES_QUEUED_MAX:
-            raise Overloaded(f"The node has {len(self._queued)} queued fetches; try again later.")
+        if len(requests) > self._queued.left(connection.tenant):
+            raise Overloaded("The tenant's share of the node's queued fetches is used up; try again later.")
         looking.expect()
         self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
@@ -190,10 +193,19 @@ class Fetches:
         return len(self._queued) > 0 or self._reading_bytes > 0
 
     def pump(self) -> None:
-        """Send what is hot, and read ahead as far as the memory goes."""
+        """Send what is hot, and read ahead as far as the memory goes; of much, the rest goes on a round later."""
         self._settle()
-        while not self._memory.pages.refused and (batch := self._next()):
+        left = 0 if self._goes_on else FETCHES_A_ROUND
+        while left and not self._memory.pages.refused and (batch := self._next(left)):
             self._begin_all(batch)
+            left -= len(batch)
+        if not left and self._queued and not self._goes_on:
+            self._goes_on = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self.pump()
 
     def _settle(self) -> None:
         """Do what is due of what has ended."""
@@ -237,11 +249,11 @@ class Fetches:
         if reads:
             self._store.get(reads, self._read)
 
-    def _next(self) -> list[Fetch]:
+    def _next(self, most: int) -> list[Fetch]:
         """Take those whose turn it is, as far as the drive is to be asked ahead."""
         batch: list[Fetch] = []
         ahead_bytes = self._reading_bytes
-        while ahead_bytes < READ_AHEAD_BYTES and len(batch) < BATCH_BLOCKS_MAX:
+        while ahead_bytes < READ_AHEAD_BYTES and len(batch) < most:
             fetch = self._queued.take(self._may)
             if fetch is None:
                 break

@@ -150,6 +150,7 @@ class Node:
             clock,
             self.counters,
             self.timings,
+            tenants_known,
             traced=spans is not None,
         )
         self.fabric_calls = FabricCalls(self, self._tags)
@@ -455,8 +456,7 @@ class Node:
             self._kept([PutDone(lease.generation, KeyTaken(_TAKEN), lease.durability) for lease in taken])
         for start in range(0, len(landed), BATCH_BLOCKS_MAX):
             self._store(landed[start : start + BATCH_BLOCKS_MAX])
-        for call in calls:
-            self.fabric_calls.landed(call)
+        self.fabric_calls.landed(calls)
         self.fetches.pump()
 
     def _fabric_event(

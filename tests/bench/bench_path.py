@@ -44,7 +44,7 @@ class _Path(PathBlocks):
         return self.total_bytes / self.put(self.count).written_ns
 
     def get(self) -> float:
-        return self.total_bytes / self.get_ns()
+        return self.total_bytes / self.cold_ns(self.count)
 
     def flag_to_landed_us(self) -> float:
         return statistics.median(self.put(1).landed_ns for _ in range(_rounds(self.block_bytes))) / 1e3

@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.bench import bare, command, measure
+from kvstore.bench.blocks import PathBlocks
 from kvstore.cli import main
+from kvstore.client import Client
+from kvstore.limits import HOT_BYTES_MIN
+from nic_offload.flags import FlagWords
 from sim.calibrate.profile import fit_profile
 from sim.calibrate.samples import parse
 from sim.calibrate.show import _kvstore_bench
+from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture
@@ -24,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_SINGLES", 2)
     monkeypatch.setattr(measure, "_BLOCKS_MAX", 8)
     monkeypatch.setattr(measure, "_CAPACITY", "64MiB")
+    monkeypatch.setattr(measure, "_HOT_BYTES", 4096 * KIB)
     monkeypatch.setattr(measure, "_DRIVE_BYTES", 4096 * KIB)
     monkeypatch.setattr(measure, "_BESIDE_BYTES", 4096 * KIB)
     monkeypatch.setattr(bare, "_OPERATION_BYTES", 1024 * KIB)
@@ -79,3 +85,26 @@ def test_what_is_no_part_and_no_folder_is_refused(tmp_path: Path, capsys: pytest
     assert "'disk' is not a part; choose from memory, link, drive" in capsys.readouterr().err
     assert main(["bench", "--data", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_cold_gets_come_from_the_drive_and_hot_ones_from_memory(tmp_path: Path) -> None:
+    with (
+        NodeInProcess(tmp_path / "node", 1 << 30, hot_bytes=HOT_BYTES_MIN) as node,
+        Client(node.target, slots=16, block_bytes_max=MIB) as client,
+        FlagWords.create(1) as flags,
+        PathBlocks(client, flags, MIB, 16, hot_bytes=HOT_BYTES_MIN) as path,
+    ):
+
+        def read() -> int:
+            """Blocks that had to be read from the drive."""
+            return int(node.call(lambda one: one.counters.hits_drive))
+
+        path.put(16)
+        for _ in range(2):
+            assert path.hot_ns() > 0
+        before = read()
+        assert path.hot_ns() > 0
+        assert read() == before
+        for number in range(1, 4):
+            assert path.cold_ns(16) > 0
+            assert read() == before + 16 * number

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import select
 import socket
 import sys
@@ -23,9 +22,9 @@ import grpc
 
 from kvstore.client import Client
 from kvstore.errors import KvError
-from kvstore.limits import LEASE_TIMEOUT_MS, SESSION_BLOCKS_MAX, SESSION_TURNS_MAX
+from kvstore.limits import LEASE_TIMEOUT_MS, SESSION_BLOCKS_MAX
 from kvstore.wire import blocks_pb2 as blocks
-from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc, sessions_pb2_grpc
+from kvstore.wire import blocks_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import sessions_pb2 as sessions
 from nic_offload.fabric import EventKind, Fabric
@@ -33,28 +32,24 @@ from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from nic_offload.trigger import TriggeredPut, arm
 from tests.hostile import h2
+from tests.hostile.calling import Told, bearer, channel
+from tests.hostile.memory import MEMORY_ATTACKS
+from tests.hostile.sessions import LARGE, SESSION_ATTACKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nic_offload.fabric import Event
 
-Told = dict[str, Any]
 _ATTACH = "/kvstore.v1.KvStore/Attach"
 _STREAMS = 200  # of one connection
 _STAYS_S = 2.0
-LARGE = sessions.SessionName(user="u", session="s")
-
-
-def _bearer(told: Told) -> tuple[tuple[str, str], ...]:
-    token = told.get("token")
-    return () if token is None else (("authorization", f"Bearer {token}"),)
 
 
 def resets(told: Told, until: float, source: str) -> Told:
     """HTTP/2 rapid reset, on ever new connections."""
     streams = [1 + 2 * number for number in range(5000)]
-    chunk = b"".join(h2.headers(one, _ATTACH, *_bearer(told)) + h2.reset(one) for one in streams)
+    chunk = b"".join(h2.headers(one, _ATTACH, *bearer(told)) + h2.reset(one) for one in streams)
     sent = connections = 0
     while time.monotonic() < until:
         with suppress(OSError), h2.connected("127.0.0.1", told["port"], source, 1.0) as link:
@@ -73,9 +68,7 @@ def resets_of_one(told: Told, until: float, source: str) -> Told:
             if link is None:
                 link, first = h2.connected("127.0.0.1", told["port"], source, 1.0), 1
             streams = range(first, first + 2000, 2)
-            link.sendall(
-                b"".join(h2.headers(one, _ATTACH, *_bearer(told)) + h2.reset(one) for one in streams)
-            )
+            link.sendall(b"".join(h2.headers(one, _ATTACH, *bearer(told)) + h2.reset(one) for one in streams))
             sent, first = sent + len(streams), first + 2000
             continue
         link = None
@@ -88,9 +81,7 @@ def silent_streams(told: Told, until: float, source: str) -> Told:
     for _ in range(told["streams"] // _STREAMS):
         with suppress(OSError):
             link = h2.connected("127.0.0.1", told["port"], source, 1.0)
-            link.sendall(
-                b"".join(h2.headers(1 + 2 * one, _ATTACH, *_bearer(told)) for one in range(_STREAMS))
-            )
+            link.sendall(b"".join(h2.headers(1 + 2 * one, _ATTACH, *bearer(told)) for one in range(_STREAMS)))
             links.append(link)
             continue
         refused += 1
@@ -160,17 +151,13 @@ def attach_request(told: Told, address: bytes) -> pb.AttachRequest:
     )
 
 
-def _channel(told: Told, number: int = 0) -> grpc.Channel:
-    return grpc.insecure_channel(f"127.0.0.1:{told['port']}", options=(("of_its_own", number),))
-
-
 def address(number: int) -> bytes:
     return SocketAddress(ip_of("127.0.0.1"), 10_000 + number).told
 
 
 def failing_attaches(told: Told, until: float, _: str) -> Told:
     """Attaches with addresses that are none, or of nobody who can be reached, and words that lie nowhere."""
-    stub = kvstore_pb2_grpc.KvStoreStub(_channel(told))  # type: ignore[no-untyped-call]
+    stub = kvstore_pb2_grpc.KvStoreStub(channel(told))  # type: ignore[no-untyped-call]
     tried = [
         attach_request(told, address)
         for address in (
@@ -187,7 +174,7 @@ def failing_attaches(told: Told, until: float, _: str) -> Told:
     while time.monotonic() < until:
         for request in tried:
             try:
-                next(stub.Attach(iter([request]), metadata=_bearer(told), timeout=5))
+                next(stub.Attach(iter([request]), metadata=bearer(told), timeout=5))
             except grpc.RpcError as error:
                 name = error.code().name
                 refused[name] = refused.get(name, 0) + 1
@@ -204,7 +191,7 @@ def attaches(told: Told, until: float, _: str) -> Told:
         if len(held) >= told.get("most", 1 << 30):
             time.sleep(0.1)
             continue
-        stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, at // _STREAMS))  # type: ignore[no-untyped-call]
+        stub = kvstore_pb2_grpc.KvStoreStub(channel(told, at // _STREAMS))  # type: ignore[no-untyped-call]
 
         def requests(
             number: int = at % 50_000,
@@ -212,7 +199,7 @@ def attaches(told: Told, until: float, _: str) -> Told:
             yield attach_request(told, address(number))
             time.sleep(max(0.0, until + 5 - time.monotonic()))
 
-        call = stub.Attach(requests(), metadata=_bearer(told))
+        call = stub.Attach(requests(), metadata=bearer(told))
         try:
             next(call)
             held.append(call)
@@ -230,14 +217,14 @@ def landing(told: Told, until: float, _: str) -> Told:
     most = 0
     refused: dict[str, int] = {}
     while time.monotonic() < until:
-        stub = kvstore_pb2_grpc.KvStoreStub(_channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
+        stub = kvstore_pb2_grpc.KvStoreStub(channel(told, len(held) // _STREAMS))  # type: ignore[no-untyped-call]
         request = attach_request(told | {"slots": 32, "block_bytes_max": 8 << 20}, address(len(held)))
 
         def requests(first: pb.AttachRequest = request) -> Iterator[Any]:
             yield first
             time.sleep(max(0.0, until + 5 - time.monotonic()))
 
-        call = stub.Attach(requests(), metadata=_bearer(told))
+        call = stub.Attach(requests(), metadata=bearer(told))
         try:
             number = next(call).connection
             held.append(call)
@@ -246,7 +233,7 @@ def landing(told: Told, until: float, _: str) -> Told:
                 wanted = pb.ReserveRequest(
                     connection=number, blocks=[pb.ReserveBlock(name=name)], durability=pb.DURABILITY_WRITTEN
                 )
-                stub.Reserve(wanted, metadata=_bearer(told), timeout=20)
+                stub.Reserve(wanted, metadata=bearer(told), timeout=20)
                 leases.append(time.monotonic())
                 while leases[0] < leases[-1] - LEASE_TIMEOUT_MS / 1000:
                     leases.popleft()
@@ -260,20 +247,20 @@ def landing(told: Told, until: float, _: str) -> Told:
 
 def heavy(told: Told, until: float, _: str) -> Told:
     """Four loops of a call that names a thousand blocks."""
-    stub = blocks_pb2_grpc.BlocksStub(_channel(told))  # type: ignore[no-untyped-call]
+    stub = blocks_pb2_grpc.BlocksStub(channel(told))  # type: ignore[no-untyped-call]
     names = [
         pb.BlockName(key=os.urandom(32), fingerprint=bytes(16), length=4096) for _ in range(told["blocks"])
     ]
     made: dict[str, Callable[[], Any]] = {
         "Exists": lambda: stub.Exists.future(
-            blocks.ExistsRequest(blocks=names), metadata=_bearer(told), timeout=20
+            blocks.ExistsRequest(blocks=names), metadata=bearer(told), timeout=20
         ),
         "Prefix": lambda: stub.Prefix.future(
             blocks.PrefixRequest(keys=[one.key for one in names], fingerprint=bytes(16)),
-            metadata=_bearer(told),
+            metadata=bearer(told),
         ),
         "Explain": lambda: stub.Explain.future(
-            blocks.ExplainRequest(keys=[one.key for one in names]), metadata=_bearer(told), timeout=20
+            blocks.ExplainRequest(keys=[one.key for one in names]), metadata=bearer(told), timeout=20
         ),
     }
     ask = made[told["call"]]
@@ -291,22 +278,6 @@ def heavy(told: Told, until: float, _: str) -> Told:
     return done
 
 
-def make_large_sessions(told: Told) -> None:
-    """Make one session that is as long as one may be, and 64 that have its first thousand turns."""
-    with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
-        keys = [os.urandom(32) for _ in range(128)]
-        client.put_many_inline((key, key) for key in keys)
-    stub, name = sessions_pb2_grpc.SessionsStub(_channel(told)), LARGE  # type: ignore[no-untyped-call]
-    for _ in range(SESSION_TURNS_MAX - 1):
-        stub.AppendSession(sessions.AppendSessionRequest(name=name, keys=keys[:1]), metadata=_bearer(told))
-    many = [random.choice(keys) for _ in range(SESSION_BLOCKS_MAX - SESSION_TURNS_MAX)]
-    stub.AppendSession(sessions.AppendSessionRequest(name=name, keys=many), metadata=_bearer(told))
-    for number in range(64):
-        fork = sessions.SessionName(user=name.user, session=str(number))
-        wanted = sessions.ForkSessionRequest(source=name, name=fork, blocks=SESSION_TURNS_MAX)
-        stub.ForkSession(wanted, metadata=_bearer(told))
-
-
 def unread(told: Told, until: float, source: str) -> Told:
     """Answers of megabytes, asked for on connections that answer pings and give no room to any."""
     ask = sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX).SerializeToString()
@@ -318,7 +289,7 @@ def unread(told: Told, until: float, source: str) -> Told:
         held.append(link)
         for stream in range(1, 2 * _STREAMS, 2):
             with suppress(OSError):
-                call = h2.headers(stream, "/kvstore.v1.Sessions/GetSession", *_bearer(told))
+                call = h2.headers(stream, "/kvstore.v1.Sessions/GetSession", *bearer(told))
                 link.sendall(call + h2.data(stream, ask, ends=True))
                 asked += 1
         time.sleep(1.0)
@@ -339,7 +310,7 @@ def burn(told: Told, until: float, source: str) -> Told:
             blocks.ExistsRequest(blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=4096)]),
         ),
     }[told["call"]]
-    message, more = ask.SerializeToString(), _bearer(told)
+    message, more = ask.SerializeToString(), bearer(told)
     links: dict[socket.socket, tuple[h2.Answers, Iterator[int]]] = {}
     done = begun = 0
 
@@ -399,10 +370,10 @@ def half_sent(told: Told, until: float, source: str) -> Told:
 def _halves(told: Told, source: str) -> tuple[socket.socket, h2.Answers, dict[int, int]]:
     """A connection that is let in, and how much was sent of each of its calls."""
     link, first = h2.connected("127.0.0.1", told["port"], source, 1.0), h2.half(_HALF)
-    link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", *_bearer(told)) + h2.data(1, b"", ends=True))
+    link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", *bearer(told)) + h2.data(1, b"", ends=True))
     calls = {stream: len(first) for stream in range(3, _STREAMS, 2)}
     for stream in calls:
-        link.sendall(h2.headers(stream, told["path"], *_bearer(told)) + h2.more(stream, first))
+        link.sendall(h2.headers(stream, told["path"], *bearer(told)) + h2.more(stream, first))
     answers = h2.Answers(link)
     answers.window -= len(first) * len(calls) + 5
     return link, answers, calls
@@ -423,82 +394,6 @@ def _send_more(link: socket.socket, answers: h2.Answers, calls: dict[int, int]) 
             sent += some
     link.setblocking(False)
     return sent
-
-
-def lists(told: Told, until: float, _: str) -> Told:
-    """Four loops that list sessions of a thousand turns and sixty thousand blocks."""
-    stub = sessions_pb2_grpc.SessionsStub(_channel(told))  # type: ignore[no-untyped-call]
-    ask = sessions.ListSessionsRequest(user=LARGE.user)
-    done: dict[str, int] = {}
-
-    def work() -> None:
-        while time.monotonic() < until:
-            try:
-                stub.ListSessions(ask, metadata=_bearer(told), timeout=20)
-                name = "OK"
-            except grpc.RpcError as error:
-                name = error.code().name
-            done[name] = done.get(name, 0) + 1
-
-    working = [threading.Thread(target=work) for _ in range(4)]
-    for one in working:
-        one.start()
-    for one in working:
-        one.join()
-    return done
-
-
-def forks(told: Told, until: float, _: str) -> Told:
-    """Two loops that fork the longest session there may be, cut the fork and remove it."""
-    stub, done = sessions_pb2_grpc.SessionsStub(_channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
-
-    def work(session: str) -> None:
-        name = sessions.SessionName(user=LARGE.user, session=session)
-        calls: tuple[tuple[Any, Any], ...] = (
-            (stub.ForkSession, sessions.ForkSessionRequest(source=LARGE, name=name)),
-            (
-                stub.TruncateSession,
-                sessions.TruncateSessionRequest(name=name, blocks=SESSION_BLOCKS_MAX // 2),
-            ),
-            (stub.RemoveSession, sessions.RemoveSessionRequest(name=name)),
-        )
-        while time.monotonic() < until:
-            for call, request in calls:
-                try:
-                    call(request, metadata=_bearer(told), timeout=20)
-                    ended = "OK"
-                except grpc.RpcError as error:
-                    ended = error.code().name
-                done[ended] = done.get(ended, 0) + 1
-
-    _all_at_once(work, ["fork 1", "fork 2"])
-    return done
-
-
-def stored(told: Told, until: float, _: str) -> Told:
-    """Four loops that ask for all keys of the longest session there may be, as a resume of it does."""
-    stub, done = sessions_pb2_grpc.SessionsStub(_channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
-    ask = sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX)
-
-    def work(_: str) -> None:
-        while time.monotonic() < until:
-            try:
-                stub.GetSession(ask, metadata=_bearer(told), timeout=20)
-                ended = "OK"
-            except grpc.RpcError as error:
-                ended = error.code().name
-            done[ended] = done.get(ended, 0) + 1
-
-    _all_at_once(work, [""] * 4)
-    return done
-
-
-def _all_at_once(work: Callable[[str], None], names: list[str]) -> None:
-    working = [threading.Thread(target=work, args=(name,)) for name in names]
-    for one in working:
-        one.start()
-    for one in working:
-        one.join()
 
 
 def flood(told: Told, until: float, _: str) -> Told:
@@ -527,11 +422,11 @@ def flood(told: Told, until: float, _: str) -> Told:
 
 def unknown(told: Told, until: float, _: str) -> Told:
     """Calls without a token, or with nobody's, as fast as they go."""
-    stub = kvstore_pb2_grpc.KvStoreStub(_channel(told))  # type: ignore[no-untyped-call]
+    stub = kvstore_pb2_grpc.KvStoreStub(channel(told))  # type: ignore[no-untyped-call]
     refused: dict[str, int] = {}
     while time.monotonic() < until:
         try:
-            stub.Status(pb.StatusRequest(), metadata=_bearer(told), timeout=5)
+            stub.Status(pb.StatusRequest(), metadata=bearer(told), timeout=5)
         except grpc.RpcError as error:
             name = error.code().name
             refused[name] = refused.get(name, 0) + 1
@@ -562,29 +457,30 @@ def forge(told: Told, until: float, _: str) -> Told:
     return did
 
 
-ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
-    one.__name__: one
-    for one in (
-        resets,
-        resets_of_one,
-        silent_streams,
-        idle,
-        slow_http,
-        failing_attaches,
-        attaches,
-        landing,
-        heavy,
-        unread,
-        burn,
-        half_sent,
-        lists,
-        forks,
-        stored,
-        flood,
-        unknown,
-        forge,
-    )
-}
+ATTACKS: dict[str, Callable[[Told, float, str], Told]] = (
+    {
+        one.__name__: one
+        for one in (
+            resets,
+            resets_of_one,
+            silent_streams,
+            idle,
+            slow_http,
+            failing_attaches,
+            attaches,
+            landing,
+            heavy,
+            unread,
+            burn,
+            half_sent,
+            flood,
+            unknown,
+            forge,
+        )
+    }
+    | MEMORY_ATTACKS
+    | SESSION_ATTACKS
+)
 
 if __name__ == "__main__":
     os.nice(5)

@@ -12,23 +12,26 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from kvstore.client import Hit
+from kvstore.client import Block, Hit
 from kvstore.errors import KvError
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
+from nic_offload.memory import allocate
 from tests.conftest import small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.client import Client
     from kvstore.demo.node_process import NodeProcess
+    from nic_offload.fabric import Region
 
 SECONDS = float(os.environ.get("TRIGGERKV_HOSTILE_S", "3"))
 ALONE_S = 2.0  # before the attack, and again behind it
@@ -71,6 +74,10 @@ class Beside:
         self.node: NodeProcess = small_node(folder / "node", arguments=more)
         self.port = int(self.node.target.rpartition(":")[2])
         self.client: Client = small_client(self.node.target, token="good")
+        self.work: Callable[[int], object] = self.get_inline
+        self._done = 0
+        self._region: Region | None = None
+        self.put: deque[bytes] = deque(maxlen=64)  # keys, the last
         self.keys = [block_key(b"good", bytes([number])) for number in range(8)]
         for key in self.keys:
             self.client.put_inline(key, key * 128)
@@ -82,15 +89,31 @@ class Beside:
         entries = [f'[{one}]\ntokens_sha256 = ["{token_digest(one)}"]\n{quota}' for one in names]
         self.tenants.write_text("".join(entries))
 
+    def get_inline(self, number: int) -> object:
+        """What the neighbour does, unless a test has it do something else: get a block inside gRPC."""
+        return self.client.get_inline(self.keys[number % len(self.keys)], PAGE)
+
+    def put_and_get(self, number: int) -> object:
+        """Put a block over the fabric, or into memory that both map, and get one."""
+        if self._region is None:
+            self._region = self.client.register(allocate(2 * PAGE))
+        key = block_key(b"good", b"put", number.to_bytes(8))
+        (ended,) = self.client.put([Block(key, self._region, 0, PAGE)])
+        if ended.error is not None:
+            raise ended.error
+        self.put.append(key)
+        return self.client.get([Block(key, self._region, PAGE, PAGE)])[0]
+
     def times(self, seconds: float) -> Times:
-        """Let the neighbour get for so long."""
+        """Let the neighbour work for so long."""
         taken: list[float] = []
         windows: list[list[float]] = [[] for _ in range(max(1, round(seconds / WINDOW_S)))]
         errors: list[str] = []
         start = began = time.monotonic()
         while began < start + seconds:
             try:
-                found = self.client.get_inline(self.keys[len(taken) % len(self.keys)], PAGE)
+                found = self.work(self._done)
+                self._done += 1
                 if not isinstance(found, Hit) and not isinstance(found, bytes):
                     errors.append(str(found))
             except KvError as error:

@@ -35,8 +35,9 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
-from tests.hostile.attacks import attach_request, make_large_sessions
+from tests.hostile.attacks import attach_request
 from tests.hostile.beside import FIRST_S, MEMORY_MAX, SECONDS, Beside, TooSlow, check_speed, p99
+from tests.hostile.sessions import make_large_sessions
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -100,9 +101,9 @@ def test_lists_of_large_sessions(beside: Beside) -> None:
     check_speed(alone, under)
 
 
-@pytest.mark.parametrize(("name", "slower_max"), [("forks", 2.0), ("stored", 4.0)])
-def test_forks_and_reads_of_a_large_session(beside: Beside, name: str, slower_max: float) -> None:
-    """An answer of two megabytes is encoded, and given to gRPC, in one go: its neighbour may wait for one."""
+@pytest.mark.parametrize(("name", "slower_max"), [("forks", 2.0), ("stored", 2.0), ("appends", 4.0)])
+def test_changes_and_reads_of_a_large_session(beside: Beside, name: str, slower_max: float) -> None:
+    """The counts of what a whole session names, or has named, change in one commit: its neighbour waits for it."""
     make_large_sessions({"port": beside.port, "token": "evil"})
     alone, under, did = beside.endure(name, token="evil")
     assert did["OK"] > 0

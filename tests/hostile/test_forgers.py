@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from kvstore.client import Block, Hit
+from kvstore.client import Block, Hit, Stored
 from kvstore.client.link import Link
 from kvstore.errors import KvError
 from kvstore.limits import ACK_WORDS, PAGE_BYTES
@@ -153,7 +153,7 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
             alone, under, did = beside.endure("forge", **attack)
         assert did["landed"] > 0
         assert victim.wrong == []
-        assert not isinstance(client.exists([FORGED])[0], Hit)
+        assert not isinstance(client.exists([FORGED])[0], Stored)
         if idle:
             assert victim.errors == []
             assert client._core.link is link

@@ -239,3 +239,20 @@ def test_whatever_others_do_a_tenants_own_part_can_be_had(steps: list[tuple[int,
         held[who] += change
         assert places.total == sum(held) <= 200
         assert all(places.left(one) + held[one] >= 20 for one in range(5))
+
+
+def test_of_the_places_in_a_queue_a_tenant_has_its_share_and_gives_back_what_is_gone() -> None:
+    queue: FairQueue[Thing] = FairQueue(Places(64, lambda: 2))
+    most = queue.left("a")
+    assert 0 < most < 64
+    queue.add(Thing("a", flow, MIB, number) for number in range(most // 2) for flow in (1, 2))
+    assert queue.left("a") == 0
+    assert queue.left("b") >= 16
+    assert len(queue.withdraw("a", 1, lambda thing: thing.number < 3)) == 3
+    queue.drop("a", 2)
+    taken = queue.take(lambda _: True)
+    assert taken is not None
+    queue.put_back(taken)
+    assert queue.left("a") == most - (most // 2 - 3)
+    everything(queue)
+    assert queue.left("a") == most

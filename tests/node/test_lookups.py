@@ -279,6 +279,8 @@ def test_runs_are_bounded() -> None:
     assert sum(run.blocks for run in runs) == 1000
     assert runs[-1] == Run(1000 - LOOKUP_RUNS_MAX + 1, Outcome.UNSPECIFIED)
     assert runs_of(b"") == []
+    just = alternating[: LOOKUP_RUNS_MAX - 1] + bytes([Outcome.MEMORY]) * 66_528
+    assert runs_of(just)[-2:] == [Run(1, Outcome.STORED), Run(66_528, Outcome.MEMORY)]
 
 
 def lookup_named(name: str, runs: Sequence[Run] = (Run(1, Outcome.STORED),)) -> Lookup:

@@ -1,0 +1,51 @@
+"""Calls that have come over the fabric together are done one of each tenant in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.node import fabric_calls
+from kvstore.node.fabric_calls import FabricCalls
+
+
+class Of:
+    """A connection, of a tenant."""
+
+    def __init__(self, tenant: bytes) -> None:
+        self.tenant = tenant
+
+
+@pytest.mark.parametrize("round_ms", [0, 1000])
+def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
+    monkeypatch: pytest.MonkeyPatch, round_ms: int
+) -> None:
+    monkeypatch.setattr(fabric_calls, "FABRIC_CALLS_MS", round_ms)
+    node: Any = SimpleNamespace(clock=SystemClock())
+    done: list[int] = []
+
+    async def come() -> None:
+        calls = FabricCalls(node, count())
+        monkeypatch.setattr(calls, "_do", lambda event: done.append(event.tag))
+        many = [SimpleNamespace(connection=Of(b"many")) for _ in range(5)]
+        few = SimpleNamespace(connection=Of(b"few"))
+        of_many: list[Any] = [SimpleNamespace(tag=tag) for tag in range(20)]
+        of_few: Any = SimpleNamespace(tag=99)
+        for event in of_many:
+            calls._watched[event.tag] = (many[event.tag % 5], 0)
+        calls._watched[99] = (few, 0)  # type: ignore[assignment]
+        calls.landed(of_many)
+        calls.landed([of_few])
+        async with asyncio.timeout(5):
+            for _ in iter(lambda: len(done) < 21, False):
+                await asyncio.sleep(0)
+        assert sorted(done) == [*range(20), 99]
+
+    asyncio.run(come())
+    if not round_ms:
+        assert done.index(99) <= 3
