@@ -25,6 +25,7 @@ from sim.hf_config import read_model
 from sim.models import MODELS, Model, model
 from sim.paper import findings
 from sim.presets import PRESETS, preset
+from sim.replay.change import Change, Changed, change
 from sim.replay.cluster import PATHS, Cluster, read_cluster
 from sim.replay.least_cost import WAYS, Plan, best, highest_users, make_plan, trial
 from sim.replay.loss import Losses, Told, lose
@@ -47,6 +48,8 @@ __all__ = [
     "SIZES_BYTES",
     "SPREADS",
     "WAYS",
+    "Change",
+    "Changed",
     "Chats",
     "Cluster",
     "Demand",
@@ -60,6 +63,7 @@ __all__ = [
     "Terms",
     "Told",
     "best",
+    "change",
     "changed",
     "chats",
     "curve",

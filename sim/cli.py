@@ -145,6 +145,10 @@ def _plant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--active-parameters", type=float, help="of a mixture of experts, with --config (default: all)"
     )
+    _nodes(parser)
+
+
+def _nodes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE.toml", help="a file with a table [cluster]")
     parser.add_argument("--profile", metavar="FILE.toml", help="what `kvsim calibrate fit` measured")
     parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="change a number of the cluster")
@@ -166,6 +170,29 @@ def _loss(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
     _plant(parser)
+    _forms(parser)
+
+
+def _change(parser: argparse.ArgumentParser) -> None:
+    for name, kind, default, what in (
+        ("lose-nodes", int, 1, "nodes that are lost together"),
+        ("join-nodes", int, 0, "nodes that join at the same time"),
+        ("replicas", int, 2, "copies of each block"),
+        ("noticed-s", float, 6.0, "seconds until the nodes begin to copy"),
+        ("busy", float, 0.5, "of a node's drives or links before the change, mean share of the time"),
+        ("popular-share", float, 0.1, "share of all bytes that are of one prefix"),
+        ("popular-blocks", int, 64, "blocks of that prefix"),
+        ("trials", int, 20, "times that other nodes are lost"),
+        ("seed", int, 1, "the same one gives the same trials"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: %(default)s)")
+    parser.add_argument(
+        "--stored", default="1TB", help="on a node on average, with all copies (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--copy-rate", default="32MiB", help="that a node sends to others each second (default: %(default)s)"
+    )
+    _nodes(parser)
     _forms(parser)
 
 
@@ -264,6 +291,12 @@ _COMMANDS = {
         "run_loss",
         _loss,
         "nodes or drives of a large cluster go, or are slow",
+    ),
+    "cluster": (
+        "sim.replay.show_change",
+        "run_cluster",
+        _change,
+        "nodes of a cluster with replicas are lost or join: copies, time to safety, load",
     ),
     "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
     "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),

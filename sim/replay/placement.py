@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["drive_homes", "home_of_user", "homes", "lot_of", "node_homes"]
+__all__ = ["drive_homes", "home_of_user", "homes", "lot_of", "node_homes", "orders"]
 
 _LOT_SHIFT = 32 - (LOTS.bit_length() - 1)
 _DRAW_BYTES = 8
@@ -42,8 +42,7 @@ def homes(places: Sequence[tuple[bytes, int]]) -> npt.NDArray[np.int32]:
     first = np.full(LOTS, np.inf)
     found = np.zeros(LOTS, dtype=np.int32)
     for number, (name, weight) in enumerate(places):
-        draws = np.frombuffer(shake_128(name).digest(_DRAW_BYTES * LOTS), dtype="<u8")
-        arrival = (_LOG_OF_ALL - np.log(draws.astype(np.float64) + 1)) / weight
+        arrival = _arrivals(name, weight)
         earlier = arrival < first
         first[earlier], found[earlier] = arrival[earlier], number
     return found
@@ -64,3 +63,18 @@ def drive_homes(drives: int) -> npt.NDArray[np.int32]:
 def home_of_user(user: int, nodes: int) -> int:
     """The node of a user."""
     return int(node_homes(nodes)[lot_of(b"", b"user %d" % user)])
+
+
+def orders(places: Sequence[tuple[bytes, int]], depth: int) -> npt.NDArray[np.int64]:
+    """Of each lot the first places in its order, so many of them."""
+    arrival = np.empty((LOTS, len(places)))
+    for number, (name, weight) in enumerate(places):
+        arrival[:, number] = _arrivals(name, weight)
+    depth = min(depth, len(places))
+    first = np.argpartition(arrival, depth - 1, axis=1)[:, :depth]
+    return np.take_along_axis(first, np.take_along_axis(arrival, first, 1).argsort(axis=1), 1)
+
+
+def _arrivals(name: bytes, weight: int) -> npt.NDArray[np.float64]:
+    draws = np.frombuffer(shake_128(name).digest(_DRAW_BYTES * LOTS), dtype="<u8")
+    return (_LOG_OF_ALL - np.log(draws.astype(np.float64) + 1)) / weight

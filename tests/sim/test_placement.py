@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.placement import Placement
 from sim.replay.events import LOTS, scatter
-from sim.replay.placement import drive_homes, home_of_user, homes, lot_of, node_homes
+from sim.replay.placement import drive_homes, home_of_user, homes, lot_of, node_homes, orders
 from sim.replay.run import Terms
 from sim.replay.simulate import Result, simulate
 from sim.replay.workload import Request
@@ -34,6 +34,14 @@ def test_all_lots_have_the_stores_homes() -> None:
     places = [(b"node-%d:7070" % number, 1) for number in range(7)]
     orders = Placement(places)._orders
     assert [order[0] for order in orders] == node_homes(7).tolist()
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 2, 5], [1] * 30])
+def test_the_first_of_each_lots_order_are_the_stores(weights: list[int]) -> None:
+    places = [(b"node-%d" % number, weight) for number, weight in enumerate(weights)]
+    theirs = Placement(places)
+    for depth in (1, 3, 40):
+        assert orders(places, depth).tolist() == [list(theirs.order_of(lot)[:depth]) for lot in range(LOTS)]
 
 
 def test_a_users_home_is_the_one_that_a_client_of_several_nodes_finds() -> None:

@@ -1,0 +1,202 @@
+"""What it costs a cluster when nodes are lost or join: blocks with one copy and for how long, and the load of the rest.
+
+Blocks lie where the product puts them: in 8,192 lots, each on the first nodes of its order. When the members change, a
+node that has a lot's blocks sends them to the owners that lack them, by the product's rule, at the product's rate. The
+loss is tried several times, each time of other nodes.
+
+What always holds: owners are the product's placement, which a test compares with it lot by lot; what is moved agrees
+with `kvstore cluster plan`. The same terms give the same result.
+
+What it assumes: each lot has as many bytes, and is asked for as often, as any other, apart from the popular prefix. All
+nodes have the same weight. A sender copies one lot after the other at the full rate, and a receiver takes what its
+drives and links take; so times are the least possible. Not modelled: going through the index, copies that fail and are
+tried again, calls that slow copies down (or are slowed down by them), a node without room for its copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sim.replay.events import LOTS
+from sim.replay.placement import orders
+from sim.units import OutOfRange, require
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from sim.replay.cluster import Cluster
+
+    Integers = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
+
+__all__ = ["Change", "Changed", "Trial", "change"]
+
+_NODES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What changes, and what the nodes hold and do meanwhile."""
+
+    lose: int = 1
+    join: int = 0
+    replicas: int = 2
+    stored_bytes: float = 1e12  # on a node on average, all copies counted
+    copy_bytes_per_s: float = float(32 << 20)  # that a node sends; the product's bound
+    noticed_s: float = 6.0  # until copying begins: 5 s for the lease, 1 s for the map to be stable
+    busy: float = 0.5  # of a node's drives or links, on average, before the change
+    popular_share: float = 0.1  # of all bytes that are got: of one prefix
+    popular_blocks: int = 64  # that it consists of
+    trials: int = 20
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        require("--lose-nodes", self.lose, "nodes", 0, _NODES_MAX)
+        require("--join-nodes", self.join, "nodes", 0, _NODES_MAX)
+        require("--replicas", self.replicas, "copies", 1, 2)
+        require("--stored-bytes", self.stored_bytes, "bytes", 0, 1e18)
+        require("--copy-bytes-per-s", self.copy_bytes_per_s, "bytes per second", 1, 1e12)
+        require("--noticed-s", self.noticed_s, "seconds", 0, 1e6)
+        require("--busy", self.busy, "a share of the time", 0.001, 1)
+        require("--popular-share", self.popular_share, "a share of the bytes", 0, 1)
+        require("--popular-blocks", self.popular_blocks, "blocks", 1, 10**6)
+        require("--trials", self.trials, "trials", 1, 1000)
+        require("--seed", self.seed, "a whole number", 0, 2**63)
+
+
+class Trial(NamedTuple):
+    """One change. Shares are of all blocks; what is full or busy is 1 for a node with the mean before the change."""
+
+    lost_share: float  # no copy is left
+    short_share: float  # fewer copies are left than there should be
+    moved_bytes: float
+    senders: int
+    receivers: int
+    half_s: float  # after the change, until half of the copies are made
+    safe_s: float  # until all are
+    asked_twice_share: float  # of the gets, until then: the first owner lacks the block, and another has it
+    fullest_before: float
+    fullest_after: float
+    busiest_before: float  # shares of the time of a node's drives or links; above 1 the node falls behind
+    busiest_after: float
+    copying: float  # of the sender that sends most at once: its rate, as a share of what a node gives
+    popular_before: float  # the busiest node, with the popular prefix
+    popular_after: float
+
+
+class Changed(NamedTuple):
+    """All trials."""
+
+    trials: tuple[Trial, ...]
+    one_node: float  # the share of its time that a node needs for the prefix, if it has all of it
+
+    def median(self, name: str) -> float:
+        """Of a figure."""
+        return float(median(getattr(one, name) for one in self.trials))
+
+    def worst(self, name: str) -> float:
+        """The highest of a figure."""
+        return float(max(getattr(one, name) for one in self.trials))
+
+
+def change(cluster: Cluster, terms: Change) -> Changed:
+    """Try it, so often as the terms say."""
+    nodes = cluster.nodes + terms.join
+    if terms.lose >= nodes or terms.lose > cluster.nodes:
+        raise OutOfRange("--lose-nodes", terms.lose, "nodes", f"of the {cluster.nodes}, with one left")
+    require("nodes, with --join-nodes,", nodes, "nodes", 1, _NODES_MAX)
+    places = [(b"node-%d:7070" % number, 1) for number in range(nodes)]
+    order = orders(places, terms.replicas + max(terms.lose, terms.join))
+    rng = np.random.default_rng(terms.seed)
+    trials = tuple(_trial(cluster, terms, order, rng) for _ in range(terms.trials))
+    return Changed(trials, terms.busy * cluster.nodes * terms.popular_share)
+
+
+def _trial(cluster: Cluster, terms: Change, order: Integers, rng: np.random.Generator) -> Trial:
+    nodes = cluster.nodes + terms.join
+    old = np.arange(nodes) < cluster.nodes
+    alive = np.ones(nodes, dtype=bool)
+    alive[rng.choice(cluster.nodes, terms.lose, replace=False)] = False
+    before, after = (_owners(order, there, terms.replicas) for there in (old, alive))
+    left = alive[before]
+    copies = _copies(before, left, after)
+    mean = before.size / cluster.nodes  # copies of lots on a node, before
+    each = terms.stored_bytes / mean
+    made_s = _made_s(copies, each, terms.copy_bytes_per_s, _put_bytes_per_s(cluster))
+    kept = left.any(axis=1)
+    found_first = (after[:, :1] == before).any(axis=1)
+    popular = rng.integers(0, LOTS, terms.popular_blocks)
+    busy = terms.busy * cluster.nodes
+
+    def loads(owners: Integers) -> tuple[float, float]:
+        usual = np.bincount(owners[:, 0], minlength=nodes) / LOTS
+        of_prefix = np.bincount(owners[popular, 0], minlength=nodes) / terms.popular_blocks
+        mixed = (1 - terms.popular_share) * usual + terms.popular_share * of_prefix
+        return busy * float(usual.max()), busy * float(mixed.max())
+
+    (busiest_before, popular_before), (busiest_after, popular_after) = loads(before), loads(after)
+    return Trial(
+        lost_share=1 - float(kept.mean()),
+        short_share=float((kept & ~left.all(axis=1)).mean()),
+        moved_bytes=each * len(copies),
+        senders=len({sender for sender, _ in copies}),
+        receivers=len({receiver for _, receiver in copies}),
+        half_s=terms.noticed_s + float(np.quantile(made_s, 0.5, method="higher")) if made_s else 0.0,
+        safe_s=terms.noticed_s + max(made_s) if made_s else 0.0,
+        asked_twice_share=float((kept & ~found_first).mean()),
+        fullest_before=float(np.bincount(before.ravel()).max()) / mean,
+        fullest_after=float(np.bincount(after.ravel()).max()) / mean,
+        busiest_before=busiest_before,
+        busiest_after=busiest_after,
+        copying=terms.copy_bytes_per_s / cluster.node_get_bytes_per_s if copies else 0.0,
+        popular_before=popular_before,
+        popular_after=popular_after,
+    )
+
+
+def _owners(order: Integers, there: Flags, replicas: int) -> Integers:
+    """Of each lot its owners among the nodes that are there."""
+    first = np.argsort(~there[order], axis=1, kind="stable")
+    return np.take_along_axis(order, first, 1)[:, : min(replicas, int(there.sum()))]
+
+
+def _copies(before: Integers, left: Flags, after: Integers) -> list[tuple[int, int]]:
+    """Sender and receiver of each copy of a lot, lot by lot.
+
+    The first owner that has it sends; if none has, a former owner sends to the first one, and that one to the others.
+    """
+    found = []
+    for had, remains, owners in zip(before.tolist(), left.tolist(), after.tolist(), strict=True):
+        holders = [node for node, is_left in zip(had, remains, strict=True) if is_left]
+        if not holders:
+            continue
+        having = [node for node in owners if node in holders]
+        if not having:
+            found.append((holders[0], owners[0]))
+            having = owners[:1]
+        found += [(having[0], node) for node in owners if node not in holders and node not in having]
+    return found
+
+
+def _made_s(
+    copies: list[tuple[int, int]], each: float, send_bytes_per_s: float, take_bytes_per_s: float
+) -> list[float]:
+    """When each copy is made, at the earliest: its sender and its receiver have done it and all before it."""
+    sent: Counter[int] = Counter()
+    taken: Counter[int] = Counter()
+    made = []
+    for sender, receiver in copies:
+        sent[sender] += 1
+        taken[receiver] += 1
+        made.append(max(sent[sender] * each / send_bytes_per_s, taken[receiver] * each / take_bytes_per_s))
+    return made
+
+
+def _put_bytes_per_s(cluster: Cluster) -> float:
+    links = cluster.links_per_node * cluster.link_bits_per_s / 8
+    return min(cluster.drives_per_node * cluster.drive_write_bytes_per_s, links)

@@ -1,0 +1,153 @@
+"""Nodes of a cluster come and go in the simulator: against the product's own map and plan, and by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from kvstore.cluster.map import Map, Member
+from kvstore.cluster.planning import Plan
+from kvstore.limits import UPKEEP_BYTES_PER_S
+from kvstore.placement import LOTS
+from sim.cli import main
+from sim.replay.change import Change, Trial, _copies, _made_s, change
+from sim.replay.cluster import Cluster
+from sim.units import OutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+FIVE = replace(Cluster(), nodes=5)
+STORED = 1e12
+
+
+def _map(nodes: int, gone: int | None = None) -> Map:
+    members = [
+        Member(f"node-{number}:7070", f"node-{number}:7070") for number in range(nodes) if number != gone
+    ]
+    return Map.of(1, members)
+
+
+def _all_of(**terms: float) -> tuple[Trial, ...]:
+    terms = {"stored_bytes": STORED, "noticed_s": 0.0, "trials": 20} | terms
+    return change(FIVE, Change(**terms)).trials  # type: ignore[arg-type]
+
+
+def _rounded(shares: Iterable[float]) -> list[float]:
+    return sorted({round(share, 9) for share in shares})
+
+
+def test_a_node_that_joins_is_sent_what_the_products_plan_says() -> None:
+    before, after = _map(5), _map(6)
+    plan = Plan.of(before, after, dict.fromkeys((one.node for one in before.members), int(STORED)), 2)
+    told = _all_of(lose=0, join=1)[0]
+    assert told.moved_bytes == pytest.approx(sum(plan.receives.values()), rel=1e-6)
+    assert told.safe_s == pytest.approx(plan.seconds, abs=1.5)
+    assert (told.senders, told.receivers) == (5, 1)
+    newest = next(at for at, one in enumerate(after.members) if one.name == "node-5:7070")
+    asked = sum(after.owners_of(lot)[0] == newest for lot in range(LOTS))
+    assert told.asked_twice_share == asked / LOTS
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_lost_node_takes_the_copies_that_the_products_map_has_there(replicas: int) -> None:
+    before = _map(5)
+    shares = {
+        sum(node in before.owners_of(lot)[:replicas] for lot in range(LOTS)) / LOTS for node in range(5)
+    }
+    trials = _all_of(replicas=replicas)
+    if replicas == 1:
+        assert _rounded(one.lost_share for one in trials) == _rounded(shares)
+        assert {(one.short_share, one.moved_bytes, one.safe_s) for one in trials} == {(0, 0, 0)}
+    else:
+        assert _rounded(one.short_share for one in trials) == _rounded(shares)
+        assert {one.lost_share for one in trials} == {0}
+        assert all(one.moved_bytes == pytest.approx(one.short_share * STORED * 5 / 2) for one in trials)
+        assert {one.asked_twice_share for one in trials} == {0}, "the second owner is the first one now"
+
+
+def test_what_the_others_have_to_do_afterwards_is_what_the_products_map_gives_them() -> None:
+    trials = _all_of(busy=0.5)
+    shares = [max(_map(5, gone).shares()) for gone in range(5)]
+    assert _rounded(one.busiest_after for one in trials) == _rounded(0.5 * 5 * share for share in shares)
+    assert _rounded(one.busiest_before for one in trials) == _rounded([0.5 * 5 * max(_map(5).shares())])
+
+
+def test_two_nodes_that_are_lost_take_what_only_they_had() -> None:
+    before = _map(5)
+    shares = {
+        sum(set(before.owners_of(lot)[:2]) == {one, other} for lot in range(LOTS)) / LOTS
+        for one in range(5)
+        for other in range(one)
+    }
+    lost = {one.lost_share for one in _all_of(lose=2)}
+    assert len(lost) > 5
+    assert all(min(abs(one - share) for share in shares) < 1e-12 for one in lost)
+
+
+def test_who_sends_which_copy() -> None:
+    before = np.array([[1, 2], [3, 1], [1, 3], [2, 3], [2, 3]])
+    left = np.array([[False, True], [True, False], [False, False], [True, True], [True, True]])
+    after = np.array([[2, 4], [3, 4], [4, 5], [4, 2], [4, 5]])
+    assert _copies(before, left, after) == [(2, 4), (3, 4), (2, 4), (2, 4), (4, 5)]
+
+
+def test_a_copy_is_made_when_its_sender_and_its_receiver_are_done_with_those_before() -> None:
+    assert _made_s([(1, 2), (1, 3), (4, 3)], 10.0, 5.0, 100.0) == [2, 4, 2]
+    assert _made_s([(1, 2), (3, 2), (4, 2)], 10.0, 5.0, 2.0) == [5, 10, 15]
+
+
+def test_the_time_to_safety_is_the_busiest_senders() -> None:
+    slow, quick = (_all_of(copy_bytes_per_s=rate, noticed_s=7.0, trials=1)[0] for rate in (1e8, 2e8))
+    assert slow.safe_s - 7 == pytest.approx(2 * (quick.safe_s - 7))
+    assert 7 < slow.half_s < slow.safe_s
+
+
+def test_the_nodes_copy_at_the_products_rate() -> None:
+    assert Change().copy_bytes_per_s == UPKEEP_BYTES_PER_S
+
+
+def test_a_prefix_of_one_block_is_one_nodes_load() -> None:
+    terms = Change(busy=0.2, popular_share=1.0, popular_blocks=1)
+    told = change(FIVE, terms)
+    assert told.one_node == pytest.approx(1.0)
+    assert told.median("popular_before") == pytest.approx(told.one_node)
+    assert told.worst("popular_after") == pytest.approx(told.one_node)
+    spread = change(FIVE, replace(terms, popular_blocks=10**5))
+    assert spread.worst("popular_before") == pytest.approx(spread.worst("busiest_before"), rel=0.05)
+
+
+def test_a_thousand_nodes_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["cluster", "--set", "nodes=1000", "--trials", "3", "--lose-nodes", "2", "--json"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first, "the same terms give the same trials"
+    for trial in json.loads(first)["trials"]:
+        assert trial["short_share"] == pytest.approx(0.004, abs=0.003)
+        assert trial["senders"] < 100
+
+
+def test_the_table_and_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "--replicas", "1", "--trials", "2"]) == 0
+    assert "blocks without a copy" in capsys.readouterr().out
+    assert main(["cluster", "--trials", "2", "--csv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"lose": 5}, "--lose-nodes is 5; it takes nodes, of the 5, with one left"),
+        ({"lose": 6, "join": 3}, "--lose-nodes is 6; it takes nodes, of the 5"),
+        ({"join": 4096}, "nodes, with --join-nodes, is 4101"),
+        ({"replicas": 3}, "--replicas is 3; it takes copies, from 1 to 2"),
+    ],
+)
+def test_what_cannot_change_is_refused(terms: dict[str, int], message: str) -> None:
+    with pytest.raises(OutOfRange, match=message):
+        change(FIVE, Change(**terms))
