@@ -216,7 +216,7 @@ def test_blocks_that_are_gone_take_no_room_in_the_hot_memory(
 
 def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(node: NodeInProcess, rig: Rig) -> None:
     block = rig.block(0, 200_000)
-    expires_ms = node.call(lambda inside: inside.clock.wall_ms()) + 1500
+    expires_ms = node.call(lambda inside: inside.clock.wall_ms()) + 5000
     puts = rig.client.reserve([block], expires_unix_ms=expires_ms).arm(rig.flags[0])
     rig.flags[0].store(1)
     assert puts.wait(WAIT_S)[0].error is None
