@@ -437,9 +437,7 @@ class Granted:
 
     def _store(self, area: PutArea) -> None:
         """Hand on what has come, as far as the drives take it; what they don't take keeps its rooms."""
-        if (
-            area.unheard and self._lanes.is_ahead
-        ):  # of another client's block, maybe, under one of these names
+        if area.unheard and self._lanes.is_ahead:  # of a block of one of these names, maybe
             for other in [one for one in self._areas.values() if one is not area]:
                 self._node.later(0, self._go_on, other, self._take(other))
         while area.unheard:
