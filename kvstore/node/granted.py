@@ -317,9 +317,7 @@ class Granted:
         area = self._areas.get(number)
         if area is None:
             return
-        state = self._take(area)
-        self._store(area)
-        self._taken(area, state)
+        self._go_on(area, self._take(area))
 
     def _taken(self, area: PutArea, state: State) -> None:
         if state.broken:
@@ -366,9 +364,7 @@ class Granted:
                 one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
             drive.written((row.id, row.generation, row.offset, row.result) for row in rows)
         for area, state in states.items():
-            if area.connection.number in self._areas:
-                self._store(area)
-                self._taken(area, state)
+            self._go_on(area, state)
 
     def _take(self, area: PutArea) -> State:
         while True:
@@ -441,17 +437,25 @@ class Granted:
 
     def _store(self, area: PutArea) -> None:
         """Hand on what has come, as far as the drives take it; what they don't take keeps its rooms."""
+        if area.unheard and self._lanes.is_ahead:  # of a block of one of these names, maybe
+            for other in [one for one in self._areas.values() if one is not area]:
+                self._node.later(0, self._go_on, other, self._take(other))
         while area.unheard:
             some = area.unheard[:BATCH_BLOCKS_MAX]
-            items = [self._item(one) for one in some]
+            self._memory.stored([one.name for one in some])  # no lane is to begin another of these names
             try:
-                self._node.store.put(items, self._kept)
+                self._node.store.put([self._item(one) for one in some], self._kept)
             except Overloaded:
                 self._node.later(_RETRY_S, self._store, area)
                 return
             del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
             self._lanes.lend()
+
+    def _go_on(self, area: PutArea, state: State) -> None:
+        if self._areas.get(area.connection.number) is area:
+            self._store(area)
+            self._taken(area, state)
 
     @staticmethod
     def _item(one: Landed) -> PutItem:

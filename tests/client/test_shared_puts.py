@@ -304,6 +304,34 @@ def test_whatever_a_client_does_to_the_doorbells_the_node_goes_on(inner: NodeInP
         assert put(good, good.block(1)) is None
 
 
+@pytest.mark.parametrize("deletes", [False, True])
+def test_clients_put_the_same_names_at_the_same_time(tmp_path: Path, *, deletes: bool) -> None:
+    """One is written by the drive's lane, the others by the store, which is to hear of it first."""
+    with small_node(tmp_path / "node") as node, ExitStack() as stack:
+        rigs = [stack.enter_context(rig_of(node)) for _ in range(3)]
+        together = threading.Barrier(len(rigs))
+        errors: list[KvError | None] = []
+
+        def go_on(rig: Rig) -> None:
+            rig.name = b"the same"
+            rig.source[:4096] = bytes(4096)
+            for turn in range(150):
+                together.wait(WAIT_S)
+                blocks = [Block(rig.key(turn * 4 + n), rig.from_region, 0, 4096) for n in range(4)]
+                ended = rig.client.put(blocks, timeout_s=WAIT_S)
+                errors.extend(result.error for result in ended if result.error)
+                if deletes and turn % 3 == 0:
+                    rig.client.delete([block.key for block in blocks])
+
+        threads = [threading.Thread(target=go_on, args=(rig,)) for rig in rigs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert "Error" not in node.log()
+
+
 # --- what stands in the way
 
 
