@@ -437,12 +437,14 @@ class Granted:
 
     def _store(self, area: PutArea) -> None:
         """Hand on what has come, as far as the drives take it; what they don't take keeps its rooms."""
-        if area.unheard and self._lanes.is_ahead:  # of a block of one of these names, maybe
+        if not area.unheard:
+            return
+        self._memory.stored([one.name for one in area.unheard])  # no lane begins another of these names now,
+        if self._lanes.is_ahead:  # and those that one has begun have to be known
             for other in [one for one in self._areas.values() if one is not area]:
                 self._node.later(0, self._go_on, other, self._take(other))
         while area.unheard:
             some = area.unheard[:BATCH_BLOCKS_MAX]
-            self._memory.stored([one.name for one in some])  # no lane is to begin another of these names
             try:
                 self._node.store.put([self._item(one) for one in some], self._kept)
             except Overloaded:
@@ -583,9 +585,7 @@ class Granted:
             one = self._landed.get(name)
             if one is not None:
                 one.is_gone = True
-                self._memory.stored(
-                    [name]
-                )  # until the store is done with it, the lane takes none of that name
+                self._memory.stored([name])  # no lane takes one of that name until the store is done
                 self._memory.shelf.unlist(*name)
 
     def delete(self, names: Iterable[Name]) -> None:
