@@ -19,7 +19,7 @@ unset PYTHONDONTWRITEBYTECODE
 if (($#)) && [[ $1 != hostile ]]; then exec "$py" -m pytest "$@"; fi
 
 parts=(service fabric rest)
-declare -A paths=([service]="tests/client tests/node" [fabric]="tests/conformance tests/crash tests/nic_offload tests/sim tests/examples")
+declare -A paths=([service]="tests/client tests/node" [fabric]="tests/bench tests/conformance tests/crash tests/nic_offload tests/sim tests/examples")
 paths[rest]=$(printf -- '--ignore=%s ' ${paths[service]} ${paths[fabric]} tests/hostile)
 paths[hostile]=tests/hostile
 (($# == 0)) || parts=(hostile)
