@@ -71,5 +71,5 @@ def test_whatever_goes_wrong_nothing_is_lost_and_no_deletion_undone(seed: int, t
     acknowledged = Counter(call.kind for call in history if call.end is End.DONE)
     assert acknowledged[Kind.PUT] > 5 * rounds
     assert acknowledged[Kind.GET] > 10 * rounds
-    assert acknowledged[Kind.DELETE] > rounds
-    assert acknowledged[Kind.APPEND] > 2 * rounds
+    assert acknowledged[Kind.DELETE] > rounds // 2  # none while a node is away,
+    assert acknowledged[Kind.APPEND] > rounds // 2  # nor these while etcd is
