@@ -4,7 +4,8 @@ What always holds: if handling such an event, or a timer, raises what nobody exp
 `EXIT_STATUS` and the traceback in its log. Whatever was acknowledged is on the drives, and the next start finds it. If
 the process went on, the rows behind the one that failed would be lost: blocks that were acknowledged, and that no get
 finds.
-What it doesn't do: end the process for a call that fails; that ends alone. Nothing is ended before `arm`, so that
+What it doesn't do: end the process for a call that fails; that ends alone. Nor for an error of ours (`KvError`), which
+says that something can't be done now, and is logged. Nothing is ended before `arm`, so that
 nodes inside a test's process raise.
 """
 
@@ -14,6 +15,8 @@ import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import KvError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +42,8 @@ def or_stop(handle: Callable[..., object]) -> Callable[..., None]:
     def handled(*arguments: Any) -> None:
         try:
             handle(*arguments)
+        except KvError:
+            raise
         except Exception:
             if not _armed:
                 raise

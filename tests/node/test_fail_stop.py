@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ import pytest
 from kvstore.client import Block, Hit
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
+from kvstore.errors import Overloaded
 from kvstore.names import block_key
+from kvstore.node import fail_stop
 from kvstore.node.fail_stop import EXIT_STATUS, or_stop
 from nic_offload.memory import allocate
 from tests.conftest import SMALL_DRIVE, SMALL_HOT, small_client
@@ -76,6 +79,17 @@ def test_what_was_acknowledged_before_a_bug_ended_the_node_is_there_in_its_next_
                 assert memory[one.offset : one.offset + PAGE] == one.key * (PAGE // len(one.key))
     finally:
         node.stop()
+
+
+def test_an_error_of_ours_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fail_stop, "_armed", True)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"it ended with {status}"))
+
+    def fail() -> None:
+        raise Overloaded("The fabric takes nothing more.")
+
+    with pytest.raises(Overloaded):
+        or_stop(fail)()
 
 
 def test_before_it_is_armed_a_bug_is_raised() -> None:
