@@ -26,10 +26,11 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvstore.client.block_calls import Prefix, Stored
-from kvstore.client.blocks import Block, PutResult
+from kvstore.client.blocks import PutResult
+from kvstore.client.cluster_blocks import blocks_of
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
 from kvstore.clock import SystemClock
@@ -56,15 +57,17 @@ if TYPE_CHECKING:
     from kvstore.client.block_calls import Pin
     from kvstore.client.blocks import Hit
     from kvstore.client.client import Client
+    from kvstore.client.cluster_blocks import ClusterBlock
     from kvstore.client.inline import Data
     from kvstore.client.nodes import Everywhere
     from kvstore.client.puts import ArmedPuts
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
     from nic_offload.counter import Counter
+    from nic_offload.fabric import Fabric
     from nic_offload.flags import FlagWord
 
-__all__ = ["ClusterBlock", "ClusterClient", "ClusterPin", "ClusterPuts"]
+__all__ = ["ClusterClient", "ClusterPin", "ClusterPuts"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
@@ -72,20 +75,6 @@ _MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
 _LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
 _INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
 R = TypeVar("R")
-
-
-class ClusterBlock(NamedTuple):
-    """A block, and where its bytes are, or shall be, in memory that `ClusterClient.register` has registered."""
-
-    key: bytes
-    memory: Everywhere
-    offset: int
-    length: int
-    threshold: int = 1  # a put fires when the flag word is at least this
-
-    def on(self, client: Client) -> Block:
-        """The same for one node's client."""
-        return Block(self.key, self.memory.at(client), self.offset, self.length, self.threshold)
 
 
 class ClusterClient(Handle):
@@ -116,6 +105,11 @@ class ClusterClient(Handle):
         everywhere = self.nodes.register(memory)
         everywhere.at(self.nodes.first())
         return everywhere
+
+    @property
+    def fabric(self) -> Fabric:
+        """As `Client.fabric`, of the first node that was named; each node's client has its own of the same kind."""
+        return self.nodes.first().fabric
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that a block is kept on, now, its first owner first."""
@@ -159,7 +153,7 @@ class ClusterClient(Handle):
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
             return client.arm(
-                [blocks[at].on(client) for at in some],
+                blocks_of(client, [blocks[at] for at in some]),
                 flag,
                 durability=durability,
                 lease_ms=lease_ms,
@@ -173,11 +167,10 @@ class ClusterClient(Handle):
         """As `Client.get`, of the first owner that has it."""
 
         def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
-            return client.get([blocks[at].on(client) for at in some], timeout_s=left_s)
+            return client.get(blocks_of(client, [blocks[at] for at in some]), timeout_s=left_s)
 
         def copied(at: int, _: object) -> bytes:
-            block = blocks[at]
-            return block.memory.copied(block.offset, block.length)
+            return blocks[at].copied()
 
         return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
 

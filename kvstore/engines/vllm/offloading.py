@@ -74,6 +74,7 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._settings = Settings.of_vllm(self.extra_config)
+        self._settings.refuse_cluster()
         engine = self.extra_config.get(ENGINE)
         if not isinstance(engine, Engine):
             raise ConfigError(

@@ -7,9 +7,9 @@ deadlines. It is called by a thread of our own, never in a step of the engine's.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvstore.client import Block, Client
+from kvstore.client import Block, Client, ClusterBlock, ClusterClient
 from kvstore.clock import SystemClock
 from kvstore.errors import KeyTaken, KvError, Overloaded
 from kvstore.limits import VLLM_ACK_MS
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Sequence
 
-    from kvstore.client import ArmedPuts, PutResult
+    from kvstore.client import ArmedPuts, ClusterPuts, PutResult
+    from kvstore.client.nodes import Everywhere
     from kvstore.engines.vllm.saving import Copied
     from nic_offload.fabric import Region
 
@@ -39,7 +40,7 @@ def _stored(result: PutResult) -> bool | None:
 class _Armed:
     """Objects that have landed, or never will: whether they are stored is known when all puts have ended."""
 
-    def __init__(self, parts: list[tuple[ArmedPuts | None, int]]) -> None:
+    def __init__(self, parts: list[tuple[ArmedPuts | ClusterPuts | None, int]]) -> None:
         self._parts = parts
         self._clock = SystemClock()
         self._until_ns = self._clock.monotonic_ns() + int(_ACK_TIMEOUT_S * 1e9)
@@ -61,11 +62,15 @@ class _Armed:
 class FabricSender:
     """Triggered puts out of registered memory."""
 
-    def __init__(self, client: Client, region: Region, slots: int, timeout_s: float) -> None:
-        self._client, self._region = client, region
+    def __init__(
+        self, client: Client | ClusterClient, region: Region | Everywhere, slots: int, timeout_s: float
+    ) -> None:
+        self._client: Any = client  # each has its own kind of blocks
+        self._block: Any = ClusterBlock if isinstance(client, ClusterClient) else Block
+        self._region = region
         self._part = max(1, slots // 2)
         self._timeout_s = timeout_s
-        self._last: list[ArmedPuts] = []  # what may still have slots on the node
+        self._last: list[ArmedPuts | ClusterPuts] = []  # what may still have slots on the node
         self._clock = SystemClock()
 
     def send(self, objects: Sequence[Copied]) -> _Armed:
@@ -75,11 +80,11 @@ class FabricSender:
         def left_s() -> float:
             return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
 
-        parts: list[tuple[ArmedPuts | None, int]] = []
+        parts: list[tuple[ArmedPuts | ClusterPuts | None, int]] = []
         try:
             for first in range(0, len(objects), self._part):
                 some = objects[first : first + self._part]
-                blocks = [Block(one.key, self._region, one.offset, one.length) for one in some]
+                blocks = [self._block(one.key, self._region, one.offset, one.length) for one in some]
                 parts.append((self._arm(blocks, left_s), len(some)))
             for armed, _ in parts:
                 if armed is not None:
@@ -90,11 +95,11 @@ class FabricSender:
                     armed.abandon()  # nothing is left of what has landed
         return _Armed(parts)
 
-    def _arm(self, blocks: Sequence[Block], left_s: Callable[[], float]) -> ArmedPuts | None:
+    def _arm(self, blocks: Sequence[Any], left_s: Callable[[], float]) -> ArmedPuts | ClusterPuts | None:
         while True:
             self._last = [armed for armed in self._last if not armed.has_ended]
             try:
-                armed = self._client.arm(blocks)
+                armed: ArmedPuts | ClusterPuts = self._client.arm(blocks)
             except Overloaded:
                 # If puts of ours have the slots, each that ends gives one back.
                 if not self._last or not left_s():
@@ -121,7 +126,7 @@ class _Known:
 class InlineSender:
     """Puts inside gRPC, one after the other."""
 
-    def __init__(self, client: Client, memory: mmap.mmap) -> None:
+    def __init__(self, client: Client | ClusterClient, memory: mmap.mmap) -> None:
         self._client, self._memory = client, memory
 
     def send(self, objects: Sequence[Copied]) -> _Known:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Hit
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
@@ -57,14 +57,14 @@ class Transport(Protocol):
         ...
 
 
-def open_client(settings: Settings, identity: Identity, object_bytes: int, slots: int = 1) -> Client:
-    """Make a client of the node under the engine's fingerprint; nothing is called yet."""
-    return Client(
-        settings.reach,
-        layout=identity.layout,
-        slots=slots,
-        block_bytes_max=object_bytes,
-    )
+def open_client(
+    settings: Settings, identity: Identity, object_bytes: int, slots: int = 1
+) -> Client | ClusterClient:
+    """Make a client of the node, or the cluster, under the engine's fingerprint; nothing is called yet."""
+    of_clients: dict[str, Any] = {"layout": identity.layout, "slots": slots, "block_bytes_max": object_bytes}
+    if settings.is_clustered:
+        return ClusterClient(settings.reach, replicas=settings.replicas, acks="any", **of_clients)
+    return Client(settings.reach, **of_clients)
 
 
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> Transport:
@@ -89,18 +89,28 @@ class _OverFabric:
     """RDMA between the engine's registered memory and the node."""
 
     def __init__(
-        self, client: Client, memory: KvMemory, copies: mmap.mmap, slots: int, timeout_s: float
+        self,
+        client: Client | ClusterClient,
+        memory: KvMemory,
+        copies: mmap.mmap,
+        slots: int,
+        timeout_s: float,
     ) -> None:
-        self._client = client
-        self._regions = [client.register(buffer) for buffer in memory.buffers]
+        self._client: Any = client  # each has its own kind of blocks
+        self._regions: tuple[Any, ...] = tuple(client.register(buffer) for buffer in memory.buffers)
         sender = FabricSender(client, client.register(copies), slots, timeout_s)
         self.saves = Saves(memory, copies, sender)
         self.name = f"the fabric ({client.fabric.provider})"
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
+        outcomes = self._client.get(self._blocks(objects), timeout_s=timeout_s)
+        return [isinstance(outcome, Hit) for outcome in outcomes]
+
+    def _blocks(self, objects: Sequence[Object]) -> list[Any]:
+        if isinstance(self._client, ClusterClient):
+            return [ClusterBlock.of_pieces(one.key, self._regions, one.pieces.data) for one in objects]
         pieces = Pieces.each(self._regions, [one.pieces.data for one in objects])
-        blocks = [Block.of_pieces(one.key, where) for one, where in zip(objects, pieces, strict=True)]
-        return [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=timeout_s)]
+        return [Block.of_pieces(one.key, where) for one, where in zip(objects, pieces, strict=True)]
 
 
 class _InsideRpc:
@@ -108,7 +118,7 @@ class _InsideRpc:
 
     name = "gRPC"
 
-    def __init__(self, client: Client, memory: KvMemory, copies: mmap.mmap) -> None:
+    def __init__(self, client: Client | ClusterClient, memory: KvMemory, copies: mmap.mmap) -> None:
         self._client, self._memory = client, memory
         self.saves = Saves(memory, copies, InlineSender(client, copies))
 

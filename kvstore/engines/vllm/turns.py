@@ -4,6 +4,8 @@ A request names its session in `kv_transfer_params` (`{"session": ..., "user": .
 That names no user; such sessions are those of one that is called `anonymous`.
 When it comes, the node reads what it has of the session into its memory; when it is over, its blocks are the session's.
 
+Of a cluster's blocks, which lie on all nodes, there are no sessions.
+
 What always holds: the engine waits for none of it, and none of it decides which bytes a request gets: that do the
 blocks' own names. A conversation that was changed in the past cuts the session back to what is common.
 """
@@ -16,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from kvstore.client import Client
 from kvstore.errors import KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client import Client, Session
+    from kvstore.client import ClusterClient, Session
     from kvstore.engines.vllm.identity import Group
 
 __all__ = ["Turns"]
@@ -36,7 +39,7 @@ _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 class Turns:
     """Of one engine's scheduler."""
 
-    def __init__(self, client: Client, groups: Sequence[Group]) -> None:
+    def __init__(self, client: Client | ClusterClient, groups: Sequence[Group]) -> None:
         self._client, self._groups = client, groups
         self._thread = ThreadPoolExecutor(1, "kvstore-turns")
         self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
@@ -63,6 +66,8 @@ class Turns:
         self._later(lambda: self._append(session, keys, tokens))
 
     def _session(self, request: Any) -> Session | None:
+        if not isinstance(self._client, Client):
+            return None
         given = request.kv_transfer_params or {}
         name = given.get("session") or getattr(request, "session_id", None)
         return self._client.session(str(given.get("user") or _ANONYMOUS), str(name)) if name else None

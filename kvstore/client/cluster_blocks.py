@@ -1,0 +1,86 @@
+"""Blocks of a cluster: named once, wherever their owners are, and made a node's own when it is known which one that is.
+
+What always holds: a block's pieces lie in memory that is registered with each client that needs it, when that client
+needs it first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.client.blocks import Block
+from nic_offload.pieces import Pieces, pieces_said
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+    from kvstore.client.client import Client
+    from kvstore.client.nodes import Everywhere
+
+__all__ = ["ClusterBlock", "ClusterPieces", "blocks_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPieces:
+    """Where a block's bytes are, in their order, as `nic_offload.pieces.Pieces` says it."""
+
+    memories: tuple[Everywhere, ...]
+    rows: Buffer  # 16 bytes for each piece: in which memory (4), its length (4), its offset (8)
+
+    def copied(self) -> bytes:
+        """A copy of the current contents of all."""
+        return b"".join(
+            self.memories[number].copied(offset, length) for number, length, offset in pieces_said(self.rows)
+        )
+
+
+class ClusterBlock(NamedTuple):
+    """A block, and where its bytes are, or shall be, in memory that `ClusterClient.register` has registered."""
+
+    key: bytes
+    memory: Everywhere
+    offset: int
+    length: int
+    threshold: int = 1  # a put fires when the flag word is at least this
+    pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
+
+    @classmethod
+    def of_pieces(
+        cls, key: bytes, memories: Sequence[Everywhere], rows: Buffer, *, threshold: int = 1
+    ) -> ClusterBlock:
+        """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
+
+        `rows` has 16 bytes for each piece: which of the memories it is in (4), its length (4), its offset (8).
+        """
+        where = ClusterPieces(memories if isinstance(memories, tuple) else tuple(memories), rows)
+        length = sum(length for _, length, _ in pieces_said(rows))
+        return cls(key, where.memories[0], 0, length, threshold, where)
+
+    def copied(self) -> bytes:
+        """A copy of its current contents."""
+        if self.pieces is not None:
+            return self.pieces.copied()
+        return self.memory.copied(self.offset, self.length)
+
+
+def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
+    """The same for one node's client."""
+    plain = [
+        None if one.pieces else Block(one.key, one.memory.at(client), one.offset, one.length, one.threshold)
+        for one in blocks
+    ]
+    in_pieces: dict[tuple[Everywhere, ...], list[tuple[int, ClusterPieces]]] = defaultdict(list)
+    for at, one in enumerate(blocks):
+        if one.pieces is not None:
+            in_pieces[one.pieces.memories].append((at, one.pieces))
+    for memories, some in in_pieces.items():
+        regions = [memory.at(client) for memory in memories]
+        for (at, _), pieces in zip(
+            some, Pieces.each(regions, [where.rows for _, where in some]), strict=True
+        ):
+            plain[at] = Block.of_pieces(blocks[at].key, pieces, threshold=blocks[at].threshold)
+    return [one for one in plain if one is not None]
