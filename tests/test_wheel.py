@@ -59,6 +59,11 @@ def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
     parts = split(wheel.read_bytes())
     assert list(parts) == ["triggerkv", "triggerkv-sim"]
     wheels = {}
+    version = wheel.name.split("-")[1]
+    assert (
+        f"Requires-Dist: triggerkv=={version}\n".encode()
+        in parts["triggerkv-sim"][f"triggerkv_sim-{version}.dist-info/METADATA"]
+    )
     for name, files in parts.items():
         assert [file for file in files if file.endswith((".pyi", "_build.py"))] == []
         (record,) = (data.decode() for file, data in files.items() if file.endswith("RECORD"))
@@ -68,7 +73,7 @@ def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
         with zipfile.ZipFile(wheels[name], "w") as archive:
             for file, data in files.items():
                 archive.writestr(file, data)
-        bill = json.dumps(materials(name, "1.0", files))
+        bill = json.dumps(materials(name, version, files))
         assert ("sim/replay/_events" in bill) == (name == "triggerkv-sim")
 
     venv = tmp_path / "venv"

@@ -92,7 +92,7 @@ def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
             if not name.endswith("/") and not LEFT_OUT.search(name)
         }
     info = next(name for name in files if name.endswith(".dist-info/WHEEL")).removesuffix("WHEEL")
-    version = info.split("-")[1].removesuffix(".dist-info/")
+    version = info.removesuffix(".dist-info/").split("-")[1]
     sim_info = f"triggerkv_sim-{version}.dist-info/"
     sim = {name: data for name, data in files.items() if name.startswith("sim/")}
     sim |= {sim_info + name: files[info + name] for name in ("WHEEL", "licenses/LICENSE")}
