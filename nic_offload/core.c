@@ -2,10 +2,10 @@
  * The progress thread.
  *
  * One round: take the inbox, drain completions, look at flag words and watched words, make a bounded
- * piece of CRC, post what is ready, report. A round that found nothing to do rests (rest.c).
+ * piece of CRC, post what is ready, report. A round that found nothing to do rests (idle.c).
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <poll.h>

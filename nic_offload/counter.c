@@ -5,7 +5,7 @@
  * threshold; for a counter that an operation failed to move nothing is fired any more.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -15,7 +15,7 @@
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 #include "shelf.h"
 
 #include <errno.h>

@@ -2,7 +2,7 @@
  * Opening and closing a fabric, and asking its thread to do something. Any thread.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -10,7 +10,7 @@
  * work of the thread's knows it any more; rows are read and written under the lock, and so never torn.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -6,7 +6,7 @@
  */
 #define _GNU_SOURCE
 #include "cxi.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <rdma/fi_cm.h>

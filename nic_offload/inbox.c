@@ -2,7 +2,7 @@
  * Queueing work and taking events. Any thread.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -18,7 +18,7 @@
 #include "lane.h"
 
 #include "header.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -11,7 +11,7 @@
  * the same peer is stuck as well.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 

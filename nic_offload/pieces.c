@@ -8,7 +8,7 @@
  * the pieces are never changes, and their memory goes when neither their owner nor an operation has them.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -18,7 +18,7 @@
  */
 #define _GNU_SOURCE
 #include "header.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <liburing.h>

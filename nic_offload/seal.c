@@ -14,7 +14,7 @@
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stddef.h>

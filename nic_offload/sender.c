@@ -18,7 +18,7 @@
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stddef.h>

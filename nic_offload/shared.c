@@ -18,7 +18,7 @@
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <stdlib.h>
 #include <string.h>

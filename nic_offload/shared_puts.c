@@ -14,7 +14,7 @@
  * an idle thread, and no more.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <unistd.h>

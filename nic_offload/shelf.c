@@ -10,7 +10,7 @@
 #define _GNU_SOURCE
 #include "shelf.h"
 
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -10,7 +10,7 @@
  * What always holds: only sockets with exactly the endpoint's own local address are touched; nobody else can have it.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <dirent.h>
 #include <rdma/fi_cm.h>

@@ -6,7 +6,7 @@
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 

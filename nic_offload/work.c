@@ -5,7 +5,7 @@
  * after its end it is not used again before the round is over.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -275,32 +275,57 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 
 # name: its module, the function that runs it, its arguments, its line in the help
 _COMMANDS = {
-    "curve": ("sim.show_curve", "run", _curve, "CPU-initiated against triggered transfer, by size"),
-    "paper": ("sim.show_paper", "run", _paper, "every number of the paper, ours beside it, and a verdict"),
-    "explain": ("sim.show_claims", "run_explain", _explain, "which of the paper's claims each preset passes"),
-    "search": ("sim.show_claims", "run_search", _search, "does any reading of the tables give the claims?"),
-    "replay": ("sim.replay.show", "run_replay", _replay, "a trace through a cluster, path beside path"),
+    "curve": ("sim.curve_command", "run", _curve, "CPU-initiated against triggered transfer, by size"),
+    "paper": ("sim.paper_command", "run", _paper, "every number of the paper, ours beside it, and a verdict"),
+    "explain": (
+        "sim.claims_command",
+        "run_explain",
+        _explain,
+        "which of the paper's claims each preset passes",
+    ),
+    "search": (
+        "sim.claims_command",
+        "run_search",
+        _search,
+        "does any reading of the tables give the claims?",
+    ),
+    "replay": (
+        "sim.replay.replay_command",
+        "run_replay",
+        _replay,
+        "a trace through a cluster, path beside path",
+    ),
     "plan": (
-        "sim.replay.show_plan",
+        "sim.replay.plan_command",
         "run_plan",
         _plan,
         "the cheapest cluster that keeps a deadline; or do not offload",
     ),
     "loss": (
-        "sim.replay.show_loss",
+        "sim.replay.loss_command",
         "run_loss",
         _loss,
         "nodes or drives of a large cluster go, or are slow",
     ),
     "cluster": (
-        "sim.replay.show_change",
+        "sim.replay.cluster_command",
         "run_cluster",
         _change,
         "nodes of a cluster with replicas are lost or join: copies, time to safety, load",
     ),
-    "generate": ("sim.replay.show", "run_generate", _generate, "make up chats of many turns, as a trace"),
-    "calibrate": ("sim.calibrate.show", "", _calibrate, "measure this machine, fit a profile, check it"),
-    "kv": ("sim.show_kv", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),
+    "generate": (
+        "sim.replay.replay_command",
+        "run_generate",
+        _generate,
+        "make up chats of many turns, as a trace",
+    ),
+    "calibrate": (
+        "sim.calibrate.calibrate_command",
+        "",
+        _calibrate,
+        "measure this machine, fit a profile, check it",
+    ),
+    "kv": ("sim.kv_command", "run", _kv, "KV bytes of a model, and what they cost in GPUs"),
 }
 
 

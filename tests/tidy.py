@@ -74,7 +74,7 @@ BOUNDS_ALLOWED = {
     "kvstore/explanations.py": "what is slow enough to give advice about",
     "kvstore/cli.py": "what an argument may be",
     "kvstore/client/gets.py": "a slice of a wait without an end, because C takes no more",
-    "kvstore/node/granted.py": "until the drives have been taken apart from it",
+    "kvstore/node/granted_puts.py": "until the drives have been taken apart from it",
     "kvstore/reach.py": "what a port, a host's name and a header hold",
     "kvstore/serve_options.py": "digits of a number, before it is one",
     "kvstore/storage/eviction/": "what its words and tables hold",

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
     from kvstore.node.fetch import FetchRequest
-    from kvstore.node.granted import Granted
+    from kvstore.node.granted_puts import Granted
     from kvstore.node.hot import HotMemory
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.statistics import Counters

@@ -13,14 +13,14 @@ from kvstore.explanations import ASKED, advice, lookup_document, placed, said
 from kvstore.limits import LANDING_BYTES_MAX, TENANT_BYTES, UI_SESSIONS_MAX, UI_TENANTS_MAX, USER_BYTES
 from kvstore.lookups import HITS, Outcome, outcome_of_miss
 from kvstore.miss import MissReason
-from kvstore.node.history import FIELDS
+from kvstore.node.rate_history import FIELDS
 from kvstore.node.statistics import collected
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.lookup_messages import lookup_of
 
 if TYPE_CHECKING:
-    from kvstore.node.history import History
     from kvstore.node.node import Node
+    from kvstore.node.rate_history import History
     from kvstore.node.tenants import Tenant, Tenants
     from kvstore.node.timings import Histogram, PutSeen
 

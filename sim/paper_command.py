@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.progress import bar
 from sim.gpu_cost import read_cost_table
+from sim.output import as_csv, as_json
 from sim.paper import findings
-from sim.show import as_csv, as_json
 
 if TYPE_CHECKING:
     import argparse

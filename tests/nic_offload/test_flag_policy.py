@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nic_offload.errors import KvError
-from nic_offload.policy import FlagPolicy, Piece, Producer, Shape, Store
+from nic_offload.flag_policy import FlagPolicy, Piece, Producer, Shape, Store
 
 SHAPES = st.builds(Shape, st.integers(1, 4), st.integers(1, 5), st.integers(1, 6))
 POLICIES = st.builds(FlagPolicy, st.integers(1, 12), st.booleans())

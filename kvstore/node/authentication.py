@@ -1,17 +1,18 @@
-"""The door: the caller is authenticated before anything is read or made for the call, and again while it goes on.
+"""Authentication: the `Door` checks the caller before each call begins, and for as long as it lasts.
 
-It stands around all services of a server, as an interceptor. A call whose token is nobody's is refused before its
-message is awaited, so that nothing is kept for it; each message of a call comes within its time, and can be read, and
-of a tenant no more are awaited at a time than its share; a call's only answer is taken in time, or its caller's
-connection ends; whatever stays open ends as soon as what let it in is no longer in the file of tenants; every refusal
-is in the audit log. It also counts each call, how long it took and how it ended.
+It is an interceptor around all services of a server. A call with an unknown token is refused before its message is
+received, so nothing is stored for it. Each message of a call has a deadline, and a tenant may have only its share of
+messages pending. If a client does not take the answer of a unary call in time, its connection is closed. An open call
+ends as soon as its credentials are removed from the tenants file. Every refusal is in the audit log. The module also
+counts each call, its duration and its status.
 
-What always holds: health's `Check` alone passes without credentials; a stream that is ended by its credentials ends
-like one that its client left, with what it had sent whole kept, and counts as open until its status has been sent; the
-names that are counted are those of calls that the server has, so they are bounded; of the memory for answers that have
-not been taken a tenant has its share. What it doesn't do: judge the tenant that a request names, which stands in its
-message; the gate does, once that is read. What stays open as long as its client likes (`Attach`, `Watch`, reflection)
-is not a duration and is not counted.
+What always holds: only health's `Check` needs no credentials. A stream that ends because of its credentials ends like
+one that its client left: messages that had arrived whole are kept, and it counts as open until its status has been
+sent. Only names of calls that the server has are counted, so they are bounded. A tenant has its share of the memory
+for answers that have not been taken.
+What it doesn't do: check the tenant that a request names, which is in its message; `authorization` does that once the
+message has been read. Calls that stay open for as long as the client likes (`Attach`, `Watch`, reflection) have no
+duration, and are not counted.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from kvstore.limits import (
     INLINE_CHUNK_BYTES,
     INLINE_TIMEOUT_MS,
 )
+from kvstore.node.admission import Entrance
 from kvstore.node.calls import refusals
-from kvstore.node.entrance import Entrance
 from kvstore.node.fair import Places
 from kvstore.node.messages import Messages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
+    from kvstore.node.admission import Begun
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.entrance import Begun
-    from kvstore.node.gate import Gate
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
 

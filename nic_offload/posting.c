@@ -6,7 +6,7 @@
  * has its own share of the wire.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <sys/uio.h>

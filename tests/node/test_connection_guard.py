@@ -23,8 +23,8 @@ from kvstore.limits import (
     DOOR_UNPROVED_OF_SOURCE_MAX,
     DOOR_WINDOW_MS,
 )
-from kvstore.node import doorkeeper
-from kvstore.node.doorkeeper import Doorkeeper, packet_filter, source_of
+from kvstore.node import connection_guard
+from kvstore.node.connection_guard import Doorkeeper, packet_filter, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -283,7 +283,7 @@ def test_a_keeper_looks_while_somebody_is_new_not_let_in_refused_or_barred(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int | None] = [7]
-    monkeypatch.setattr(doorkeeper, "_connections_opened", lambda: opened[0])
+    monkeypatch.setattr(connection_guard, "_connections_opened", lambda: opened[0])
     keeper = door.keeper
     assert keeper.must_look()
     door.look()

@@ -11,7 +11,7 @@ from kvstore.client import Hit, Stored
 from kvstore.durability import Durability
 from kvstore.miss import Miss
 from kvstore.node.drive_lanes import LANE_TAG
-from kvstore.node.granted import Granted
+from kvstore.node.granted_puts import Granted
 from kvstore.storage.uring import UringDisk
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until

@@ -15,7 +15,7 @@ from kvcli.progress import bar
 from sim.calibrate import check, fio
 from sim.calibrate.profile import DRIVE_DEPTH, Beside, dump_profile, fit_profile, read_profile
 from sim.calibrate.samples import Measured, Sample, dump, parse, read_measured
-from sim.show import as_json, save, save_plot, table
+from sim.output import as_json, save, save_plot, table
 from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 from sim.units import OutOfRange, format_bytes, require
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from sim.output import as_csv, as_json, table
 from sim.replay.loss import Losses, Phase, lose
-from sim.replay.show import cluster_of, model_of
-from sim.show import as_csv, as_json, table
+from sim.replay.replay_command import cluster_of, model_of
 from sim.svg import bytes_label, seconds_label
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.errors import Overloaded
 from kvstore.limits import CALLS_BEGUN_MAX, CALLS_LINE_LONG, CALLS_REST_MS
-from kvstore.node import entrance
-from kvstore.node.entrance import Begun, Entrance
+from kvstore.node import admission
+from kvstore.node.admission import Begun, Entrance
 
 
 async def settle() -> None:
@@ -94,7 +94,7 @@ def test_who_leaves_while_it_waits_or_at_its_turn_keeps_nobody_waiting() -> None
 
 
 def test_of_the_places_outside_a_tenant_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "CALLS_OUTSIDE_MAX", 8)
+    monkeypatch.setattr(admission, "CALLS_OUTSIDE_MAX", 8)
 
     async def come() -> None:
         at = Entrance(lambda: 2)
@@ -114,7 +114,7 @@ def test_of_the_places_outside_a_tenant_has_its_share(monkeypatch: pytest.Monkey
 def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entrance, "CALLS_BEGUN_LOOKS_MAX", 1 << 30)
+    monkeypatch.setattr(admission, "CALLS_BEGUN_LOOKS_MAX", 1 << 30)
 
     async def come() -> None:
         over = asyncio.Event()

@@ -19,7 +19,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Lookup, Outcome, Run, runs_of
 from kvstore.miss import MissReason
 from kvstore.names import block_key, layout_fingerprint
-from kvstore.node.lookups import Lookups
+from kvstore.node.lookup_history import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvcli.progress import bar
 from sim.claims import KV_CLAIM, judge, judge_kv
 from sim.curve import curve
+from sim.output import as_json, table
 from sim.presets import PRESETS, preset
-from sim.show import as_json, table
 
 if TYPE_CHECKING:
     import argparse

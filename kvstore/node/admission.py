@@ -1,15 +1,15 @@
-"""The entrance: of each tenant few calls are begun at a time, and the rest wait outside, each tenant's in its line.
+"""Admission: the `Entrance` begins few calls of each tenant at a time; the others wait in a queue of their tenant.
 
-gRPC gives the node its calls in the order in which they came, whosever they are, one of each method for each round of
-the node's thread; so a call that is not begun at once must cost next to nothing, or those behind it wait inside gRPC,
-where nobody knows whose they are. Of each tenant one call is begun and wants the thread: a thousand that wait have no
-more of it than one has, and while others call they have less, so that what has piled up in gRPC comes out. A call that
-waits for something else, such as a drive, is seen to do so and is not counted any more. A node with one tenant, which
+gRPC hands the node its calls in the order of their arrival, whatever their tenant, one of each method for each round
+of the node's thread. So a call that can't begin yet must cost next to nothing, or the calls behind it wait inside
+gRPC, where their tenant is not known. Of each tenant one call at a time has begun and wants the thread: a thousand
+waiting calls get no more of it than one does, and less while other tenants call, so that the backlog leaves gRPC. A
+call that waits for something else, such as a drive, is detected and no longer counts. A node with one tenant, which
 could only wait for itself, begins `CALLS_BEGUN_MAX`.
 
-What always holds: a tenant's calls begin in the order in which they came; one that is cancelled outside leaves nothing
-behind; of the places outside a tenant has its share.
-What it doesn't do: read a message. It comes when the call is begun; until then gRPC holds what its window lets in.
+What always holds: a tenant's calls begin in the order of their arrival. A call cancelled in the queue leaves nothing
+behind. A tenant has its share of the places in the queue.
+What it doesn't do: read messages. They are read once the call begins; until then gRPC holds what its window lets in.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from kvstore.clock import SystemClock
 from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.lookup import Lookups
 from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
+from kvstore.engines.vllm.session_turns import Turns
 from kvstore.engines.vllm.stats import Stats
 from kvstore.engines.vllm.transport import open_client
-from kvstore.engines.vllm.turns import Turns
 from kvstore.limits import VLLM_SAVING_MAX
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.errors import Overloaded
 from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
-from kvstore.node import door
+from kvstore.node import authentication
 from kvstore.node.audit import Audit
+from kvstore.node.authentication import Door
+from kvstore.node.authorization import Gate
 from kvstore.node.calls import refusals
-from kvstore.node.door import Door
-from kvstore.node.gate import Gate
 from kvstore.node.statistics import Counters
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.timings import Timings
@@ -129,7 +129,7 @@ def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_co
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the doorkeeper sees of a connection until then it takes for a stranger's."""
-    monkeypatch.setattr(door, "DOOR_FIRST_MESSAGE_MS", 700)
+    monkeypatch.setattr(authentication, "DOOR_FIRST_MESSAGE_MS", 700)
     clock = SystemClock()
     gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
     let_in: list[str] = []
@@ -164,8 +164,8 @@ def test_who_takes_no_answer_is_told_of_and_has_its_share_of_them_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer stays in gRPC as long as its caller's connection does: hundreds of large ones were the node's end."""
-    monkeypatch.setattr(door, "INLINE_TIMEOUT_MS", 300)
-    monkeypatch.setattr(door, "DOOR_ANSWERS_BYTES_MAX", 3 << 20)
+    monkeypatch.setattr(authentication, "INLINE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(authentication, "DOOR_ANSWERS_BYTES_MAX", 3 << 20)
     clock = SystemClock()
     gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
     still: list[str] = []

@@ -10,6 +10,7 @@ from kvcli.progress import bar
 from sim.hardware import changed
 from sim.hf_config import read_model
 from sim.models import model
+from sim.output import as_csv, as_json, save, save_plot, table
 from sim.replay import report
 from sim.replay.cluster import PATHS, Cluster, read_cluster
 from sim.replay.run import Terms
@@ -17,7 +18,6 @@ from sim.replay.simulate import simulate
 from sim.replay.sweep import pareto, points
 from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, chats, read_trace, write_mooncake
-from sim.show import as_csv, as_json, save, save_plot, table
 from sim.svg import Chart, Series, figure, seconds_label
 from sim.units import OutOfRange
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sim import curve, hardware, parameters, presets, units
-from sim.show import as_csv, as_json, save_plot, table
+from sim.output import as_csv, as_json, save_plot, table
 from sim.svg import COLOURS, Chart, Series, bytes_label, figure, seconds_label
 
 if TYPE_CHECKING:

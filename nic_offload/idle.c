@@ -18,7 +18,7 @@
  * may have read more than it has looked at.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <dirent.h>
 #include <errno.h>

@@ -1,8 +1,8 @@
-"""The gate: every call passes it, and comes out with a tenant or not at all.
+"""Authorization: the `Gate` gives each call its tenant, or refuses it.
 
-What always holds: the caller is authenticated before more of the request is looked at than the tenant that it names; a
-refusal is an error of the tree with its own status, and is in the audit log; requests are counted before they are done;
-what stays open is ended by `recheck` once its credentials let nobody in any more.
+What always holds: the caller is authenticated before anything in the request but the tenant's name is looked at. A
+refusal is an error of the tree with its own status, and is in the audit log. Requests are counted before they are
+executed. An open call is ended by `recheck` once its credentials admit nobody any more.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loaded, Loads
-from kvstore.engines.vllm.memory import KvMemory
 from kvstore.engines.vllm.plan import Load, Plan, Told
 from kvstore.engines.vllm.stats import Stats
 from kvstore.engines.vllm.transport import open_transport

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from sim.output import as_csv, as_json, table
 from sim.replay.change import Change, Trial, change
-from sim.replay.show import cluster_of
-from sim.show import as_csv, as_json, table
+from sim.replay.replay_command import cluster_of
 from sim.svg import bytes_label
 from sim.units import format_seconds, parse_bytes
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
-from kvstore.storage.ahead import Ahead
+from kvstore.storage.read_ahead import Ahead
 from tests.storage.fakes import FakeDisk
 
 _PAGES = 2000

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
 from kvstore.limits import MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
-from kvstore.node.turns import Turns
+from kvstore.node.time_slices import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.progress import bar, spinner
+from sim.output import as_csv, as_json, save_plot, table
 from sim.replay.least_cost import LATE_SHARE, WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, all_break_even
+from sim.replay.replay_command import cluster_of, cost_plot, model_of
 from sim.replay.report import as_document
 from sim.replay.run import Terms
-from sim.replay.show import cluster_of, cost_plot, model_of
 from sim.replay.sweep import points
-from sim.show import as_csv, as_json, save_plot, table
 from sim.svg import bytes_label, seconds_label
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sim import gpu_cost, hf_config, layout, models, units
-from sim.show import as_csv, as_json, save_plot, table
+from sim.output import as_csv, as_json, save_plot, table
 from sim.svg import Bars, figure, si
 
 if TYPE_CHECKING:

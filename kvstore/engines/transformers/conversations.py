@@ -23,8 +23,8 @@ from transformers import DynamicCache
 from kvstore.client import Client
 from kvstore.engines.transformers.copies import Gathered, scatter
 from kvstore.engines.transformers.moving import MEMORY_BYTES, Mover, batches
-from kvstore.engines.transformers.pieces import Piece, pieces, usable
 from kvstore.engines.transformers.shapes import Shapes
+from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
 from kvstore.engines.transformers.weights import weights_digest
 from kvstore.errors import InvalidArgument, KvError, LayoutError, NoSession, Overloaded
 from kvstore.limits import ENGINE_SLOTS_MAX

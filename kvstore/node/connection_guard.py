@@ -1,19 +1,18 @@
-"""Connections to the node's ports: this process's own sockets, looked at beside the libraries that accept them.
+"""Guards the node's ports: the `Doorkeeper` watches the sockets that gRPC and libfabric accept, and closes some.
 
-gRPC and libfabric accept whoever connects, from wherever, and keep them for as long as they like. The doorkeeper lists
-the process's sockets ten times a second while there is something to see, and closes those that should not stay: a
-connection to the port for calls over which nothing was let in within its time, or within a moment of many bytes, or
-whose owner does not take an answer, or goes on calling when told to wait, more of one source than it may have, and at
-an endpoint of the fabric anybody but the client it is for. A source that goes on knocking is barred for a time: a
-filter on the listening socket, which the kernel runs on each packet, has its connections come to nothing. While nobody
-has come it reads one counter of the kernel's twice a second, which costs an idle node nothing. It also has the heap
-give back what a crowd has left in it.
+Both libraries accept any connection and keep it for as long as the peer likes. The doorkeeper lists the process's
+sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
+call admitted within its time, or within a short time of many bytes; one whose owner does not take an answer, or goes
+on calling when told to wait; those that exceed the limit of one source; and at a fabric endpoint all but the client's
+that it is for. A source that keeps connecting is barred for a time, by a filter on the listening socket that the
+kernel runs on each packet. While there is no connection it reads one kernel counter twice a second, which costs an
+idle node nothing. It also has the heap return memory after a load.
 
-What always holds: a connection over which a call was let in is hung up on only when its source has more than it may, or
-when it stands still with an answer, or goes on calling; a socket is ended by `shutdown` on a copy of its descriptor
-that was found to be the same socket, so its library sees an end and closes it as ever; a source is one IPv4 address, or
-the /64 of an IPv6 one; nobody is barred for ever.
-What it doesn't do: look at what is sent, but for how much, or know one host behind an address of many from another.
+What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
+does not take an answer or goes on calling. A socket is closed by `shutdown` on a duplicate of its descriptor, after a
+check that it is the same socket, so its library sees a normal end. A source is one IPv4 address, or the /64 of an
+IPv6 address. No source is barred for ever.
+What it doesn't do: look at the contents, only at amounts; or distinguish hosts behind one address.
 """
 
 from __future__ import annotations

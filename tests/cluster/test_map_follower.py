@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import following
-from kvstore.client.following import Following
+from kvstore.client import map_follower
+from kvstore.client.map_follower import Following
 from kvstore.cluster.map import Map, Member
 from kvstore.reach import Reach
 from kvstore.wire import cluster_pb2 as pb
@@ -139,7 +139,7 @@ def test_without_an_answer_those_that_were_given_count_after_a_calls_time(world:
 
 
 def test_a_node_that_falls_silent_is_left_for_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "WATCH_HEARTBEAT_MS", 200)
+    monkeypatch.setattr(map_follower, "WATCH_HEARTBEAT_MS", 200)
     world.one.tell(told(7, "a:1"))
     world.other.tell(told(9, "b:1"))
     found = world.follow()

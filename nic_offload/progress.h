@@ -1,8 +1,8 @@
 /*
  * What the parts of the progress thread ask of each other. All of it runs on that thread alone.
  */
-#ifndef TRIGGERKV_PARTS_H
-#define TRIGGERKV_PARTS_H
+#ifndef TRIGGERKV_PROGRESS_H
+#define TRIGGERKV_PROGRESS_H
 
 #include "fabric.h"
 #include "lane.h"
@@ -81,7 +81,7 @@ void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
 void group_copies(struct tk_group *group, uint32_t row, int copies); /* until it has, no word ends that row */
 
-/* wire.c: what is posted, what has completed */
+/* posting.c: what is posted, what has completed */
 int status_of_provider(int error);
 int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
 	      uint64_t key); /* nobody hears of its end */
@@ -95,7 +95,7 @@ int address_is_same(const union address *a, const union address *b);
 uint16_t address_port(const union address *address); /* 0: it is none of IP */
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 
-/* rest.c: how the thread rests. But for `rest`, any thread. */
+/* idle.c: how the thread rests. But for `rest`, any thread. */
 int rest_open(struct tk_fabric *fabric);
 int rest_hear(struct tk_fabric *fabric, int pipe_fd);
 int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
