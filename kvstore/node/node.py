@@ -132,9 +132,7 @@ class Node:
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.began_ns = self.ticked_ns = clock.monotonic_ns()  # when it was last seen to go on
-        self.counters = Counters()
-        self.timings = Timings(clock)
-        self.turns = Turns(clock)
+        self.counters, self.timings, self.turns = Counters(), Timings(clock), Turns(clock)
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
@@ -151,6 +149,7 @@ class Node:
             self.counters,
             self.timings,
             tenants_known,
+            self.turns,
             traced=spans is not None,
         )
         self.fabric_calls = FabricCalls(self, self._tags)
