@@ -1,5 +1,5 @@
 /*
- * Words of memory that others store to.
+ * 64-bit words of memory that other threads and processes store to.
  */
 #include "core.h"
 

@@ -1,5 +1,5 @@
 /*
- * Calls over the fabric as they lie in memory, at either end; `kvstore/wire/fabric_call.py` says the same in Python.
+ * The memory layout of calls over the fabric, at both ends; `kvstore/wire/fabric_call.py` has the same in Python.
  */
 #ifndef TRIGGERKV_CALL_H
 #define TRIGGERKV_CALL_H

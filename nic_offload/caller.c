@@ -1,17 +1,18 @@
 /*
- * The caller: makes calls of one client to its node over the fabric, in one step: the watches for the words that will answer
- * it, and the put that brings it into a place of ours and into the same place at the node.
+ * The caller: makes a client's calls to its node over the fabric. One step sets up the watches for the words that
+ * will answer the call, and the put that brings the call into one of our places and into the same place on the node.
  *
- * A call finds its place on the progress thread. With all of them in use it waits, its bytes in a copy and all work for it
- * taken, so that nothing can refuse it later; an answer that frees a place lets the next one go.
+ * A call gets its place on the progress thread. If all places are in use it waits; its bytes have been copied and
+ * everything it needs is allocated, so nothing can refuse it later. An answer that frees a place lets the next call
+ * go out.
  *
- * What always holds: a place is used again only after its answer: DONE, which has nothing more to say, or BYTES, and then
- * when its reader has said so. Calls go out in their order, and those of a place carry rising generations. One that its
- * deadline finds not gone out ends, and never goes out: it has used up no generation, and its place serves the next. A call
- * is begun whole or not at all; with more to say than a place holds, or with too many that wait, it is not, and goes another
- * way.
+ * What always holds: a place is reused only after its answer: after DONE, or after BYTES once the reader has
+ * confirmed that it has read them. Calls go out in order, and the generations of a place only rise. A call whose
+ * deadline passes before it goes out ends and never goes out; it has used no generation, and its place serves the
+ * next call. A call begins whole or not at all: if it is larger than a place, or too many calls are waiting, it is
+ * not begun, and the application uses gRPC.
  *
- * What it doesn't do: read answers, or decide what a call's failure means. Both are told by the words, or as events.
+ * What it doesn't do: read answers, or decide what a failed call means. The application gets both as words or events.
  */
 #define _GNU_SOURCE
 #include "call.h"

@@ -1,8 +1,8 @@
 /*
  * The progress thread.
  *
- * One round: take the inbox, drain completions, look at flag words and watched words, make a bounded
- * piece of CRC, post what is ready, report. A round that found nothing to do rests (idle.c).
+ * One round: take the inbox, drain completions, check flag words and watched words, compute a bounded piece of CRC,
+ * post what is ready, report. After a round that found nothing to do, the thread idles (idle.c).
  */
 #define _GNU_SOURCE
 #include "progress.h"

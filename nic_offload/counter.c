@@ -1,8 +1,8 @@
 /*
  * Counters, and the agent: operations that wait for a counter, lowest threshold first.
  *
- * What always holds: an operation leaves its heap once, and is fired only when the counter has reached its
- * threshold; for a counter that an operation failed to move nothing is fired any more.
+ * What always holds: an operation leaves its heap once, and fires only when the counter has reached its threshold.
+ * After an operation failed to move a counter, nothing that waits for this counter fires any more.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -1,17 +1,17 @@
 /*
- * The desk: where calls of one peer come in, and the progress thread answers those for which the shelf has all.
+ * The desk: receives the calls of one peer. The progress thread answers those that the shelf can serve completely.
  *
- * A call is what `kvstore/wire/fabric_call.py` says. It is copied before it is looked at, because its caller can still
- * write where it lies. If it is a fetch, whole, with nothing to tell but the blocks it wants, and every one of them is on
- * the shelf, each goes out as any put with a checksum does, its acknowledgement behind it, and the desk waits for the
- * next call; what it did is noted, to be taken by who keeps the books. Anything else is an ordinary landing, and the
- * application's. A peer on this machine that has the shelf's region mapped is told where the blocks are instead, if it
- * asked for that (shared.c).
+ * `kvstore/wire/fabric_call.py` describes a call. It is copied before it is examined, because the caller can still
+ * write to it. If it is a complete fetch that asks for nothing but blocks, and all of these are on the shelf, each
+ * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
+ * A record of what was served is kept for the application. Any other call becomes an ordinary landing, and the
+ * application answers it. A peer on this machine that has mapped the shelf's region may ask for the blocks' locations
+ * instead of their bytes (shared.c).
  *
- * What always holds: a call is answered here whole or not at all; a block whose checksum differs is not sent: its
- * caller is told that it is missed, and nobody finds it on the shelf any more; no more than `bytes_max` of one desk are
- * under way; where the connection is sealed, only its other end's calls are answered; a block whose place was told counts
- * as being sent until the peer's next call comes in at the same place, but no longer than TK_HELD_NS.
+ * What always holds: a call is answered here completely or not at all. A block whose checksum differs is not sent:
+ * its caller gets a miss, and the block leaves the shelf. At most `bytes_max` of one desk are under way. On a sealed
+ * connection only calls with a valid tag are answered. A block whose location was given to a peer counts as being
+ * sent until the peer's next call in the same place, but no longer than TK_HELD_NS.
  */
 #define _GNU_SOURCE
 #include "call.h"

@@ -1,5 +1,5 @@
 /*
- * Opening and closing a fabric, and asking its thread to do something. Any thread.
+ * Opens and closes a fabric, and sends commands to its thread. Any thread.
  */
 #define _GNU_SOURCE
 #include "progress.h"

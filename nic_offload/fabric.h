@@ -1,9 +1,10 @@
 /*
- * What the calls of any thread (fabric.c, handles.c, inbox.c) and the progress thread (the rest) share.
+ * What is shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other
+ * files).
  *
- * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the
- * progress thread takes the whole inbox at once and owns each item until it is final; then it goes back
- * to the free list. Nothing but the inbox, the free list and the events is shared.
+ * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
+ * thread takes the whole inbox at once and owns each item until it is final; then the item goes back to the free
+ * list. Nothing but the inbox, the free list and the events is shared.
  */
 #ifndef TRIGGERKV_FABRIC_H
 #define TRIGGERKV_FABRIC_H

@@ -1,8 +1,8 @@
 /*
- * Endpoints, peers, regions and counters: opening and closing them. Any thread.
+ * Opens and closes endpoints, peers, regions and counters. Any thread.
  *
- * What always holds: whatever changes what the progress thread reads from is done by that thread; a child of fork is
- * refused everything.
+ * What always holds: everything that changes what the progress thread reads is done by that thread. In a child after
+ * fork every call is refused.
  */
 #define _GNU_SOURCE
 #include "cxi.h"

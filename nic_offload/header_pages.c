@@ -1,8 +1,8 @@
 /*
- * Header pages, a batch of them: fixed bytes, their tag, zeros. The tag is the keyed BLAKE2b (RFC 7693), 16 bytes of it,
- * of a name, a number and the fixed bytes, which together make just one of its blocks.
+ * Makes header pages in batches: fixed bytes, a tag, zeros. The tag is 16 bytes of keyed BLAKE2b (RFC 7693) over a
+ * name, a number and the fixed bytes, which together fit into one of its blocks.
  *
- * It doesn't know what the bytes mean: `kvstore.wire.record` does.
+ * It doesn't know what the bytes mean; `kvstore.wire.record` does.
  */
 #include "core.h"
 

@@ -1,21 +1,22 @@
 /*
- * How the progress thread rests when a round found nothing to do.
+ * How the progress thread idles when a round found nothing to do.
  *
- * It spins for a little while and then sleeps, until something can have happened: a call of our own process, a byte on
- * one of the fabric's sockets, a store to a flag word by who rings its bell, or a deadline. Where the provider has no
- * sockets that we could find (shared memory, a NIC) it naps instead, ever longer, up to two milliseconds.
+ * It spins for a short time and then sleeps until there is a call of our own process, a byte on one of the fabric's
+ * sockets, a store to a flag word followed by its bell, or a deadline. If no sockets of the provider can be found
+ * (shared memory, a NIC) it naps instead, for longer and longer, up to two milliseconds.
  *
- * A provider over TCP has a descriptor to wait for, and it is of no use: that of net (1.17) is readable for ever once
- * something is connected. So its sockets are found as streams.c finds them: those at one of our endpoints' ports, and
- * those that lead to one of our peers. They are looked for whenever endpoints and peers change, or the wire was found to
- * have moved with nobody waking us, for a second each time; what is missed until then costs a nap, and no more.
+ * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
+ * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
+ * that lead to our peers. The search is repeated for a second each time endpoints or peers change, or the wire moved
+ * without a wake-up. A socket that is missed until then costs a nap, no more.
  *
- * A flag word's bell is a pipe, and a count of sleeping threads. A store looks at the count, and writes to the pipe if
- * it is not zero. A GPU stores without ringing: with words that somebody waits for no sleep is longer than a nap.
+ * A flag word's bell is a pipe and a count of sleeping threads. A store reads the count, and writes to the pipe if it
+ * is not zero. A GPU stores without ringing: while a word is waited for that a GPU may store to, no sleep is longer
+ * than a nap.
  *
- * What always holds: nothing that came before the sleep is missed: what is posted and what words say is looked at once
- * more after the sleepers are counted. A deadline is never slept over. Who was woken spins again before it sleeps: a provider
- * may have read more than it has looked at.
+ * What always holds: nothing that arrives before the sleep is missed, because posted work and words are checked once
+ * more after the sleeper has been counted. No deadline is slept over. A thread that was woken spins before it sleeps
+ * again: a provider may have read more than it has processed.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -1,5 +1,5 @@
 /*
- * Queueing work and taking events. Any thread.
+ * Queues work and takes events. Any thread.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -1,5 +1,5 @@
 /*
- * What receivers and the progress thread ask of lanes.
+ * What receivers and the progress thread use of lanes.
  */
 #ifndef TRIGGERKV_LANE_H
 #define TRIGGERKV_LANE_H

@@ -1,5 +1,5 @@
 /*
- * Loading libfabric, and what its providers can do.
+ * Loads libfabric, and finds out what its providers can do.
  */
 #define _GNU_SOURCE
 #include "library.h"

@@ -1,19 +1,19 @@
 /*
- * libfabric's deferred work: operations that the NIC holds and fires with no call of ours.
+ * libfabric's deferred work: operations that the NIC holds and fires by itself.
  *
- * An operation becomes one or two steps at the NIC: its bytes wait for the operation's own counter, its flag waits for
- * a counter that the bytes move when they have been delivered; the last of them moves the counter that the operation is
- * to move. The steps are queued last first, so that a NIC which takes only some of them has taken none that could fire.
+ * An operation becomes one or two steps at the NIC: its bytes wait for the operation's own counter, its flag waits
+ * for a counter that moves when the bytes have been delivered, and the last of them moves the operation's completion
+ * counter. The steps are queued last first, so a NIC that takes only some of them has taken none that could fire.
  *
- * What always holds: an operation is either in our own queue or at the NIC, never in both; a place is given to
- * another operation only when nothing unfinished can be tied to it any more, and is counted as lost until then;
- * what a NIC has no room for, the agent fires.
+ * What always holds: an operation is either in our own queue or at the NIC, never in both. A slot at the NIC is
+ * reused only when nothing unfinished can refer to it, and counts as lost until then. Operations for which the NIC
+ * has no room are fired by the agent.
  *
- * Two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to follow
- * the word here, so it is known which operations have fired; one that has not is taken back by closing the counter
- * that it waits for. It tells of no completions, loses operations whose peer is dead, and stalls when its ring is
- * full until it is kicked. `cxi` moves counters itself, and a GPU moves them through its doorbells; what has fired is
- * seen from completions, and unfired operations are taken back by a flush of the whole domain: see nic_flush.c.
+ * There are two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to
+ * follow the word here, so it is known which operations have fired; an unfired operation is taken back by closing its
+ * counter. `sockets` reports no completions, loses operations whose peer is dead, and stalls with a full ring until
+ * it is kicked. `cxi` moves counters itself, and a GPU moves them through doorbells; completions show what has fired,
+ * and unfired operations are taken back by a flush of the whole domain (nic_flush.c).
  */
 #define _GNU_SOURCE
 #include "cxi.h"

@@ -1,13 +1,13 @@
 /*
- * Taking operations back from a NIC with counters of its own (cxi), which is a flush of its whole domain: everything
- * that has not fired is gone without a trace, and what has fired goes on, for as long as its peer lets it.
+ * Takes operations back from a NIC with counters of its own (cxi), by a flush of its whole domain: everything that
+ * has not fired is dropped without a report; what has fired continues for as long as its peer lets it.
  *
- * What always holds: what is known to have fired is not taken back, so it is not sent twice; what comes back waits in
- * our own queue, and is handed over again or cancelled there. A flag whose bytes were under way went with the flush,
- * and is put by the agent once they have arrived.
+ * What always holds: an operation that is known to have fired is not taken back, so it is not sent twice. Operations
+ * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation
+ * were under way its flag was dropped by the flush, and the agent puts it once they have arrived.
  *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
- * It had at least most of a second to complete. If it did not, it has not gone out; unless something else that went to
+ * It had most of a second to complete. If it did not complete it has not gone out, unless something else that went to
  * the same peer is stuck as well.
  */
 #define _GNU_SOURCE

@@ -1,8 +1,8 @@
 /*
- * Handing over: an operation's steps, and as many operations as the NIC has room for.
+ * Hands operations to the NIC, as many as it has room for, each as one or more steps.
  *
- * What always holds: the steps are queued last first, so that a NIC which takes only some of them has taken none that
- * could fire.
+ * What always holds: the steps are queued last first, so a NIC that takes only some of them has taken none that could
+ * fire.
  */
 #define _GNU_SOURCE
 #include "nic.h"

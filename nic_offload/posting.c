@@ -1,9 +1,9 @@
 /*
- * Posting puts and gets, their chained flags and acknowledgements, and taking their completions.
+ * Posts puts and gets, their chained flags and acknowledgements, and takes their completions.
  *
- * What always holds: a flag put goes out inside the message with its bytes, where the provider carries a message as
- * one stream, and else only after the bytes were delivered; a counter is moved only after both were; each endpoint
- * has its own share of the wire.
+ * What always holds: where the provider carries a message as one stream, a flag put goes out in the same message as
+ * its bytes; otherwise only after the bytes were delivered. A counter is moved only after both were delivered. Each
+ * endpoint has its own share of the wire.
  */
 #define _GNU_SOURCE
 #include "progress.h"

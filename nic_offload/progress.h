@@ -1,5 +1,5 @@
 /*
- * What the parts of the progress thread ask of each other. All of it runs on that thread alone.
+ * What the files of the progress thread call in each other. All of it runs on that thread alone, unless marked.
  */
 #ifndef TRIGGERKV_PROGRESS_H
 #define TRIGGERKV_PROGRESS_H

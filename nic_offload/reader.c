@@ -1,20 +1,21 @@
 /*
- * The reader: how blocks go from a drive to peers without the application.
+ * The reader: sends blocks from a drive to peers without the application.
  *
- * The application says of each block where its record lies, what its header has to say, into which pages it is to be read
- * and where its payload goes; whose turn it is, and how much may be under way, it has seen to before. From there on a block
- * is an operation like any other (`tk_operation`), whose bytes are not there yet: the progress thread reads header and
- * payload through an io_uring of the reader's own, compares the header, and then fires the operation, which makes the CRC
- * while the bytes are in the cache, and sends them with the flag behind.
+ * For each block the application says where its record lies, what its header must contain, into which pages to read
+ * it and where its payload goes; it has already decided on the order and on how much may be under way. From there on
+ * the block is an operation like any other (`tk_operation`) whose bytes have not arrived yet: the progress thread
+ * reads header and payload through the reader's own io_uring, compares the header, and fires the operation, which
+ * computes the CRC while the bytes are in the cache and sends them, followed by the flag.
  *
- * What always holds: no byte goes out of a record whose header is not to the last bit the one that was asked for, its tag
- * of this place on this drive included (but for its expiry, which may have been put off), or whose payload has another CRC.
- * An operation that is cancelled, too late, or whose endpoint is closed ends at once, as it would without a reader; but the
- * drive may be at its pages still. So records are read in batches, and the pages of a batch are free to be used again when
- * it was said to be over (TK_READ), which is said once and whatever became of the operations.
+ * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
+ * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
+ * CRC. An operation that is cancelled, late, or whose endpoint is closed ends at once, as it would without a reader;
+ * but the drive may still be writing to its pages. So records are read in batches, and the pages of a batch may be
+ * reused after its TK_READ, which is reported once, whatever became of the operations.
  *
- * It doesn't read anything twice: what could not be read, or is another record, fails with -ENODATA, and the application
- * looks for the cause. It keeps no extent alive: that is the application's affair, from before the call until TK_READ.
+ * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
+ * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from
+ * before the call until TK_READ.
  */
 #define _GNU_SOURCE
 #include "header.h"

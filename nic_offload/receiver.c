@@ -1,18 +1,20 @@
 /*
- * The receiver: where the blocks of one peer come in by grants, and are read once, out of its slots into memory of our own.
+ * The receiver: takes the blocks that one peer puts by grants. Each is read once, from its slot into memory of our
+ * own.
  *
- * All slots are the peer's to write into, one put between two generations. When a slot's flag has the generation that is
- * due, the head is copied and checked, and the payload copied into a room that the application has given beforehand, while
- * its checksum is made from the copy. Then the block is listed on the shelf, so that it can be read at once, the peer is
- * told that it landed, and the slot waits for its next put.
+ * The peer may write to all slots, one put per generation. When a slot's flag has the expected generation, the head
+ * is copied and checked, and the payload is copied into a room that the application has provided, with its checksum
+ * computed from the copy. Then the block is listed on the shelf, where it can be read at once, the peer gets
+ * `landed`, and the slot waits for its next put.
  *
- * What always holds: nothing that the peer writes into a slot after its flag counts, because nothing there is read twice;
- * a block is on the shelf before its peer hears of it, and only if its bytes have the checksum that its head says, if it
- * says one; one under whose name something may be stored is not listed, and is answered by the application, which knows
- * those bytes; a room holds one block; what is no put ends all: nothing more is taken from that peer. Without a room a put
- * waits where it is, and its peer with it.
+ * What always holds: nothing that the peer writes into a slot after its flag has any effect, because nothing there is
+ * read twice. A block is on the shelf before its peer gets `landed`, and only if its bytes have the checksum in its
+ * head, if there is one. If something may be stored under its name already, it is not listed, and the application,
+ * which knows the stored bytes, answers. A room holds one block. An invalid put ends the connection: nothing more is
+ * taken from that peer. Without a free room a put waits in its slot.
  *
- * Whether a block may stay is for the application to decide, which is told of each by `tk_receiver_take`.
+ * What it doesn't do: decide whether a block may stay. The application does, which gets each block from
+ * `tk_receiver_take`.
  */
 #define _GNU_SOURCE
 #include "call.h"

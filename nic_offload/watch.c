@@ -1,8 +1,8 @@
 /*
- * Watched words: flags of landing slots, acknowledgements; and the checksums of what landed or is to be sent.
+ * Watched words: flags of landing slots, and acknowledgements; and checksums of blocks that landed or are to be sent.
  *
- * What always holds: a landing is taken at exactly the expected generation, and `landed` is sent before the
- * checksum is made; a word that is not the peer's, or not of this use, changes nothing.
+ * What always holds: a landing is accepted at exactly the expected generation, and `landed` is sent before the
+ * checksum is computed. A word that is not the peer's, or is for another use of its place, changes nothing.
  */
 #define _GNU_SOURCE
 #include "call.h"

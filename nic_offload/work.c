@@ -1,8 +1,8 @@
 /*
- * An item of work, its queues, its end, and the reports about it.
+ * A work item: its queues, its end, and the reports about it.
  *
- * What always holds: an item is in one place at a time (one queue, one heap, one watch, or on the wire), and
- * after its end it is not used again before the round is over.
+ * What always holds: an item is in one place at a time (a queue, a heap, a watch, or on the wire), and after its end
+ * it is not reused before the round is over.
  */
 #define _GNU_SOURCE
 #include "progress.h"
