@@ -221,7 +221,7 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 	return called;
 }
 
-/* The words in which the node says of each block that it has come, or why not. */
+/* The words in which the node reports each block's arrival, or why it did not come. */
 static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
 			 struct shared_fetch *fetch)
 {
@@ -244,15 +244,15 @@ static void watch_blocks(const struct tk_caller *caller, const struct tk_call *c
 	}
 }
 
-/* Until when it may wait to go out: no longer than its blocks are waited for. */
+/* Its deadline for going out: not later than its blocks' deadline. */
 static uint64_t goes_out_until(const struct tk_call *call)
 {
 	uint64_t blocks_ns = call->blocks_deadline_ns, answer_ns = call->deadline_ns;
 	return blocks_ns && (!answer_ns || blocks_ns < answer_ns) ? blocks_ns : answer_ns;
 }
 
-/* Behind the watches of its blocks: deadlines that are over at the same time are told of what came last first, so whoever
- * hears that a block did not come has heard that the call never went out. */
+/* Queued after the watches of its blocks: of deadlines that end together the last one queued is reported first, so the
+ * application learns that the call never went out before it learns that a block did not arrive. */
 static void queue_call(const struct tk_caller *caller, const struct tk_call *call, struct called *called,
 		       struct shared_fetch *fetch)
 {
@@ -477,7 +477,7 @@ uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t 
 	return is_read ? CALL_DONE : code;
 }
 
-/* The put's own end. What was never posted leaves its place, and the generation, to the next. */
+/* The end of the put itself. A call that was never posted leaves its place and generation to the next one. */
 void caller_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct called *called = work->called;

@@ -22,7 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SERVED_BYTES_MAX (1u << 20) /* of what was answered here and nobody has taken note of */
+#define SERVED_BYTES_MAX (1u << 20) /* of answered calls that the application has not fetched yet */
 
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out)
 {
@@ -44,7 +44,7 @@ int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, stru
 	return 0;
 }
 
-/* Under the shelf's lock: its peer has read what it was told of. */
+/* Under the shelf's lock: its peer has read the blocks whose locations it got. */
 static void let_go_held(struct tk_desk *desk, uint32_t place)
 {
 	struct held *held = &desk->held[place];
@@ -265,7 +265,7 @@ static int hold(struct tk_fabric *fabric, struct tk_desk *desk, uint32_t place, 
 	return 1;
 }
 
-/* Over the call, which was copied; its peer hurts itself alone if it writes there meanwhile. */
+/* Overwrites the call, which was copied; a peer that writes there meanwhile harms only itself. */
 static uint32_t write_where(const struct tk_desk *desk, const struct tk_landing *landing, const struct call_head *call,
 			    uint64_t target)
 {
@@ -319,7 +319,7 @@ static void list_served(struct tk_shelf *shelf, struct served *served)
 	shelf->last = served;
 }
 
-/* Its peer reads the blocks itself: it is told where they are. */
+/* The peer reads the blocks itself: it gets their locations. */
 static int answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const struct tk_landing *landing,
 			const struct call_head *head)
 {
@@ -346,7 +346,7 @@ static int answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const st
 	return 1;
 }
 
-/* What peers were told of, and have not called again since. */
+/* Blocks whose locations peers have, and which they have not released by another call. */
 void poll_desks(struct tk_fabric *fabric)
 {
 	if (fabric->now_ns < fabric->held_until_ns)
@@ -368,7 +368,7 @@ void poll_desks(struct tk_fabric *fabric)
 	}
 }
 
-/* Its last call there was answered, and what that answer told has been read. */
+/* The last call in this place was answered, and its answer has been read. */
 static void called_again(struct tk_desk *desk, const struct tk_landing *landing)
 {
 	uint32_t place = place_of(desk, landing);
@@ -417,7 +417,7 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	return 1;
 }
 
-/* The bytes on the shelf are not what they were: instead of them goes the word that they are missed. */
+/* The bytes on the shelf have changed: a miss is sent instead. */
 void miss_at_desk(struct work *work)
 {
 	struct tk_shelf *shelf = work->desk->shelf;
@@ -430,7 +430,7 @@ void miss_at_desk(struct work *work)
 	work->op.length = 0;
 }
 
-/* A block of an answer is over, however it went. */
+/* A block of an answer has ended, successfully or not. */
 void over_at_desk(struct work *work, int status)
 {
 	struct tk_desk *desk = work->desk;

@@ -76,7 +76,7 @@ int rest_hear(struct tk_fabric *fabric, int pipe_fd)
 
 int rest_hear_writes(struct tk_fabric *fabric, int event_fd)
 {
-	return watch_fd(fabric, WAKES_WRITES, event_fd, EPOLLIN | EPOLLET); /* nobody reads it empty */
+	return watch_fd(fabric, WAKES_WRITES, event_fd, EPOLLIN | EPOLLET); /* it is never drained */
 }
 
 int rest_ignore(struct tk_fabric *fabric, int event_fd)
@@ -105,7 +105,7 @@ static int is_at_an_endpoint(const struct tk_fabric *fabric, const union address
 	return 0;
 }
 
-/* Callers wait for the handles' lock without a deadline: the kernel is asked nothing while it is held. */
+/* Callers wait for the handles' lock without a deadline, so no system call is made while it is held. */
 static void look_at(struct tk_fabric *fabric, int fd)
 {
 	union address local, remote;
@@ -164,8 +164,8 @@ static int hear(struct tk_fabric *fabric)
 	return count > 0;
 }
 
-/* A spin that does not yield starves the application on few cores; one that does costs a flag as much as all else in a
- * round. So it yields each time for as long as somebody takes the core, and else now and then. */
+/* On few cores a spin without a yield starves the application; but a yield costs a flag as much as the rest of a round. So
+ * it yields every time while other threads take the core, and otherwise now and then. */
 static void spin(struct tk_fabric *fabric)
 {
 	if (fabric->spins_alone) {
@@ -201,7 +201,7 @@ static uint64_t sleep_ns(const struct tk_fabric *fabric, uint64_t idle_ns, int w
 	return longest_ns;
 }
 
-/* Who stores to a word that is waited for rings from now on. Neighbours share their bell mostly, and are counted once. */
+/* From now on a store to a word that is waited for rings. Neighbouring words mostly share a bell, which is counted once. */
 static void count_sleeper(struct tk_fabric *fabric, int more)
 {
 	struct tk_bell *last = NULL;
@@ -230,7 +230,7 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
 	if (fabric->pending_count) {
-		sched_yield(); /* their time comes soon, and nobody else keeps it */
+		sched_yield(); /* they end soon, and nothing else wakes the thread for them */
 		return 0;
 	}
 	if (idle_ns < (working ? SPIN_WORKING_NS : fabric->acks.count ? SPIN_AWAITED_NS : SPIN_NS)) {

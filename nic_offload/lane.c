@@ -336,7 +336,7 @@ static int reap(struct tk_lane *lane)
 	return busy;
 }
 
-/* What no peer waits for goes together, and not between a peer that was told `landed` and its next put. The kernel may not
+/* Writes that no peer waits for are submitted together, and not between a peer's `landed` and its next put. The kernel may not
  * take what there is now; then it is offered again in the next round. */
 static void submit(struct tk_lane *lane)
 {
@@ -352,7 +352,7 @@ static void submit(struct tk_lane *lane)
 	lane->submit_at_ns = 0;
 }
 
-/* Says whether the peer has been told as far as it is to be. */
+/* Whether the peer has had every acknowledgement that it is to have. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;
@@ -435,7 +435,7 @@ int poll_lanes(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The endpoint is about to be closed: nobody there is told any more. */
+/* The endpoint is about to be closed: no more acknowledgements go there. */
 void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 {
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)
@@ -444,7 +444,7 @@ void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 				lane->records[i].word.endpoint = NULL;
 }
 
-/* The thread ends: what the kernel has of the application's memory is over when this returns. */
+/* The thread ends: when this returns the kernel no longer uses the application's memory. */
 void lanes_end(struct tk_fabric *fabric)
 {
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)

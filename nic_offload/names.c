@@ -68,7 +68,7 @@ static void take_out(struct names *names, uint64_t hash)
 	if (!part->slots || !part->hashes[hole])
 		return;
 	part->used--;
-	/* What stands behind it moves up, unless that were before its own place. */
+	/* Later entries move up, unless that were before their own slot. */
 	for (uint32_t at = (hole + 1) & last; part->hashes[at]; at = (at + 1) & last) {
 		uint32_t own = (uint32_t)part->hashes[at] & last;
 		if (((at - own) & last) >= ((at - hole) & last)) {

@@ -181,7 +181,7 @@ void nic_settle(struct tk_fabric *fabric, struct slot *slot)
 static void settle_failed(struct tk_fabric *fabric, struct slot *slot, int status)
 {
 	struct work *work = slot->work;
-	/* What was to follow waits, and goes with the counter it waits for. */
+	/* Chained steps are still waiting, and are dropped with the counter that they wait for. */
 	int waiting = slot->steps_count > 1 && !slot->cut;
 	if (!slot->fired)
 		fabric->statistics.fired++;
@@ -236,7 +236,7 @@ static struct slot *slot_of(struct nic *nic, const void *context)
 	return &nic->slots[at / sizeof *nic->slots];
 }
 
-/* Whether the completion was of one of the NIC's steps. */
+/* Whether the completion is of one of the NIC's steps. */
 int nic_completed(struct tk_fabric *fabric, void *context, int status)
 {
 	struct slot *slot = slot_of(&fabric->nic, context);
@@ -252,14 +252,14 @@ int nic_completed(struct tk_fabric *fabric, void *context, int status)
 	return 1;
 }
 
-/* When the ring was full, what should have fired waits for the next movement of its counter. */
+/* After a full ring, operations that should have fired wait for the next movement of their counter. */
 static void kick(struct slot *slot)
 {
 	fi_cntr_add(slot->work->op.trigger->nic, 0);
 	fi_cntr_add(slot->moved, 0);
 }
 
-/* Completions that no queue tells of. */
+/* Completions that no queue reports. */
 int nic_poll(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
@@ -343,7 +343,7 @@ int nic_withdraw(struct tk_fabric *fabric, struct work *work)
 	return 1;
 }
 
-/* The work goes, and what the NIC holds for it stays. */
+/* The work item is freed; the NIC's steps for it stay. */
 void nic_give_up(struct tk_fabric *fabric, struct work *work)
 {
 	nic_leave(fabric, work->slot, 1);

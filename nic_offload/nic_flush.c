@@ -31,7 +31,7 @@ static int have_moved(const struct slot *slot)
 	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
 }
 
-/* The flag is the agent's now. The one that the NIC held is gone, but that is known for certain only later. */
+/* The agent puts the flag now. The NIC's own was dropped, but that is certain only later. */
 static void put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
@@ -80,7 +80,7 @@ static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
 		else
 			nic_taken_back(fabric, slot, 0);
 	} else if (slot->cut) {
-		/* An earlier flush has seen to it. */
+		/* An earlier flush has done it. */
 	} else if (slot->moved_by_then) {
 		goes_on(fabric, slot, 0);
 	} else if (have_moved(slot)) {
@@ -112,8 +112,8 @@ int nic_flush(struct tk_fabric *fabric)
 	return 0;
 }
 
-/* The counter has failed, and what waits for it fails as it comes back: a NIC that kept it might fire it yet, as whoever
- * can ring moves the counter. */
+/* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still fire,
+ * since any process with the doorbell can move the counter. */
 void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	if (!counter->held)

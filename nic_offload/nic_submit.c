@@ -88,7 +88,7 @@ static void make_steps(struct slot *slot)
 	if (!op->endpoint) {
 		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
 		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 0, op->completion->nic, op->step);
-		/* Or nobody would learn of it. */
+		/* Or its end would never be noticed. */
 		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 1, slot->done, 1);
 	}
 }
@@ -100,7 +100,7 @@ static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
 		if (!status)
 			continue;
 		if (at + 1 < slot->steps_count && (fabric->nic.own_counters || nic_renew_moved(fabric, slot)))
-			return 1; /* some steps are there, and wait for what will not come */
+			return 1; /* some steps are queued, and wait for steps that never will be */
 		return status;
 	}
 	return 0;
@@ -112,7 +112,7 @@ static int waits_at_the_nic(const struct tk_operation *op)
 	return !op->trigger->word || op->threshold > op->trigger->mirrored;
 }
 
-/* What a transfer ends with is one more in a counter, and no other movement. */
+/* A transfer ends by adding one to a counter; it can't move one in another way. */
 static int counts_as_a_nic_does(const struct tk_operation *op)
 {
 	if (!op->endpoint)
@@ -153,7 +153,7 @@ static int hand_one(struct tk_fabric *fabric, struct work *work)
 	return -ENOSPC;
 }
 
-/* Nothing would keep the NIC from firing it all the same. */
+/* Nothing would keep the NIC from firing it anyway. */
 static int is_over(const struct work *work)
 {
 	return work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns;

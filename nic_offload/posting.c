@@ -18,7 +18,7 @@
 #define TOO_LATE 2 /* what posting gives for a put whose deadline is over, */
 #define TOLD 3	   /* and for one that the peer reads itself */
 
-/* Whether its end says that it came: then the peer's side confirms it. Else somebody else knows, or nobody needs to. */
+/* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not needed. */
 static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
 	return op->completion || (fabric->confirms && !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT)));
@@ -30,7 +30,7 @@ static void set_flag_word(struct work *work)
 	work->flag_word = word_out(op->endpoint, (struct spot){op->flag_target, op->flag_key}, op->flag_value);
 }
 
-/* Whoever waits for its end finds the flag delivered. */
+/* When it ends, the flag has been delivered. */
 static int post_confirmed_flag(struct work *work)
 {
 	struct tk_operation *op = &work->op;
@@ -131,8 +131,8 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (confirmed ? FI_DELIVERY_COMPLETE : 0));
 }
 
-/* Says `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that gave a word it has no right to, or is gone,
- * is told nothing: the block has landed all the same. */
+/* Sends `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that is gone, or gave a word that isn't its own, gets
+ * nothing; the block has landed all the same. */
 int post_landed(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_landing *landing = &work->landing;
@@ -183,7 +183,7 @@ int status_of_provider(int error)
 	}
 }
 
-/* What became of the first item of an endpoint's queue. */
+/* The outcome for the first item of an endpoint's queue. */
 static void posted(struct tk_fabric *fabric, struct work *work, int status)
 {
 	if (work->kind == WORK_LANDING) {
@@ -229,7 +229,7 @@ static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 	return busy;
 }
 
-/* Every endpoint has its turn in every round. */
+/* Each endpoint is served in each round. */
 int post_ready(struct tk_fabric *fabric)
 {
 	int busy = 0;

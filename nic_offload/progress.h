@@ -12,8 +12,8 @@ void queue_push(struct queue *queue, struct work *work);
 struct work *queue_pop(struct queue *queue);
 void queue_remove(struct queue *queue, struct work *work);
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
-/* For what can't be refused any more. Without memory the thread stands still until there is some: callers hear in their
- * time that it is stuck, and nothing is lost. */
+/* For work that can't be refused any more. Without memory the thread blocks until there is some: callers get TK_STUCK at
+ * their deadline, and nothing is lost. */
 void grow_surely(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
 void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns);
 void publish(struct tk_fabric *fabric);
@@ -84,7 +84,7 @@ void group_copies(struct tk_group *group, uint32_t row, int copies); /* until it
 /* posting.c: what is posted, what has completed */
 int status_of_provider(int error);
 int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
-	      uint64_t key); /* nobody hears of its end */
+	      uint64_t key); /* its end is not reported */
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);

@@ -39,14 +39,14 @@
 struct reading {
 	struct reading *next; /* waits for a place in the ring */
 	struct batch *batch;
-	struct work *work; /* NULL: nobody wants the bytes any more */
+	struct work *work; /* NULL: the bytes are no longer wanted */
 	char *pages;
 	uint32_t size, moved, stumbles;
 	uint64_t offset;
 	struct header_fixed header;
 };
 
-/* Those that were given together. It goes when both of its ends were told. */
+/* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
 struct batch {
 	struct batch *next; /* that were read and have not told so */
 	struct tk_reader *reader;
@@ -259,7 +259,7 @@ void reader_let_go(struct work *work)
 	work->reading = NULL;
 }
 
-/* Takes a batch out of those that wait to tell that they were read. */
+/* Takes a batch off the list of those whose TK_READ is to be reported. */
 static void unlist(struct tk_reader *reader, struct batch *batch)
 {
 	struct batch **link = &reader->read_first;
@@ -281,7 +281,7 @@ static void free_if_over(struct batch *batch)
 		free(batch);
 }
 
-/* The drive is done with its pages. */
+/* The drive no longer uses its pages. */
 static void over(struct tk_reader *reader, struct reading *reading)
 {
 	struct batch *batch = reading->batch;
@@ -439,7 +439,7 @@ int poll_readers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The thread ends, and all endpoints are closed: what the kernel has of the application's memory is over when this returns. */
+/* The thread ends, and all endpoints are closed: when this returns the kernel no longer uses the application's memory. */
 void readers_end(struct tk_fabric *fabric)
 {
 	for (struct tk_reader *reader = fabric->readers; reader; reader = reader->next) {

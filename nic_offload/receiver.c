@@ -45,7 +45,7 @@ struct reading {
 	uint64_t began_ns;
 };
 
-/* A slot's: for which put, the one that is to come or is being read; what it is when that comes, 0 once it has; what it was. */
+/* A slot: the generation of its next or current put; the flag's value when that comes, 0 once it has; its last value. */
 struct flag {
 	uint64_t generation, due, before;
 };
@@ -57,7 +57,7 @@ struct tk_receiver {
 
 	/* The progress thread's own. */
 	struct tk_receiver *next;
-	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has done what it may not */
+	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has broken the protocol */
 	struct flag *awaited; /* by slot */
 	uint32_t *queue; /* slots whose flags have come, a ring */
 	uint32_t queue_first, queue_count;
@@ -72,9 +72,9 @@ struct tk_receiver {
 	uint32_t wanted_pages, starved;
 	uint32_t differed, taken, expired;
 	int broken;
-	int told;	     /* that there is something to take */
+	int told;	     /* reported: there is something to take */
 	uint64_t told_ns;    /* when it last was */
-	uint64_t tell_at_ns; /* when it is to be, atomic: it is looked at without the lock; 0: there is nothing, or it was */
+	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
 };
 
 static void free_receiver(struct tk_receiver *receiver)
@@ -234,8 +234,8 @@ static void tell(struct tk_receiver *receiver)
 	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->told_ns);
 }
 
-/* Under the lock. The application is not woken for each block: it would take the core from the wire, and does many with
- * little more than one. After a quiet time it is told at once of a block whose peer waits for more than that it is here. */
+/* Under the lock. The application is not woken for each block: that would take the core from the wire, and many blocks cost
+ * it little more than one. After a quiet time a block whose peer waits for more than `landed` is reported at once. */
 static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 {
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
@@ -335,7 +335,7 @@ static uint32_t pages_of(uint32_t length)
 	return 1 + (length + TK_HEAD_PAGE - 1) / TK_HEAD_PAGE;
 }
 
-/* Begins with the first in the queue. 0: it has to wait for a room; -1: it is no put. */
+/* Begins the first put in the queue. 0: it has to wait for a room; -1: it is invalid. */
 static int begin(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
@@ -376,8 +376,7 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 	}
 }
 
-/* Lists it, unless another block has the name, or may have it, or its life is counted. Returns what its peer is to hear;
- * 0: nothing yet. */
+/* Lists it, unless another block has or may have the name, or it expires. Returns the code for its peer; 0: none yet. */
 static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
@@ -402,11 +401,11 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 		names_change(&shelf->stored, name, 1, 1);
 	pthread_mutex_unlock(&shelf->lock);
 	if (came->durability > setup->landed_code)
-		return setup->landed_code; /* it hears the rest from the application */
+		return setup->landed_code; /* the application sends the other codes */
 	return is_other ? setup->taken_code : came->is_stored ? 0 : setup->landed_code;
 }
 
-/* A peer that asked for no more than `landed` could not be told afterwards that it was too late. */
+/* A peer that asked only for `landed` could not be told afterwards that it was too late. */
 static int is_expired(const struct tk_receiver *receiver, const struct tk_put_head *head)
 {
 	if (!head->expires_unix_ms || head->durability != receiver->setup.landed_code)
@@ -455,7 +454,7 @@ static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
 	came->under_way = receiver->reading.record ? (uint8_t)(home + 1) : 0;
 }
 
-/* It has been read to its end: keep it, or the room. */
+/* It has been read completely: keep the block, or reuse the room. */
 static int settle(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
@@ -500,7 +499,7 @@ static int settle(struct tk_receiver *receiver)
 	return 0;
 }
 
-/* Tells the peer. One that is gone, or gave a word that is none, hears nothing. */
+/* Acknowledges to the peer. One that is gone, or gave an invalid word, gets nothing. */
 static int tell_peer(struct tk_receiver *receiver)
 {
 	const struct tk_put_head *head = &receiver->reading.head;
@@ -520,7 +519,7 @@ static void over(struct reading *reading)
 		lane_landed(reading->record);
 }
 
-/* Is done with the slot, which is the peer's again when that has a word, now or from the application. */
+/* Releases the slot, which is the peer's again once it has had a word, now or from the application. */
 static int answer(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
@@ -532,7 +531,7 @@ static int answer(struct tk_receiver *receiver)
 	return 1;
 }
 
-/* Goes on with one receiver; returns whether it got any further. */
+/* Advances one receiver; returns whether it made progress. */
 static int go_on(struct tk_receiver *receiver, uint32_t *budget)
 {
 	int busy = 0;
@@ -582,7 +581,7 @@ int poll_receivers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The application is about to hear of a call: it is to know of all that came before. */
+/* The application is about to get a call: it must first know of all blocks that came before. */
 void receivers_tell(struct tk_fabric *fabric)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

@@ -221,7 +221,7 @@ void *sender_head_desc(const struct work *work)
 	return work->op.sender->setup.region->desc;
 }
 
-/* The words in which the node says what became of it. */
+/* The words in which the node reports its outcome. */
 static int watch_words(struct tk_fabric *fabric, struct work *work, struct work *watch)
 {
 	const struct tk_operation *op = &work->op;
@@ -280,7 +280,7 @@ static int may_be_sent(const struct tk_operation *op)
 	return is_named && metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
 }
 
-/* Gives the put a slot and a word, if there are any; its bytes are to be summed next. */
+/* Gives the put a slot and a word, if any are free; next its bytes are checksummed. */
 static int grant(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
@@ -356,7 +356,7 @@ void sender_summed(struct work *work)
 	head->tag = head_out(work->op.endpoint, (struct spot){work->op.flag_target, work->op.flag_key}, metadata, head);
 }
 
-/* The put's own end. What was never posted leaves slot and word to the next. */
+/* The end of the put itself. One that was never posted leaves its slot and word to the next. */
 void sender_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;

@@ -193,7 +193,8 @@ static int is_answer(const struct work *watch, struct tk_region *region, uint64_
 	return tk_crc32c(there + sizeof head.crc32c, head.length - sizeof head.crc32c, 0) == head.crc32c;
 }
 
-/* One whose watch is over was given up, and its caller waits for a word that nothing more of it comes. The node puts none. */
+/* A block whose watch is over was given up, and its caller waits for a word that confirms that nothing more of it will
+ * come. The node sends none. */
 static void give_up(struct tk_fabric *fabric, const struct work *call, uint32_t row)
 {
 	struct tk_ack_watch watch = call->ack;
@@ -271,7 +272,7 @@ uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes
 		return copied;
 	uint32_t code = code_of(fetch, block, work);
 	queue_remove(&fabric->summing, work);
-	shared_over(work); /* before its caller hears of it, who may want the place */
+	shared_over(work); /* before its caller is notified, which may reuse the place */
 	group_acked(fabric, &work->ack, code);
 	release(fabric, work);
 	return copied;

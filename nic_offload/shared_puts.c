@@ -28,7 +28,7 @@ static int ignore(struct tk_fabric *fabric, void *doorbell)
 	return rest_ignore(fabric, *(const int *)doorbell);
 }
 
-/* On the thread, which may have been told of a ring and be about to read it: when this returns, it is past that, and the
+/* On the thread, which may have noticed a ring and be about to read it: when this returns it has done so, and the
  * descriptor can be closed. Otherwise it might read from whatever is opened next under the same number. */
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell)
 {
@@ -44,7 +44,7 @@ void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 	fabric->due = endpoint;
 }
 
-/* One that has no room for another ring has woken its owner, or will. */
+/* A pipe without room for another ring has woken its owner, or will. */
 void ring_doorbells(struct tk_fabric *fabric)
 {
 	static const uint64_t once = 1;

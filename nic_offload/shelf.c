@@ -129,7 +129,7 @@ static int is_inside(const struct tk_region *region, const struct tk_shelved *bl
 int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block)
 {
 	if (find_id(shelf, block->id))
-		return 0; /* it is there, or was unlisted while it is being sent, and comes back another time */
+		return 0; /* it is listed, or is still being sent after it was unlisted; it can be listed again later */
 	struct shelved *kept = calloc(1, sizeof *kept);
 	if (!kept)
 		return -ENOMEM;

@@ -95,7 +95,7 @@ int poll_acks(struct tk_fabric *fabric)
 		}
 		if (work->caller)
 			code = caller_answered(fabric, work, code);
-		if (code >= work->ack.final_code) /* before its caller hears of it, who may want the place, or the memory */
+		if (code >= work->ack.final_code) /* before its caller is notified, which may reuse the place or the memory */
 			shared_over(work);
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);
