@@ -1,4 +1,4 @@
-"""`kvsim explain` and `kvsim search`: what each preset adds and which claims it passes; whether any reading does."""
+"""`kvsim explain` and `kvsim search`: what each preset adds, which claims it passes, whether any reading passes all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How results are shown: aligned tables, CSV, JSON and files of plots."""
+"""Output of results: aligned tables, CSV, JSON and files of plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvsim paper`: one page of what the paper says, what its numbers give, and a verdict."""
+"""`kvsim paper`: one page with the paper's statements, the results of its numbers, and verdicts."""
 
 from __future__ import annotations
 

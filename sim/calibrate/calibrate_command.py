@@ -1,6 +1,6 @@
-"""`kvsim calibrate run | fit | check`: measure this machine, fit a profile, hold it against the product.
+"""`kvsim calibrate run | fit | check`: measure this machine, fit a profile, compare it with the product.
 
-The measuring is done by other programs, fio and `kvstore bench`, so that nothing here needs a fabric.
+Other programs measure, fio and `kvstore bench`, so nothing here needs a fabric.
 """
 
 from __future__ import annotations

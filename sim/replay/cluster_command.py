@@ -1,4 +1,4 @@
-"""`kvsim cluster`: how safe a cluster's blocks are while its nodes change, and how busy the rest of them."""
+"""`kvsim cluster`: how safe a cluster's blocks are while its nodes change, and how busy the remaining nodes are."""
 
 from __future__ import annotations
 

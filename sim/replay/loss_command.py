@@ -1,4 +1,4 @@
-"""`kvsim loss`: what it costs when nodes or drives of a large cluster go, or are slow."""
+"""`kvsim loss`: the cost of lost or slow nodes and drives of a large cluster."""
 
 from __future__ import annotations
 

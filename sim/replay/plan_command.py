@@ -1,4 +1,4 @@
-"""`kvsim plan`: the cheapest cluster for each way of serving, or how many users a given one holds; fetch or compute."""
+"""`kvsim plan`: the cheapest cluster for each way of serving, how many users a cluster can serve; fetch or compute."""
 
 from __future__ import annotations
 

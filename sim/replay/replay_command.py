@@ -1,4 +1,4 @@
-"""`kvsim replay` and `kvsim generate`: a trace through a cluster by one or more paths; chats made up."""
+"""`kvsim replay` and `kvsim generate`: run a trace through a cluster, by one or more paths; generate a trace."""
 
 from __future__ import annotations
 
