@@ -178,7 +178,7 @@ DRIVE_CAPACITY_BYTES_MAX = 16 << 40  # its roll, a bit a page, is made in memory
 DRIVE_CAPACITY_BYTES_DEFAULT = 1 << 30  # of a drive file without a given size
 DRIVE_QUEUE_DEPTH = 256
 DRIVE_INFLIGHT_BYTES_MAX = 32 << 20
-DRIVE_INFLIGHT_READ_BYTES_MAX = 4 << 20  # more than this in flight makes convoys of completions
+DRIVE_INFLIGHT_READ_BYTES_MAX = 8 << 20  # a reader has half of it at the drive, and copies the rest
 FETCHES_A_ROUND = 128  # are begun, and then others have the thread
 FABRIC_CALLS_MS = 1  # of them in one round of the thread: each tenant's turn is one call
 FABRIC_WORK_US = 500  # a tenant for which so much was done at a stretch rests while others call,
@@ -207,7 +207,7 @@ TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;
 MOVING_MS = 250  # of one that takes longer the place is given to the next
-READ_AHEAD_BYTES = 16 << 20  # read for fetches at a time: a later caller waits behind this much at most
+READ_AHEAD_BYTES = 20 << 20  # read for fetches at a time: a later caller waits behind this much at most
 
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
