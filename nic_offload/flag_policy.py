@@ -1,4 +1,4 @@
-"""Flag policies: which value of which flag word says that which piece of KV is there.
+"""Flag policies: which value of which flag word means that a piece of KV is complete.
 
 KV comes into being layer by layer within a step, and a step adds one token or, in a prefill, many. A policy says
 when the producer stores to a flag word and what, and so which word and threshold the put of each piece is armed

@@ -1,4 +1,4 @@
-"""From a hit in the match-action table to the requester: handles and actions become users and requests.
+"""From a hit in the match-action table to the requester: its handles and actions become users and requests.
 
 What always holds: a handle stands for KV of the request's own tenant or for nothing; what stands for nothing is
 counted, and is no error.

@@ -1,4 +1,4 @@
-"""Following a cluster's map: a thread that has one of its nodes tell it.
+"""Follows a cluster's map: a thread that gets it from one of the nodes whenever it changes.
 
 What always holds: before any node has answered, and where the nodes are in no cluster, the nodes are those that were
 given; a map never goes back; a node that doesn't answer within its time, or falls silent, is left for the next one; the

@@ -1,4 +1,4 @@
-"""Which request a look-up is for, and what this process knows of those that the node does not know of.
+"""The request that a look-up belongs to, and this process's own record of look-ups that the node doesn't see.
 
     with as_request("cmpl-7"):
         client.prefix(keys)

@@ -1,4 +1,4 @@
-"""Watches of transfers: a session is notified of its blocks' outcomes, and adds its name to each call.
+"""Watches of transfers: a session learns the outcomes of its blocks, and adds its name to each call.
 
 What always holds: a watch is notified of each put's end once, with the client's lock held, so it must not wait.
 What it doesn't do: change transfers or their timing.

@@ -1,4 +1,4 @@
-"""Where etcd is and as whom it is asked: read from what a node was told, with no etcd beside it."""
+"""How etcd is reached and with which credentials, read from the node's settings; it needs no etcd."""
 
 from __future__ import annotations
 

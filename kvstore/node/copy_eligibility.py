@@ -1,4 +1,4 @@
-"""Of which blocks a node is sure that no deletion was missed: only these are copied to other nodes.
+"""Which blocks may be copied to other nodes: those for which this node has certainly missed no deletion.
 
 A deletion goes to all members. So a node can't have missed one of a block that came while its record was on the map
 under the lease that it has now. Of an older block, which may have been deleted while the node was away, it is sure once

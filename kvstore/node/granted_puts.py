@@ -1,4 +1,4 @@
-"""Puts that come by grants: from the C core's receivers to the drive.
+"""Puts by grants on the node: takes blocks from the C core's receivers, and brings them to the drives.
 
 A client writes into slots of its own without asking. The receiver (`nic_offload.receiver`) reads each block once,
 into a piece of the hot memory that was given to it beforehand, lists it on the shelf and says `landed`; all that

@@ -1,4 +1,4 @@
-"""What became of look-ups lately: a bounded history for those who ask why, in memory, and in a log beside the drives.
+"""The history of look-ups and their outcomes: bounded, in memory and in a log beside the drives.
 
 What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the tenant that has most of these makes room,
 with its oldest. A tenant's look-ups are found under its own name only. A look-up is recorded once, when it is over, as

@@ -1,4 +1,4 @@
-"""The last half hour of a node, for the sparklines of its web page: totals at regular intervals.
+"""Half an hour of a node's totals at regular intervals, for the sparklines of its web page.
 
 What always holds: at most `UI_HISTORY_POINTS` points, `UI_HISTORY_MS` apart; taking one reads counters and touches no
 drive. What it doesn't do: outlive the process, or replace Prometheus.

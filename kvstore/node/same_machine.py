@@ -1,4 +1,4 @@
-"""A node's memory for clients on its own machine: they map it, copy blocks out of it, and put blocks into it.
+"""Shares a node's memory with clients on the same machine: they map it, copy blocks out of it, and put blocks into it.
 
 An attach is answered with the name of a socket (of the abstract namespace) and a pass. A caller that shows the pass
 there is given descriptors: of the hot memory, to be read, and of the slots that the connection was granted, to be

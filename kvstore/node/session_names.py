@@ -1,4 +1,4 @@
-"""What callers call users and sessions, checked, as the names that the drive knows."""
+"""Names of users and sessions from callers: checked, and converted to the names on the drive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of the node's thread: calls that name many blocks do their work in steps, and tenants take turns by time spent.
+"""Time on the node's thread: calls that name many blocks run in slices, and tenants take turns by time used.
 
 What always holds: one step at a time; of the tenants that wait, the one that has had least goes next, and its calls in
 the order in which they came; one that has not waited for long has saved nothing up. While other tenants call, as

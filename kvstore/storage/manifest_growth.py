@@ -1,4 +1,4 @@
-"""How a session's manifest grows by a turn: the bounds, and what fills a chunk. Pure.
+"""How a session's manifest grows by a turn: its bounds, and when a chunk is full. Pure.
 
 What always holds: what can't be is SessionRefused, and nothing is changed by it; what comes out has a turn
 for every block.

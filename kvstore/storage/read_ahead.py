@@ -1,4 +1,4 @@
-"""Read-ahead for a walk over a drive: the next positions are guessed, and read in advance.
+"""Read-ahead for a walk over a drive: it predicts the next positions and reads them in advance.
 
 A walk over headers learns from each header where the next one is, so a drive would do one small read at a time,
 while most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump is mostly

@@ -1,4 +1,4 @@
-"""The check that every row of an index ends with: a CRC of its name and all before it.
+"""The checksum at the end of each row of an index: a CRC of the row's name and contents.
 
 Always holds: one flipped bit in a row, or in the name that it stands under, is seen. Rows by generation have none: they
 say again what the rows by name do, and `kvstore.storage.index_check` holds the two against each other.

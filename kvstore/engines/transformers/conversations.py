@@ -1,4 +1,4 @@
-"""Conversations of one model, kept on a node.
+"""Conversations of one model, stored on a node.
 
 `resume` gives a cache to go on with: as many of the given tokens as the session has KV for. `save` stores what a cache
 has beyond that, as one more turn. Nothing of a session whose tokens are other ones is ever used, so a prompt that was

@@ -1,4 +1,4 @@
-"""How a conversation's tokens are cut into blocks, and what the blocks are called.
+"""How a conversation's tokens are divided into blocks, and the blocks' names.
 
 Each turn is cut from where the last one ended, into blocks of the same number of tokens, of which the last may have
 fewer. So a block that is stored never changes, and a turn sends what is new and nothing else.

@@ -1,4 +1,4 @@
-"""The engine's KV memory as plain bytes: where the page of a layer's block lies.
+"""The engine's KV memory as plain bytes: the address of each layer's page of a block.
 
 What always holds: a page's bytes are contiguous and no other page's. An engine whose cache is not so, or lies in a
 device's memory, gets a LayoutError and goes without.

@@ -1,4 +1,4 @@
-"""What our connectors tell a spec or a tier, and vLLM does not: which model it serves, and whose adapter a request has.
+"""What our connectors pass to a spec or a tier because vLLM doesn't: the model served, and a request's adapter.
 
 vLLM tells them the model's name and little more; its block hashes know an adapter by its name and path. Here both are
 known by their content (`identity`, `weights`).

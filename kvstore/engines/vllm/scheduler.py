@@ -1,4 +1,4 @@
-"""The scheduler's side: what of a request is stored already, what of it to load, and which blocks to save when.
+"""The scheduler's side: what is stored of a request, what to load of it, and which blocks to save when.
 
 What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; what was offered
 and has not come is not offered again; a block is saved once, when all its tokens are known and computed, and nothing

@@ -1,4 +1,4 @@
-"""Requests that say whose they are: turns of a session of the store.
+"""Requests that name their session: each becomes a turn of a session of the store.
 
 A request names its session in `kv_transfer_params` (`{"session": ..., "user": ...}`), or with the header X-Session-ID.
 That names no user; such sessions are those of one that is called `anonymous`.

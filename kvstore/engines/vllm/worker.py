@@ -1,4 +1,4 @@
-"""The worker's side: carries out what a plan says, on the KV memory of its rank.
+"""The worker's side: executes a plan on the KV memory of its rank.
 
 What always holds: a block that was promised and did not come is told to the engine, which computes it; a step saves
 nothing unless every load that it waited for has succeeded; at the end of a step nothing reads blocks of the engine's,

@@ -1,4 +1,4 @@
-"""Where the last blocks that are gone went, for those who ask later.
+"""The reasons for which the last removed blocks were removed.
 
 Always holds: the newest are remembered, by their exact names, a fixed number of them, some 600 bytes each; of one
 name only the newest.
