@@ -37,7 +37,7 @@ struct call_fetch_row {
 	uint64_t ack_generation, target, target_key;
 };
 
-/* Of a block of `length`, so many bytes behind the first are wanted; a `part` of 0: all. */
+/* The part of a block of `length` that is wanted, from this offset on; a `part` of 0: all. */
 struct call_part_row {
 	struct call_fetch_row row;
 	uint32_t skip, part;

@@ -56,7 +56,7 @@ struct tk_caller {
 
 	struct tk_shared shared; /* of a length of 0: the node's memory is not mapped here */
 	int shares;		 /* atomic: blocks may be read from there */
-	uint64_t shared_blocks;	 /* atomic: so many were */
+	uint64_t shared_blocks;	 /* atomic: number of blocks read from there */
 };
 
 static int add_caller(struct tk_fabric *fabric, void *argument)

@@ -440,7 +440,7 @@ struct tk_call {
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
 /* `wanted`: for each block of a fetch, which may be read from the node's memory then; or NULL.
  * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
- * with -ETIMEDOUT is told, before anything is of its blocks. */
+ * with -ETIMEDOUT is reported, before any report about its blocks. */
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
 		   size_t rows_bytes, const struct tk_wanted *wanted);
 void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared); /* before the first call */
@@ -470,7 +470,7 @@ struct tk_sender_setup {
 	uint64_t shared_flags, shared_slots; /* 0, or where the node's are mapped here, and `words` with them */
 };
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
-/* Where puts of pieces are gathered: so many bytes for each slot. Called before the first of them is armed. */
+/* Where puts of pieces are gathered, this many bytes per slot. Called before the first of them is armed. */
 int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
 int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
 uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went through shared memory */
@@ -561,7 +561,7 @@ struct tk_reading {
 	uint64_t flag_target, flag_key, flag_value;
 	uint64_t offset, generation;
 	uint32_t length, crc32c;
-	uint32_t skip, part; /* of the payload so many bytes are put, behind these; 0: all */
+	uint32_t skip, part; /* the part of the payload that is put, and the bytes before it; 0: all */
 	uint32_t shares, zero; /* TK_SHARED_PUT, or 0 */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t owner[TK_OWNER_BYTES];

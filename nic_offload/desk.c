@@ -168,7 +168,7 @@ static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, uin
 	return 0;
 }
 
-/* Under the shelf's lock: what is told of the call once it is over. */
+/* Under the shelf's lock: makes the report about a call, to be given once it is over. */
 static struct served *note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes)
 {
 	size_t ids_bytes = head->blocks * sizeof(uint64_t);

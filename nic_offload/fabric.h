@@ -161,7 +161,7 @@ struct shared_words {
 	uint32_t count; /* 0: none */
 };
 
-/* What a peer can read of ours, and where it is told. */
+/* Memory of ours that a peer can read, and the rows that give it locations there. */
 struct shared_reads {
 	struct spot first; /* of its words */
 	uint64_t rows, memory, bytes;

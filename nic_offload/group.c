@@ -25,7 +25,7 @@ struct tk_group {
 	uint32_t users; /* atomic: its owner, and each work that knows it */
 	uint32_t open;	/* rows that are not over */
 	uint32_t unlanded; /* of these, and nothing was said of them yet */
-	uint32_t prefix; /* so many of the first are over */
+	uint32_t prefix; /* number of leading rows that are over */
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the least that one of the waiters wants */
 	int told;	/* TK_OVER was reported, or a waiter knows */

@@ -34,7 +34,7 @@
 #define DIRECT_ALIGN 512u
 #define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
 #define UNHURRIED_NS 500000u /* or after so long */
-#define TOLD_COUNT 64u	     /* records that the application is told of together, */
+#define TOLD_COUNT 64u	     /* records reported to the application together, */
 #define TOLD_NS 1000000u     /* or after so long */
 
 /* A record on its way. */

@@ -6,7 +6,7 @@
 
 #include "fabric.h"
 
-/* What a peer is told when its record is on the drive. */
+/* The acknowledgement that a peer gets when its record is on the drive. */
 struct lane_word {
 	struct tk_endpoint *endpoint;
 	uint64_t peer, target, key;

@@ -29,7 +29,7 @@
 #define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 #define LANDED_ID (UINT64_C(1) << 63)
-#define TOLD_COUNT 64u /* blocks that the application is told of together, */
+#define TOLD_COUNT 64u /* blocks reported to the application together, */
 #define TOLD_NS 1000000u /* or after so long, where nobody waits for a word, */
 #define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time */
 
@@ -593,7 +593,7 @@ void receivers_tell(struct tk_fabric *fabric)
 	}
 }
 
-/* The endpoint is about to be closed. What has come, as far as there are rooms, is taken; nobody is told. */
+/* The endpoint is about to be closed. Blocks that have come are taken if there are rooms; nothing is acknowledged. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

@@ -157,7 +157,7 @@ class Coherent:
 
 
 def readings(nics: int = 1, drives: int = 1) -> list[Coherent]:
-    """All coherent readings with so many NICs and drives."""
+    """All coherent readings with these numbers of NICs and drives."""
     directions: tuple[Direction, ...] = ("put", "get")
     return [
         Coherent(direction, *nvme, inner, dram, copies, pcie, latencies, nics, drives)

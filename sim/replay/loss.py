@@ -51,7 +51,7 @@ class Losses:
     nodes: int = 1  # that are lost
     drives: int = 0  # that are lost, each of another node
     slow_nodes: int = 0
-    slow_factor: float = 4.0  # so many times longer
+    slow_factor: float = 4.0  # how many times longer their operations take
     noticed_s: float = 30.0  # until the nodes that are lost are off the list
     deadline_s: float = 1.0  # what a get from a lost node costs
     seed: int = 1

@@ -77,5 +77,5 @@ def _after(told: Told) -> str:
         f"Users are hashed: the fullest node has {told.fullest:.2f} times the mean's, and the busiest drives or links"
         f" have work for {100 * told.busiest:.0f} % of the time.\n"
         "A drive holds a page of nearly every block of its node: its loss is that of all KV there, not of its share.\n"
-        "Nothing is copied between nodes: who asks, computes again."
+        "Nothing is copied between nodes: after a miss the prompt is recomputed."
     )

@@ -66,7 +66,7 @@ def home_of_user(user: int, nodes: int) -> int:
 
 
 def orders(places: Sequence[tuple[bytes, int]], depth: int) -> npt.NDArray[np.int64]:
-    """Of each lot the first places in its order, so many of them."""
+    """The first `depth` places of each lot, in its order."""
     arrival = np.empty((LOTS, len(places)))
     for number, (name, weight) in enumerate(places):
         arrival[:, number] = _arrivals(name, weight)

@@ -45,7 +45,7 @@ class BreakEven(NamedTuple):
     bytes_per_s: float  # for each GPU
 
     def of(self, gpus: int) -> float:
-        """Bytes a second for an engine of so many GPUs."""
+        """Bytes per second for an engine with this number of GPUs."""
         return self.bytes_per_s * gpus
 
 
@@ -100,7 +100,7 @@ class Demand:
 
 
 class Need(NamedTuple):
-    """How many of something, and why so many."""
+    """A count of parts, and the reason for it."""
 
     what: str
     number: int

@@ -84,7 +84,7 @@ ENGINES: tuple[EngineName, ...] = ("whole", "steps")
 class Terms:
     """What a run may change beside the cluster and the path."""
 
-    decode_put_tokens: int = 16  # KV of an answer goes out every so many of its tokens
+    decode_put_tokens: int = 16  # tokens of an answer after which its KV is put
     policy: str = "lru"
     always_get: bool = False  # else what is faster on an idle cluster: fetching or computing
     overlap: bool = False  # a layer is computed while the KV of later ones is fetched

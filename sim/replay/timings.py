@@ -38,7 +38,7 @@ class Timings:
     prefill_s: tuple[tuple[float, ...], ...]  # by new tokens, then by context
 
     def of(self, new_tokens: float, context_tokens: float) -> float:
-        """How long the engine prefills so many tokens behind such a context."""
+        """The time to prefill new tokens after a context of this length."""
         require("a prompt's new tokens", new_tokens, "tokens that were measured", 0, self.new_tokens[-1])
         require("a prompt's context", context_tokens, "tokens that were measured", 0, self.context_tokens[-1])
         row, up = _place(self.new_tokens, new_tokens)

@@ -73,7 +73,7 @@ class MachineProfile:
         return sorted(clients for one, clients in self._medians if one == kind)
 
     def median_s(self, kind: str, clients: float, blocks: int, block_bytes: int) -> float:
-        """The median time of an operation while so many clients are under way."""
+        """The median time of an operation with this number of active clients."""
         known = self.clients(kind)
         if not known or not known[0] <= clients <= known[-1]:
             raise OutOfRange("clients", clients, "clients that were measured", f"one of {known} for {kind}")
