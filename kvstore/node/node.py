@@ -36,6 +36,7 @@ from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
+from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import Places
 from kvstore.node.fetching import Fetches
 from kvstore.node.granted_puts import Granted
@@ -161,9 +162,9 @@ class Node:
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
-        self._loop.add_reader(fabric.fileno(), self._fabric_events)
-        self._loop.add_reader(store.fileno(), self._drive_events)
-        self.ticks = Ticks(self, self._tick)
+        self._loop.add_reader(fabric.fileno(), or_stop(self._fabric_events))
+        self._loop.add_reader(store.fileno(), or_stop(self._drive_events))
+        self.ticks = Ticks(self, or_stop(self._tick))
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -356,7 +357,7 @@ class Node:
 
     def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
         """Do something in a while."""
-        self._loop.call_later(delay_s, do, *arguments)
+        self._loop.call_later(delay_s, or_stop(do), *arguments)
 
     def note_freed(self) -> None:
         """Memory that outlasts connections has come free."""
