@@ -1,0 +1,69 @@
+"""vLLM with a cluster of three nodes, each chunk on two: one is lost for good, and another takes its place."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster.real_etcd import RealEtcd
+from tests.cluster.test_upkeep import told
+from tests.engines.node import Node, until
+from tests.engines.test_vllm_tier import check_digests, count, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engines.chats import Chats
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def are_the_members(nodes: list[Node]) -> bool:
+    targets = {node.target for node in nodes}
+    return all({one.node for one in told(node).members} == targets for node in nodes)
+
+
+def all_is_on_two(nodes: list[Node]) -> bool:
+    states = [told(node).upkeep for node in nodes]
+    return not any(one.looking or one.one_copy for one in states)
+
+
+def test_a_node_is_killed_in_the_middle_of_conversations_and_replaced(
+    place: Path, model: Path, chats: Chats, tmp_path: Path
+) -> None:
+    """They go on with hits, and say the same; and nobody does anything for all to be on two nodes again."""
+    with ExitStack() as stack:
+        etcd = stack.enter_context(RealEtcd(tmp_path / "etcd"))
+        of_cluster = ("--cluster", f"{etcd.endpoints[0]}/chats", "--cluster-replicas", "2")
+
+        def add(name: str) -> Node:
+            return stack.enter_context(Node(tmp_path / name, arguments=of_cluster))
+
+        first, lost, last = (add(f"node{number}") for number in range(3))
+        until(lambda: are_the_members([first, lost, last]), "three members")
+        more = {"replicas": 2, "transport": "fabric", "call_timeout_ms": 1_000}
+        engine = stack.enter_context(start(place, "members", model, first.target, **more))
+        chats.check(engine, range(2))
+        stored = count(engine, "stored_chunks")
+        assert stored > 20
+
+        lost.kill()
+        engine.drop_pool()
+        again = sum(len(prompt) - 64 for prompt in chats.prompts[1])
+        assert chats.check(engine, range(1, 2)) >= again
+        assert chats.check(engine, range(2, 3)) >= again
+        assert count(engine, "missing_chunks") == 0
+
+        new = add("node3")
+        until(lambda: are_the_members([first, last, new]), "the new member")
+        until(lambda: all_is_on_two([first, last, new]), "two copies of all")
+        assert told(new).upkeep.copied_blocks + told(first).upkeep.copied_blocks > 0
+
+        last.kill()  # what it had is on the two others: what was there before, and what the new one was given
+        engine.drop_pool()
+        assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.prompts[2])
+        assert count(engine, "missing_chunks") == 0
+        check_digests(engine)
+        assert "Traceback" not in engine.log()
